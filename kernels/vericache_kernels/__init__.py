@@ -1,0 +1,1 @@
+"""Kernels of VeriCache; imports nothing of its rooms."""

@@ -1,0 +1,186 @@
+"""Attention over slot runs on a CPU: one kernel call a run, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_kernels.run_attention.runs import RowPlan, plan_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Up to here the causal square is one call with a mask, above it one causal call
+# for each query head of a group, which skips the masked half.
+MOST_MASKED_QUERIES = 160
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend_row(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    plan: RowPlan,
+    scaling: float,
+) -> torch.Tensor:
+    """See ``run_attention``; the row comes planned, so layers share the plan.
+
+    Shapes: n queries, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head dim.
+
+    Raises:
+        ValueError: q does not fit the plan or the KV buffers.
+    """
+    _check(q, k_buffer, v_buffer, plan)
+    if plan.query_len > 1:
+        blocks = _blocks_apart(_tail(k_buffer, plan), _tail(v_buffer, plan))
+        if len(blocks) > 1:
+            return _attend_blocks(q, k_buffer, v_buffer, plan, scaling, blocks)
+    return _attend(q, k_buffer, v_buffer, plan, scaling)
+
+
+def _attend(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    plan: RowPlan,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend as ``attend_row`` does, entries hidden from a query being finite."""
+    n, heads, dim = q.shape
+    kv_heads = k_buffer.shape[1]
+    group = heads // kv_heads
+    # [Hkv, n * G, D]: the queries of a group are rows, so K and V are read once.
+    rows = q.view(n, kv_heads, group, dim).transpose(0, 1)
+    rows = rows.reshape(kv_heads, n * group, dim)
+    parts = [
+        _flash(rows, k, v, scaling) for k, v in _seen_by_all(k_buffer, v_buffer, plan)
+    ]
+    if n > 1:
+        tail_k, tail_v = _tail(k_buffer, plan), _tail(v_buffer, plan)
+        parts.append(_causal(rows, tail_k, tail_v, scaling))
+    out = _merge(parts).view(kv_heads, n, group, dim)
+    return out.transpose(0, 1).reshape(n, heads, dim)
+
+
+def _seen_by_all(
+    k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: RowPlan
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield K and V [len, Hkv, D] of the entries every query of the row sees."""
+    for start, length in plan.views:
+        yield k_buffer[start : start + length], v_buffer[start : start + length]
+    for slots in plan.gathered:
+        yield k_buffer.index_select(0, slots), v_buffer.index_select(0, slots)
+
+
+def _tail(buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+    """Return K or V [n, Hkv, D] of the query tokens themselves."""
+    if plan.tail is not None:
+        return buffer.index_select(0, plan.tail)
+    return buffer[plan.tail_start : plan.tail_start + plan.query_len]
+
+
+def _flash(
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> Part:
+    """Attend [Hkv, R, D] rows to [len, Hkv, D] keys, strided, without a copy.
+
+    Returns:
+        Output [Hkv, R, D] and log-sum-exp [Hkv, R, 1] float32.
+    """
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows.unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        0.0,
+        causal,
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return out[0], lse[0].unsqueeze(-1)
+
+
+def _causal(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+) -> Part:
+    """Attend the folded rows [Hkv, n * G, D] causally to their own n keys."""
+    kv_heads, folded, dim = rows.shape
+    n = k.shape[0]
+    group = folded // n
+    if n <= MOST_MASKED_QUERIES:
+        hidden = torch.full((n, n), float("-inf"), dtype=rows.dtype).triu_(1)
+        mask = hidden.repeat_interleave(group, dim=0).view(1, 1, folded, n)
+        return _flash(rows, k, v, scaling, mask=mask)
+    by_group = rows.view(kv_heads, n, group, dim)
+    parts = [
+        _flash(by_group[:, :, g], k, v, scaling, causal=True) for g in range(group)
+    ]
+    out = torch.stack([out for out, _ in parts], dim=2)
+    lse = torch.stack([lse for _, lse in parts], dim=2)
+    return out.view(kv_heads, folded, dim), lse.view(kv_heads, folded, 1)
+
+
+def _merge(parts: list[Part]) -> torch.Tensor:
+    """Weigh each part's output by its share of the softmax mass."""
+    if len(parts) == 1:
+        return parts[0][0].contiguous()
+    weight = torch.stack([lse for _, lse in parts]).softmax(0)
+    out = parts[0][0] * weight[0]
+    for (more, _), share in zip(parts[1:], weight[1:], strict=True):
+        out.addcmul_(more, share)
+    return out.to(parts[0][0].dtype)
+
+
+def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
+    """Return the queries at which the row must be cut, 0 first.
+
+    A hidden entry has weight zero, and zero times NaN is NaN. Cut in front of
+    every entry that is not finite, no query shares a block with one it cannot see.
+    """
+    if bool(torch.isfinite(k.sum() + v.sum())):
+        return [0]
+    finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
+    return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
+
+
+def _attend_blocks(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    plan: RowPlan,
+    scaling: float,
+    blocks: list[int],
+) -> torch.Tensor:
+    """Attend each block of queries to the row as it ends with that block."""
+    before = plan.slots.numel() - plan.query_len
+    outs = []
+    for start, stop in zip(blocks, [*blocks[1:], plan.query_len], strict=True):
+        part = plan_row(plan.slots[: before + stop], stop - start)
+        outs.append(_attend(q[start:stop], k_buffer, v_buffer, part, scaling))
+    return torch.cat(outs)
+
+
+def _check(
+    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: RowPlan
+) -> None:
+    """Refuse what the kernel would read past or misread."""
+    if q.device.type != "cpu":
+        raise ValueError(f"run_attention runs on the CPU, q is on {q.device}")
+    if q.shape[0] != plan.query_len:
+        raise ValueError(f"q has {q.shape[0]} rows, the plan {plan.query_len}")
+    if k_buffer.shape != v_buffer.shape or q.shape[2] != k_buffer.shape[2]:
+        raise ValueError(
+            f"head dims differ: q {tuple(q.shape)}, k {tuple(k_buffer.shape)}, "
+            f"v {tuple(v_buffer.shape)}"
+        )
+    if q.shape[1] % k_buffer.shape[1]:
+        raise ValueError(f"{q.shape[1]} heads do not share {k_buffer.shape[1]}")
+    if not q.dtype == k_buffer.dtype == v_buffer.dtype:
+        raise ValueError(f"q is {q.dtype}, K {k_buffer.dtype}, V {v_buffer.dtype}")

@@ -1,0 +1,91 @@
+"""Hand every patch to SGLang, and refuse to run where one did not take."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vericache_patches.record import UpstreamDriftError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from vericache_patches.record import Hook, Patch
+
+HOOKED = (
+    "utils_common",
+    "mem_cache_allocation",
+    "kernels_ops_sampling_murmur_hash",
+    "mem_cache_memory_pool",
+    "managers_schedule_batch",
+    "managers_batch_result",
+    "managers_output_streamer",
+    "managers_scheduler",
+)
+"""Names of the modules beside this one that hold ``HOOKS``, in order of use."""
+
+
+def hooked_modules() -> tuple[ModuleType, ...]:
+    """Import and return the patch modules; importing them patches nothing."""
+    return tuple(import_module(f"vericache_patches.{name}") for name in HOOKED)
+
+
+def wanted() -> Iterator[tuple[Patch, Hook]]:
+    """Yield the (record, hook) pairs that belong on this machine."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    for module in hooked_modules():
+        for patch, hook in module.HOOKS:
+            if patch.where == "any" or not has_gpu:
+                yield patch, hook
+
+
+def register_all() -> None:
+    """Hand every patch to SGLang's HookRegistry; a second call adds nothing.
+
+    Raises:
+        UpstreamDriftError: A target is gone or takes other arguments; nothing was
+            registered then.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    pairs = list(wanted())
+    for patch, _ in pairs:
+        patch.check(sglang_site())
+    for patch, hook in pairs:
+        known = HookRegistry._hooks.get(patch.target, ())  # no public view in 0.5.21
+        if all(other is not hook for _, other, _ in known):
+            HookRegistry.register(patch.target, hook, HookType(patch.kind))
+
+
+def require_applied() -> None:
+    """Confirm that SGLang installed what ``register_all`` handed over.
+
+    SGLang logs a failed hook and goes on (0.5.21, ``HookRegistry.apply_hooks``), so
+    the speculative-worker factory calls this before it builds anything.
+
+    Raises:
+        UpstreamDriftError: Some target is not hooked; the message lists all of them.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    targets = {patch.target for patch, _ in wanted()}
+    missing = sorted(targets - HookRegistry._patched)  # no public view in 0.5.21
+    if missing:
+        raise UpstreamDriftError(f"not hooked: {', '.join(missing)}")
+
+
+def sglang_site() -> Path:
+    """Return the folder that holds the installed ``sglang`` package.
+
+    Raises:
+        UpstreamDriftError: SGLang is not installed.
+    """
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise UpstreamDriftError("sglang is not installed")
+    return Path(spec.submodule_search_locations[0]).parent

@@ -1,0 +1,50 @@
+"""Hook on ``batch_result_processor.py``: acceptance figures of drafting iterations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def resolve_spec_v2_tokens(
+    original: Hook, processor: Any, result: Any, batch: Any
+) -> list[list[int]]:
+    """Resolve the tokens, then count verifications only, and drafts only.
+
+    A result with ``num_non_draft_tokens_per_req == 0`` is ours: 0 tokens mean the
+    request drafted or waited, n > 0 mean n - 1 accepted drafts and one more token.
+    """
+    accepted: list[list[int]] = original(processor, result, batch)
+    if result.num_non_draft_tokens_per_req:
+        return accepted
+    counts = result.num_correct_drafts_per_req_cpu
+    for req, count in zip(batch.reqs, counts, strict=True):
+        if req.is_retracted or req.finished():
+            continue
+        # Upstream counted a round of ``count`` correct drafts.
+        req.spec_correct_drafts_histogram[count] -= 1
+        if count == 0:
+            req.spec_verify_ct -= 1
+        else:
+            req.spec_num_correct_drafts -= 1
+            req.spec_correct_drafts_histogram[count - 1] += 1
+    return accepted
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.managers.scheduler_components.batch_result_processor."
+                "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
+            ),
+            kind="around",
+            args=("self", "result", "batch"),
+            reason="It takes every iteration for a verification, so meta_info would "
+            "report wrong acceptance figures.",
+            remove_when="SGLang accepts results in which some requests emit nothing.",
+        ),
+        resolve_spec_v2_tokens,
+    ),
+)

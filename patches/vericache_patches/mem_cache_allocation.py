@@ -1,0 +1,61 @@
+"""Hooks on ``sglang/srt/mem_cache/allocation.py``: torch for its Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from vericache_patches.record import Hook, Patch
+
+
+def get_last_loc(*rows: torch.Tensor) -> torch.Tensor:
+    """Return [B] last slots of the rows' prefixes, -1 for an empty one."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*rows)  # type: ignore[no-any-return]
+
+
+def assign_req_to_token_pool_func(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write slots ``out_cache_loc`` to entries [start, end) of each row, in order."""
+    lengths = (end_offset - start_offset).long()
+    before = lengths.cumsum(0) - lengths
+    rows = req_pool_indices.long().repeat_interleave(lengths)
+    offset = (start_offset.long() - before).repeat_interleave(lengths)
+    entries = torch.arange(rows.numel()) + offset
+    req_to_token[rows, entries] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
+
+
+_REMOVE_WHEN = "SGLang dispatches it by device instead of by backend name."
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target="sglang.srt.mem_cache.allocation.get_last_loc",
+            kind="replace",
+            args=("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+            reason="It takes Triton for every backend it does not know by name.",
+            remove_when=_REMOVE_WHEN,
+            where="cpu",
+        ),
+        get_last_loc,
+    ),
+    (
+        Patch(
+            target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+            kind="replace",
+            args=(
+                *("req_pool_indices", "req_to_token", "start_offset", "end_offset"),
+                *("out_cache_loc", "batch_size"),
+            ),
+            reason="It is a Triton kernel, or one of sgl_kernel's AMX build.",
+            remove_when=_REMOVE_WHEN,
+            where="cpu",
+        ),
+        assign_req_to_token_pool_func,
+    ),
+)

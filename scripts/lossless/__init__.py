@@ -1,0 +1,1 @@
+"""Token-by-token comparison of VeriCache with plain SGLang, over many settings."""

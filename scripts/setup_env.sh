@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Make .venv in the repository root, or leave it alone where it is current.
+#
+#   VERICACHE_DEVICE=cpu|cuda   which set of packages; default: cuda where nvidia-smi
+#                               lists a GPU, else cpu
+#   PYTHON=python3.11           interpreter to build with; 3.11 or newer, with venv
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+stamp="$venv/vericache-stamp"
+log="$venv/setup.log"
+
+say() { printf '[setup] %s\n' "$*"; }
+fail() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+device="${VERICACHE_DEVICE:-}"
+if [[ -z "$device" ]]; then
+  if nvidia-smi -L >/dev/null 2>&1; then device=cuda; else device=cpu; fi
+fi
+[[ "$device" == cpu || "$device" == cuda ]] ||
+  fail "VERICACHE_DEVICE must be cpu or cuda, got '$device'"
+
+requirements="$root/scripts/requirements-$device.txt"
+test_requirements="$root/scripts/requirements-test.txt"
+
+# The root is part of it: an editable install points into the checkout it was made in.
+fingerprint="$(
+  { echo "$device $root"; cat "$requirements" "$test_requirements" \
+      "$root/pyproject.toml" "${BASH_SOURCE[0]}"; } | sha256sum | cut -d' ' -f1
+)"
+if [[ -f "$stamp" && "$(<"$stamp")" == "$fingerprint" && -x "$venv/bin/python" ]]; then
+  say "$venv is current ($device)"
+  exit 0
+fi
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3 python; do
+    [[ -n "$candidate" ]] || continue
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' \
+        >/dev/null 2>&1; then
+      printf '%s' "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# Runs a command with its output in the log; a line every 15 s says it is alive.
+step() {
+  local label="$1" started=$SECONDS status=0
+  shift
+  say "$label ..."
+  "$@" >>"$log" 2>&1 &
+  local pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    if (( (SECONDS - started) % 15 == 14 )); then
+      say "  $((SECONDS - started)) s, still at it"
+    fi
+  done
+  wait "$pid" || status=$?
+  if (( status != 0 )); then
+    tail -n 25 "$log" >&2
+    fail "$label failed (status $status); the whole log is $log"
+  fi
+  say "  done in $((SECONDS - started)) s"
+}
+
+if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' \
+    >/dev/null 2>&1; then
+  python="$(find_python)" ||
+    fail "no Python 3.11 or newer with venv found; install one or set PYTHON"
+  say "making $venv with $("$python" --version)"
+  rm -rf "$venv"
+  "$python" -m venv "$venv" || fail "$python -m venv failed; install python3-venv"
+fi
+rm -f "$stamp"
+: >"$log"
+
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+# PyPI's torch is the CUDA build; a local index or wheel folder may hold the CPU one.
+install_cpu_torch() {
+  local torch
+  torch="$(grep '^torch==' "$requirements")"
+  "${pip[@]}" install --no-deps "$torch" ||
+    "${pip[@]}" install --no-deps "$torch" \
+      --index-url https://download.pytorch.org/whl/cpu
+}
+
+if [[ "$device" == cpu ]]; then
+  step "installing torch for CPU" install_cpu_torch
+  # The list is the complete closure, so there is nothing to resolve.
+  step "installing the other CPU packages (1 to 2 minutes)" \
+    "${pip[@]}" install --no-deps -r "$requirements"
+else
+  step "installing the CUDA packages (several minutes)" \
+    "${pip[@]}" install -r "$requirements"
+fi
+step "installing the test tools" "${pip[@]}" install --no-deps -r "$test_requirements"
+step "installing this project" \
+  "${pip[@]}" install --no-deps --no-build-isolation -e "$root"
+
+echo "$fingerprint" >"$stamp"
+say "ready: $venv ($device)"

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Every check of the project; the arguments go to pytest (scripts/test.sh -k config).
+# Goes on after a failure, says at the end what failed, and exits 1 if anything did.
+set -uo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+"$root/scripts/setup_env.sh" || exit 1
+bin="$root/.venv/bin"
+report="$root/.venv/pytest-report.xml"
+failed=()
+
+check() {
+  local label="$1" started=$SECONDS
+  shift
+  printf '\n== %s\n' "$label"
+  if "$@"; then
+    printf '== %s: ok (%d s)\n' "$label" $((SECONDS - started))
+  else
+    printf '== %s: FAILED (%d s)\n' "$label" $((SECONDS - started))
+    failed+=("$label")
+  fi
+}
+
+check "ruff check" "$bin/ruff" check .
+check "ruff format" "$bin/ruff" format --check .
+check "mypy" "$bin/mypy"
+rm -f "$report"
+# 18 minutes: CI gives 20, and a hang should show its stacks before that.
+check "pytest" timeout --signal=INT --kill-after=30 1080 \
+  "$bin/python" -m pytest --junitxml="$report" "$@"
+
+printf '\n== summary\n'
+"$bin/python" - "$report" <<'PY'
+import collections
+import sys
+import xml.etree.ElementTree as ElementTree
+
+try:
+    cases = list(ElementTree.parse(sys.argv[1]).iter("testcase"))
+except OSError:
+    sys.exit("pytest wrote no report")
+skips = [case.find("skipped") for case in cases if case.find("skipped") is not None]
+reasons = collections.Counter(skip.get("message", "") for skip in skips)
+print(f"{len(cases)} tests, {len(skips)} skipped")
+for reason, count in reasons.most_common():
+    print(f"  {count} skipped: {reason}")
+PY
+if (( ${#failed[@]} )); then
+  printf 'FAILED: %s\n' "${failed[*]}"
+  exit 1
+fi
+printf 'all checks passed\n'

@@ -1,0 +1,98 @@
+"""The equal-count rule against a per-token oracle, and its invariants."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vericache_sglang.compression.budget import (
+    Budget,
+    budget_for,
+    complement_indices,
+    keep_indices,
+)
+from vericache_sglang.errors import CompressionError
+
+
+def oracle(scores: list[float], budget: Budget) -> list[int]:
+    """Choose token by token: protected first, then best score, then earliest."""
+
+    def protected(token: int) -> bool:
+        return token < budget.sinks or token >= budget.offered - budget.recent
+
+    def rank(token: int) -> tuple[bool, float, int]:
+        score = scores[token]
+        return (not protected(token), math.inf if math.isnan(score) else -score, token)
+
+    return sorted(sorted(range(budget.offered), key=rank)[: budget.kept])
+
+
+@st.composite
+def cases(draw):
+    offered = draw(st.integers(1, 24))
+    kept = draw(st.integers(1, offered))
+    sinks = draw(st.integers(0, kept))
+    recent = draw(st.integers(0, kept - sinks))
+    some = st.floats(width=32, allow_nan=True, allow_infinity=True)
+    repeated = st.sampled_from([0.0, 1.0, -1.0, math.nan, math.inf, -math.inf])
+    row = st.lists(st.one_of(some, repeated), min_size=offered, max_size=offered)
+    return Budget(offered, kept, sinks, recent), [draw(row), draw(row)]
+
+
+@given(cases())
+def test_indices_equal_the_oracle(case):
+    budget, rows = case
+    chosen = keep_indices(torch.tensor(rows, dtype=torch.float32), budget)
+    assert chosen.tolist() == [oracle(row, budget) for row in rows]
+
+
+@given(cases())
+def test_kept_and_dropped_are_every_token_once(case):
+    budget, rows = case
+    kept = keep_indices(torch.tensor(rows, dtype=torch.float32), budget)
+    dropped = complement_indices(kept, budget.offered)
+    assert dropped.shape == (2, budget.dropped)
+    both = torch.cat([kept, dropped], dim=1).sort(dim=1).values
+    assert both.tolist() == [list(range(budget.offered))] * 2
+
+
+@given(
+    st.integers(1, 5000),
+    st.floats(0.001, 1.0),
+    st.integers(0, 64),
+    st.integers(0, 64),
+    st.sampled_from([1, 16]),
+)
+def test_budget_is_whole_pages_and_at_least_the_share(pages, keep, sinks, recent, page):
+    offered = pages * page
+    budget = budget_for(offered, keep, sinks, recent, page)
+    assert budget.kept % page == 0
+    assert 0 < budget.kept <= offered
+    assert budget.kept >= offered * keep - 1e-6
+    assert budget.kept - page < max(offered * keep, 1) + 1e-6
+    assert budget.sinks + budget.recent <= budget.kept
+    assert budget.kept + budget.dropped == offered
+
+
+def test_keeping_everything_is_the_identity():
+    budget = budget_for(100, 1.0, 4, 32, 1)
+    kept = keep_indices(torch.randn(3, 100), budget)
+    assert kept.tolist() == [list(range(100))] * 3
+
+
+def test_a_larger_budget_keeps_a_superset():
+    scores = torch.randn(1, 200, generator=torch.Generator().manual_seed(1))
+    kept = [
+        set(keep_indices(scores, Budget(200, n, 4, 8))[0].tolist())
+        for n in (12, 50, 120, 200)
+    ]
+    assert all(small < large for small, large in itertools.pairwise(kept))
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (2, 10, 1), (10,)])
+def test_scores_of_another_shape_are_refused(shape):
+    with pytest.raises(CompressionError, match=r"scores must be \[heads, 10\]"):
+        keep_indices(torch.zeros(shape), Budget(10, 5, 0, 0))

@@ -1,0 +1,89 @@
+"""Every selector keeps its contract; ours are also right."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vericache_sglang.compression.base import ModelSpec
+from vericache_sglang.compression.budget import Budget, select
+from vericache_sglang.compression.catalog import create_selector, known_names
+from vericache_sglang.errors import CompressionError, ConfigError
+
+THIRD_PARTY = Path(__file__).parents[1] / "compressors"
+SPEC = ModelSpec(layers=2, kv_heads=3, head_dim=8)
+
+
+@pytest.fixture(autouse=True)
+def third_party(monkeypatch):
+    monkeypatch.syspath_prepend(str(THIRD_PARTY))
+
+
+def keys(tokens=40, seed=0):
+    return torch.randn(3, tokens, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_known_names_are_ours_and_theirs():
+    assert set(known_names()) == {"keynorm", "recency", "test-nan", "test-random"}
+
+
+@pytest.mark.parametrize("name", ["keynorm", "recency", "test-nan", "test-random"])
+@pytest.mark.parametrize("kept", [1, 7, 40])
+def test_every_selector_keeps_its_contract(name, kept):
+    selector = create_selector(name, seed=3)
+    selector.bind(SPEC)
+    selector.open("r")
+    k, v = keys(), keys(seed=1)
+    before = k.clone(), v.clone()
+    index = select(selector, "r", 0, k, v, Budget(40, kept, min(2, kept), 0))
+    assert index.shape == (3, kept)
+    assert (index.diff(dim=1) > 0).all(), "rows must be ascending and unique"
+    assert index.min() >= 0
+    assert index.max() < 40
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+    selector.close("r")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "sinks"),
+    [(10, 6, 4), (10, 10, 4), (10, 4, 4), (10, 1, 1), (5, 5, 2)],
+    ids=["middle-dropped", "all-kept", "sinks-only", "one-token", "short"],
+)
+def test_recency_keeps_sinks_and_tail(tokens, kept, sinks):
+    index = select(
+        create_selector("recency", 0),
+        "r",
+        0,
+        keys(tokens),
+        keys(tokens),
+        Budget(tokens, kept, sinks, 0),
+    )
+    # Walk the prompt token by token; shares no code with the selector.
+    wanted = [t for t in range(tokens) if t < sinks or tokens - t <= kept - sinks]
+    assert index.tolist() == [wanted] * 3
+
+
+def test_keynorm_keeps_the_smallest_keys():
+    norms = torch.tensor([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])
+    k = torch.ones(1, 6, 4) * norms[None, :, None]
+    index = select(create_selector("keynorm", 0), "r", 0, k, k, Budget(6, 3, 0, 0))
+    assert index.tolist() == [[1, 3, 5]]
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"--vericache-compressor.*'nope'.*keynorm"):
+        create_selector("nope", 0)
+
+
+def test_an_entry_point_that_is_no_selector_is_refused(tmp_path, monkeypatch):
+    info = tmp_path / "bad-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vericache_sglang.compressors]\nbad = fractions:Fraction\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(CompressionError, match=r"'bad'.*Fraction, not a Selector"):
+        create_selector("bad", 1)

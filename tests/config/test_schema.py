@@ -1,0 +1,135 @@
+"""The settings: defaults, bounds, the boot line, the staging size."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vericache_sglang.config import (
+    VeriCacheConfig,
+    boot_line,
+    flag,
+    options,
+    resolve_staging,
+)
+from vericache_sglang.errors import ConfigError, VeriCacheError
+
+BAD_VALUES = [
+    ("compressor", ""),
+    ("compressor", 3),
+    ("keep", 0),
+    ("keep", -0.5),
+    ("keep", 1.01),
+    ("keep", math.nan),
+    ("keep", math.inf),
+    ("keep", "0.5"),
+    ("draft_length", 0),
+    ("draft_length", 257),
+    ("draft_length", 4.0),
+    ("draft_length", True),
+    ("draft_length", None),
+    ("max_verifies", 0),
+    ("max_verifies", 65),
+    ("min_prompt", 0),
+    ("sink_tokens", -1),
+    ("recent_tokens", -1),
+    ("staging_tokens", -64),
+    ("host_gb", 0),
+    ("host_gb", 10**400),
+    ("link_gbps", -0.1),
+    ("seed", -1),
+    ("seed", 2**63),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+def test_a_bad_value_names_its_field_and_flag(name, value):
+    with pytest.raises(ConfigError) as caught:
+        VeriCacheConfig(**{name: value})
+    assert name in str(caught.value)
+    assert flag(name) in str(caught.value)
+    assert "the default is" in str(caught.value)
+
+
+def test_every_field_has_a_bad_value_above():
+    assert {name for name, _ in BAD_VALUES} == set(options())
+
+
+def test_a_config_error_is_a_value_error_of_ours():
+    assert issubclass(ConfigError, VeriCacheError)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keep", 1),
+        ("draft_length", 1),
+        ("draft_length", 256),
+        ("max_verifies", 64),
+        ("min_prompt", 1),
+        ("sink_tokens", 0),
+        ("recent_tokens", 0),
+        ("host_gb", 0.001),
+        ("link_gbps", 0),
+        ("seed", 2**63 - 1),
+    ],
+)
+def test_the_bounds_themselves_are_allowed(name, value):
+    assert getattr(VeriCacheConfig(**{name: value}), name) == value
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        VeriCacheConfig().keep = 0.5
+
+
+def test_whole_numbers_and_fractions_compare_equal():
+    assert VeriCacheConfig(host_gb=4) == VeriCacheConfig(host_gb=4.0)
+    assert isinstance(VeriCacheConfig(host_gb=4).host_gb, float)
+
+
+def test_boot_line_shows_every_setting():
+    assert boot_line(VeriCacheConfig(keep=0.5)) == (
+        "VeriCache: compressor=keynorm keep=0.5 draft_length=16 max_verifies=2 "
+        "min_prompt=512 sink_tokens=4 recent_tokens=32 staging_tokens=0 host_gb=4.0 "
+        "link_gbps=0.0 seed=0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "slots"),
+    [
+        ({}, 16384, 24576),
+        ({"keep": 0.5, "max_verifies": 1}, 1000, 512),
+        ({"keep": 0.5, "max_verifies": 1}, 1, 64),
+        ({"keep": 1.0}, 16384, 0),
+        ({"max_verifies": 64}, 131072, 65536),
+        ({"staging_tokens": 100}, 16384, 128),
+        ({"staging_tokens": 262144}, 16384, 262144),
+    ],
+    ids=["default", "rounded", "one", "all-kept", "ceiling", "by-hand", "above"],
+)
+def test_staging_size(settings, context, slots):
+    assert resolve_staging(VeriCacheConfig(**settings), context) == slots
+
+
+def test_staging_needs_a_context():
+    with pytest.raises(ConfigError, match="context length"):
+        resolve_staging(VeriCacheConfig(), 0)
+
+
+@given(
+    keep=st.floats(0.001, 1),
+    verifies=st.integers(1, 64),
+    context=st.integers(1, 1 << 20),
+)
+def test_staging_is_bounded_and_holds_what_it_says(keep, verifies, context):
+    config = VeriCacheConfig(keep=keep, max_verifies=verifies)
+    slots = resolve_staging(config, context)
+    assert slots % 64 == 0
+    assert slots <= 65536
+    kept = math.floor(keep * context)
+    assert slots >= min(65536, verifies * (context - kept))

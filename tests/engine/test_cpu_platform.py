@@ -1,0 +1,55 @@
+"""The platform is chosen without a GPU only, and early enough for torchvision."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_platform_is_for_machines_without_a_gpu(monkeypatch, has_gpu):
+    from vericache_sglang.engine.cpu_platform import activate
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert (activate() is None) is has_gpu
+
+
+def test_the_class_it_names_is_complete(monkeypatch):
+    import pkgutil
+
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    from vericache_sglang.engine.cpu_platform import activate
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    platform = pkgutil.resolve_name(activate())()
+    assert isinstance(platform, SRTPlatform)
+    assert platform.is_out_of_tree()
+    assert platform.get_default_attention_backend() == "vericache"
+    assert platform.get_paged_allocator_cls().__name__ == "TorchPagedAllocator"
+    assert not platform.is_pin_memory_available()
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [(None, "vericache"), ("x", "amx")])
+def test_our_backend_is_the_default_only(asked, chosen):
+    from types import SimpleNamespace
+
+    from vericache_sglang.engine.cpu_device import VeriCacheCpuPlatform
+
+    args = SimpleNamespace(
+        attention_backend="amx", _raw_input={"attention_backend": asked}
+    )
+    VeriCacheCpuPlatform().apply_server_args_defaults(args)
+    assert args.attention_backend == chosen
+
+
+def test_torchvision_can_be_imported_after_the_guard():
+    pytest.importorskip("torchvision")
+    code = (
+        "from vericache_sglang.engine.torchvision_ops import define_missing_ops as d;"
+        "first = d(); assert d() == first; import torchvision.ops; assert d() == ()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,52 @@
+"""Splitting a layer and joining it again restores every bit, whatever the indices."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vericache_sglang.compression.budget import complement_indices
+from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.splitting import join_layer, pick, split_layer
+
+
+def layer(tokens, dtype, seed):
+    """[tokens, 2, 4] of random bits: NaN, infinities and denormals included."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.finfo(dtype).bits // 8
+    bits = torch.randint(0, 256, (tokens, 2, 4 * size), generator=generator)
+    return bits.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(tokens=st.integers(2, 30), data=st.data())
+def test_round_trip_is_bit_exact(dtype, tokens, data):
+    kept_count = data.draw(st.integers(1, tokens - 1))
+    order = st.permutations(range(tokens))
+    kept = torch.tensor([sorted(data.draw(order)[:kept_count]) for _ in range(2)])
+    keys, values = layer(tokens, dtype, 1), layer(tokens, dtype, 2)
+    geometry = KVGeometry(
+        layers=1,
+        kv_heads=2,
+        head_dim=4,
+        v_head_dim=4,
+        element_bytes=keys.element_size(),
+        page_size=1,
+    )
+    complement = Complement(geometry, tokens - kept_count, kept_count, dtype)
+    dropped = complement_indices(kept, tokens)
+    kept_k, kept_v = split_layer(keys, values, kept, dropped, complement, 0)
+    complement.verify(0)
+    raw = torch.int32 if dtype == torch.float32 else torch.int16
+    for whole, part, rest in (
+        (keys, kept_k, complement.keys[0]),
+        (values, kept_v, complement.values[0]),
+    ):
+        assert torch.equal(join_layer(part, kept, rest).view(raw), whole.view(raw))
+
+
+def test_pick_takes_other_tokens_in_every_head():
+    entries = torch.arange(12).view(3, 2, 2)
+    picked = pick(entries, torch.tensor([[0, 2], [1, 2]]))
+    assert picked.tolist() == [[[0, 1], [6, 7]], [[8, 9], [10, 11]]]

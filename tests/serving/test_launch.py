@@ -1,0 +1,196 @@
+"""The launcher: which arguments are ours, what it adds, how it says no."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vericache_sglang.config import ENV, OFF, VeriCacheConfig, active_config
+from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.errors import ConfigError, UnsupportedError
+from vericache_sglang.serving import launch, refused_flags
+from vericache_sglang.serving.launch import complete, given_fields, split_arguments
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "configs" / "demo-model")
+CPU = "--device cpu --attention-backend vericache --dtype float32"
+CPU += " --sampling-backend pytorch --disable-cuda-graph"
+ON = "--speculative-algorithm VERICACHE"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    monkeypatch.delenv(ENV, raising=False)
+    active_config.cache_clear()
+    yield
+    active_config.cache_clear()
+
+
+def test_ours_are_taken_out_and_the_rest_is_left_in_order():
+    config, rest = split_arguments(
+        ["--model-path", "m", "--vericache-keep", "0.5", "--port", "1", "--tp=2"]
+    )
+    assert config == VeriCacheConfig(keep=0.5)
+    assert rest == ["--model-path", "m", "--port", "1", "--tp=2"]
+
+
+def test_a_flag_may_carry_its_value_after_an_equals_sign():
+    config, rest = split_arguments(["--vericache-draft-length=8"])
+    assert config == VeriCacheConfig(draft_length=8)
+    assert rest == []
+
+
+def test_flags_win_over_the_settings_file(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("keep: 0.5\nseed: 3\n")
+    config, rest = split_arguments(
+        ["--vericache-keep", "0.125", "--vericache-config", str(path)]
+    )
+    assert config == VeriCacheConfig(keep=0.125, seed=3)
+    assert rest == []
+
+
+def test_vericache_can_be_switched_off():
+    assert split_arguments(["--disable-vericache", "--port", "1"]) == (
+        None,
+        ["--port", "1"],
+    )
+
+
+def test_the_environment_can_switch_it_off_and_flags_on_again(monkeypatch):
+    monkeypatch.setenv(ENV, OFF)
+    assert split_arguments([]) == (None, [])
+    assert split_arguments(["--vericache-keep", "1"])[0] == VeriCacheConfig(keep=1)
+
+
+@pytest.mark.parametrize("word", ["--vericache-keeep", "--vericache-dr", "--vericache"])
+def test_misspelled_and_shortened_flags_are_refused(word):
+    with pytest.raises(ConfigError, match=f"unknown flag {word}.*--vericache-keep"):
+        split_arguments([word, "3"])
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled", "cuda", "added"),
+    [
+        ({}, True, False, f"{CPU} {ON}"),
+        ({}, False, False, CPU),
+        ({}, True, True, ON),
+        ({}, False, True, ""),
+        ({"device": "cuda"}, True, False, ON),
+        (
+            {"device": "cpu", "dtype": "bfloat16"},
+            False,
+            True,
+            "--attention-backend vericache --sampling-backend pytorch "
+            "--disable-cuda-graph",
+        ),
+        ({"speculative_algorithm": "VERICACHE"}, True, True, ""),
+    ],
+)
+def test_only_what_the_user_left_out_is_added(given, enabled, cuda, added):
+    words = complete(["--x"], given, enabled=enabled, cuda=cuda)
+    assert words == ["--x", *added.split()]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk"],
+)
+def test_what_our_flags_decide_cannot_be_set_by_sglangs(field):
+    with pytest.raises(UnsupportedError, match="--vericache-draft-length"):
+        complete([], {field: 4}, enabled=True, cuda=True)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("argv", "fields"),
+    [
+        (["--device=cpu", "--dtype", "bfloat16"], {"device", "dtype"}),
+        (["--chunked-prefill-s", "64"], {"chunked_prefill_size"}),
+        ([], set()),
+    ],
+    ids=["both-spellings", "abbreviation", "nothing"],
+)
+def test_sglangs_own_parser_tells_what_was_given(argv, fields):
+    define_missing_ops()
+    given = given_fields(["--model-path", "m", *argv])
+    assert set(given) - {"model_path"} == fields
+
+
+def test_a_wrong_setting_ends_with_status_2_and_its_flag(capsys):
+    assert launch.main(["--model-path", "m", "--vericache-keep", "2"]) == 2
+    assert "--vericache-keep" in capsys.readouterr().err
+
+
+def test_settings_reach_the_environment_before_sglang_is_touched(monkeypatch):
+    def stop():
+        raise UnsupportedError(os.environ[ENV])
+
+    monkeypatch.setattr(launch, "check_sglang_version", stop)
+    monkeypatch.setenv(ENV, "")
+    assert launch.main(["--vericache-draft-length", "8"]) == 2
+    assert json.loads(os.environ[ENV])["draft_length"] == 8
+    assert launch.main(["--disable-vericache"]) == 2
+    assert os.environ[ENV] == OFF
+
+
+def start(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "vericache_sglang.launch_server", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.sglang
+def test_help_shows_our_flags_and_sglangs():
+    shown = start("--help")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("--vericache-keep", "--disable-vericache", "--tensor-parallel-size"):
+        assert word in shown.stdout
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--pp-size", "2"),
+        ("--speculative-algorithm", "EAGLE"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_refused_flag_keeps_the_server_from_starting(argv):
+    refused = start("--model-path", MODEL, *argv)
+    assert refused.returncode == 2
+    assert "vericache: error:" in refused.stderr
+    assert argv[0] in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.sglang
+def test_a_refused_model_keeps_the_server_from_starting(tmp_path):
+    config = json.loads(Path(MODEL, "config.json").read_text())
+    config |= {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = start("--model-path", str(tmp_path))
+    assert refused.returncode == 2
+    assert "sliding-window" in refused.stderr
+
+
+@pytest.mark.sglang
+def test_the_names_in_the_tables_are_the_registered_ones():
+    define_missing_ops()
+    from vericache_sglang.engine import algorithm, attention_backend
+
+    assert algorithm.NAME == refused_flags.ALGORITHM
+    assert attention_backend.BACKEND_NAME == refused_flags.BACKEND

@@ -1,0 +1,282 @@
+"""What VeriCache refuses to start with: one case per row, and what must pass."""
+
+import json
+
+import pytest
+
+from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.errors import UnsupportedError, VeriCacheError
+from vericache_sglang.serving import refusals
+from vericache_sglang.serving.refusals import (
+    SGLANG_VERSION,
+    check_model,
+    check_server_args,
+    check_sglang_version,
+)
+from vericache_sglang.serving.refused_flags import FLAG_RULES
+from vericache_sglang.serving.refused_models import MODEL_RULES
+
+pytestmark = pytest.mark.sglang
+
+REFUSED_FLAGS = [
+    {"speculative_algorithm": "EAGLE"},
+    {"speculative_algorithm": "ngram"},
+    {"speculative_draft_model_path": "some/model"},
+    {"speculative_token_map": "map.pt"},
+    {"speculative_adaptive": True},
+    {"enable_multi_layer_eagle": True},
+    {"uno_lora_path": "some/lora"},
+    {"speculative_ngram_external_corpus_path": "corpus.jsonl"},
+    {"decoupled_spec_role": "drafter"},
+    {"speculative_use_rejection_sampling": True},
+    {"speculative_accept_threshold_single": 0.9},
+    {"speculative_accept_threshold_acc": 0.9},
+    {"pp_size": 2},
+    {"dp_size": 2},
+    {"enable_dp_attention": True},
+    {"dcp_size": 2},
+    {"attn_cp_size": 2},
+    {"enable_prefill_cp": True},
+    {"use_ray": True},
+    {"device": "npu"},
+    {"enable_mixed_chunk": True},
+    {"enable_two_batch_overlap": True},
+    {"enable_pdmux": True},
+    {"dllm_algorithm": "LowConfidence"},
+    {"is_embedding": True},
+    {"disaggregation_mode": "prefill"},
+    {"disaggregation_mode": "decode"},
+    {"encoder_only": True},
+    {"language_only": True},
+    {"enable_streaming_session": True},
+    {"enable_hierarchical_cache": True},
+    {"enable_lmcache": True},
+    {"enable_flexkv": True},
+    {"enable_unified_cache_external_linker": True},
+    {"radix_cache_backend": "other"},
+    {"enable_hisparse": True},
+    {"enable_unified_memory": True},
+    {"enable_page_major_kv_layout": True},
+    {"prefill_only_disable_kv_cache": True},
+    {"kv_canary": "log"},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"kv_cache_dtype": "nvfp4"},
+    {"kv_cache_dtype": "bf16", "dtype": "float32"},
+    {"enable_return_hidden_states": True},
+    {"return_hidden_states_mode": "last"},
+    {"enable_return_routed_experts": True},
+    {"enable_return_indexer_topk": True},
+    {"enable_custom_logit_processor": True},
+    {"attention_backend": "torch_native", "device": "cpu"},
+    {"prefill_attention_backend": "torch_native", "device": "cpu"},
+    {"decode_attention_backend": "torch_native", "device": "cpu"},
+    {"enable_torch_compile": True, "device": "cpu"},
+]
+
+ALLOWED_FLAGS = [
+    {},
+    {"speculative_algorithm": "VERICACHE"},
+    {"speculative_algorithm": "vericache"},
+    {"device": "cpu", "attention_backend": "vericache", "dtype": "float32"},
+    {"device": "cuda", "attention_backend": "fa3"},
+    {"kv_cache_dtype": "bf16", "dtype": "bfloat16"},
+    {"tp_size": 2},
+    {"enable_lora": True},
+    {"disable_radix_cache": True},
+    {"enable_deterministic_inference": True},
+]
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+def variant(architecture, model_type, **fields):
+    return {
+        **LLAMA,
+        "architectures": [architecture],
+        "model_type": model_type,
+        **fields,
+    }
+
+
+REFUSED_MODELS = {
+    "recurrent:mamba": variant(
+        "MambaForCausalLM", "mamba", state_size=16, num_hidden_layers=2
+    ),
+    "recurrent:jamba": variant(
+        "JambaForCausalLM", "jamba", attn_layer_period=2, attn_layer_offset=1
+    ),
+    "recurrent:qwen3-next": variant("Qwen3NextForCausalLM", "qwen3_next"),
+    "MLA:deepseek-v2": variant(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "sliding-window:gemma2": variant(
+        "Gemma2ForCausalLM", "gemma2", sliding_window=512, head_dim=8
+    ),
+    "sliding-window:mistral": variant(
+        "MistralForCausalLM", "mistral", sliding_window=1024
+    ),
+    "sliding-window:gpt-oss": variant(
+        "GptOssForCausalLM", "gpt_oss", sliding_window=128, head_dim=8
+    ),
+    "sinks:gpt-oss": variant(
+        "GptOssForCausalLM", "gpt_oss", sliding_window=128, head_dim=8
+    ),
+    "ALiBi:bloom": variant("BloomForCausalLM", "bloom"),
+    "ALiBi:mpt": variant(
+        "MPTForCausalLM", "mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=2048
+    ),
+    "ALiBi:falcon": variant("FalconForCausalLM", "falcon", alibi=True),
+    "M-RoPE:qwen2-vl": variant(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+    ),
+    "generat:reward": variant("Qwen2ForRewardModel", "qwen2"),
+    "encoder-decoder:whisper": variant(
+        "WhisperForConditionalGeneration",
+        "whisper",
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        max_target_positions=448,
+    ),
+    "quantized KV:fp8": {
+        **LLAMA,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+            "kv_cache_scheme": {"type": "float", "num_bits": 8},
+        },
+    },
+    "n-gram:engram": {**LLAMA, "engram_layer_ids": [0]},
+    "sparse:dual-chunk": {
+        **LLAMA,
+        "dual_chunk_attention_config": {"chunk_size": 512, "local_size": 64},
+    },
+}
+
+ALLOWED_MODELS = {
+    "llama": LLAMA,
+    "qwen3": variant("Qwen3ForCausalLM", "qwen3", head_dim=8),
+    "wide-window": variant("MistralForCausalLM", "mistral", sliding_window=4096),
+    "qwen2-window-unused": variant(
+        "Qwen2ForCausalLM", "qwen2", sliding_window=512, use_sliding_window=False
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server_args():
+    define_missing_ops()
+    from sglang.srt.server_args import ServerArgs
+
+    return lambda **fields: ServerArgs(model_path="dummy", **fields)
+
+
+@pytest.fixture
+def model(tmp_path):
+    define_missing_ops()
+    from sglang.srt.configs.model_config import ModelConfig
+
+    def build(config, **fields):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return ModelConfig(str(tmp_path), **fields)
+
+    return build
+
+
+def spell(field):
+    return f"--{field.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("fields", REFUSED_FLAGS, ids=str)
+def test_a_refused_flag_is_named(server_args, fields):
+    with pytest.raises(UnsupportedError) as caught:
+        check_server_args(server_args(**fields))
+    message = str(caught.value)
+    assert spell(next(iter(fields))) in message
+    assert "--disable-vericache" in message
+
+
+def test_every_flag_row_has_a_case():
+    covered = {spell(next(iter(fields))) for fields in REFUSED_FLAGS}
+    assert covered == {rule.what for rule in FLAG_RULES}
+
+
+@pytest.mark.parametrize("fields", ALLOWED_FLAGS, ids=str)
+def test_other_flags_pass(server_args, fields):
+    check_server_args(server_args(**fields))
+
+
+def test_the_message_lists_every_refused_flag(server_args):
+    with pytest.raises(UnsupportedError, match=r"(?s)--pp-size.*--enable-lmcache"):
+        check_server_args(server_args(pp_size=2, enable_lmcache=True))
+
+
+def test_every_flag_is_one_of_sglangs(server_args):
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = set(parser._option_string_actions)
+    assert {rule.what for rule in FLAG_RULES} <= known
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_a_refused_model_says_why(model, case):
+    wanted = case.partition(":")[0]
+    with pytest.raises(UnsupportedError) as caught:
+        check_model(model(REFUSED_MODELS[case]))
+    assert wanted in str(caught.value)
+    assert REFUSED_MODELS[case]["architectures"][0] in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ALLOWED_MODELS)
+def test_full_attention_models_pass(model, case):
+    check_model(model(ALLOWED_MODELS[case]))
+
+
+def test_a_context_inside_the_window_passes(model):
+    config = REFUSED_MODELS["sliding-window:mistral"]
+    check_model(model(config, context_length=512))
+
+
+def test_every_model_row_has_a_case():
+    wanted = {case.partition(":")[0] for case in REFUSED_MODELS}
+    bare = [r.what for r in MODEL_RULES if not any(w in r.what for w in wanted)]
+    assert bare == []
+
+
+def test_another_sglang_is_refused(monkeypatch):
+    monkeypatch.setattr(refusals, "version", lambda name: "0.5.23")
+    with pytest.raises(UnsupportedError, match=rf"0\.5\.23 .*{SGLANG_VERSION}"):
+        check_sglang_version()
+
+
+def test_the_pinned_sglang_passes():
+    check_sglang_version()
+
+
+def test_refusals_can_be_caught_as_ours():
+    assert issubclass(UnsupportedError, VeriCacheError)

@@ -1,0 +1,1 @@
+"""Which prompt tokens the draft part keeps; pure functions of tensors."""

@@ -1,0 +1,133 @@
+"""The equal-count rule: from scores to the same number of kept tokens in every head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.base import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many of a prompt's tokens every head keeps, and which ones always.
+
+    Attributes:
+        offered: T, tokens the selector scores.
+        kept: n, tokens each head keeps; 0 < n <= T.
+        sinks: First tokens always kept.
+        recent: Last tokens always kept.
+    """
+
+    offered: int
+    kept: int
+    sinks: int
+    recent: int
+
+    @property
+    def dropped(self) -> int:
+        """Tokens each head gives up, in tokens; the length of the complement."""
+        return self.offered - self.kept
+
+
+def budget_for(
+    offered: int, keep: float, sinks: int, recent: int, align: int
+) -> Budget:
+    """Round the kept share up to whole pages and fit the protected tokens into it.
+
+    Args:
+        offered: T, a multiple of ``align``, >= 1.
+        keep: Share of tokens to keep, in (0, 1].
+        sinks: First tokens to protect; trimmed when they exceed the budget.
+        recent: Last tokens to protect; trimmed after ``sinks``.
+        align: Kept counts are multiples of this, in tokens.
+
+    Returns:
+        A budget with ``kept`` in [align, offered], a multiple of ``align``.
+    """
+    wanted = -(-round(offered * keep * 1e9) // 10**9)  # ceil without float dust
+    kept = min(offered, max(align, -(-wanted // align) * align))
+    sinks = min(sinks, kept)
+    return Budget(offered, kept, sinks, min(recent, kept - sinks))
+
+
+def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
+    """Choose the kept tokens of one layer; the only place scores become indices.
+
+    Ties and NaN go to the earlier token (NaN ranks below every number), so the result
+    is a function of the scores on every machine. Raising ``budget.kept`` with the same
+    protected tokens gives supersets.
+
+    Args:
+        scores: [H, T], any float dtype; NaN and infinities allowed.
+        budget: Counts; ``budget.offered`` is T.
+
+    Returns:
+        [H, n] int64 on the device of ``scores``, rows ascending and unique, in [0, T).
+
+    Raises:
+        CompressionError: ``scores`` is not [H, T].
+    """
+    if scores.dim() != 2 or scores.shape[1] != budget.offered:
+        raise CompressionError(
+            f"scores must be [heads, {budget.offered}], got {tuple(scores.shape)}"
+        )
+    lowest = -torch.inf
+    rank = scores.to(torch.float32).nan_to_num(lowest, torch.inf, lowest)
+    # -inf is a legal score, so protection needs a second key: sort within it.
+    order = torch.sort(rank, dim=1, descending=True, stable=True).indices
+    protected = torch.zeros(budget.offered, dtype=torch.bool, device=scores.device)
+    protected[: budget.sinks] = True
+    protected[budget.offered - budget.recent :] = True
+    chosen_first = torch.sort(
+        protected[order].to(torch.uint8), dim=1, descending=True, stable=True
+    ).indices
+    kept = order.gather(1, chosen_first[:, : budget.kept])
+    return kept.sort(dim=1).values
+
+
+def complement_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
+    """Return the dropped tokens of one layer.
+
+    Args:
+        kept: [H, n] int64, unique per row, in [0, offered).
+        offered: T, in tokens.
+
+    Returns:
+        [H, T - n] int64, rows ascending; with ``kept`` every token once per head.
+    """
+    mask = torch.ones(kept.shape[0], offered, dtype=torch.bool, device=kept.device)
+    mask.scatter_(1, kept, False)
+    return mask.nonzero()[:, 1].view(kept.shape[0], offered - kept.shape[1])
+
+
+def select(
+    selector: Selector,
+    rid: str,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    budget: Budget,
+) -> torch.Tensor:
+    """Score one layer and choose its kept tokens.
+
+    Args:
+        selector: The method; its request ``rid`` is open.
+        rid: Request id.
+        layer: Layer index.
+        keys: [H, T, D] post-RoPE keys.
+        values: [H, T, D].
+        budget: Counts for this prompt.
+
+    Returns:
+        As ``keep_indices``.
+
+    Raises:
+        CompressionError: The selector returned a tensor of another shape.
+    """
+    return keep_indices(selector.scores(rid, layer, keys, values), budget)

@@ -1,0 +1,27 @@
+"""Keep the first tokens and the last ones (StreamingLLM, arXiv:2309.17453)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vericache_sglang.compression.base import SELECTORS, Needs, Selector
+
+
+@SELECTORS.register("recency")
+class Recency(Selector):
+    """Later is better; the sinks come from the protected first tokens."""
+
+    needs: ClassVar[Needs] = Needs(keys=False)
+
+    def __init__(self, seed: int = 0) -> None:
+        """Take the seed every factory gets; nothing here is random."""
+
+    def scores(
+        self, rid: str, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Selector.scores``; O(T), reads no key."""
+        heads, tokens, _ = keys.shape
+        age = torch.arange(tokens, dtype=torch.float32, device=keys.device)
+        return age.expand(heads, tokens)

@@ -1,0 +1,1 @@
+"""Does what the plan says, inside SGLang's speculative worker."""

@@ -1,0 +1,71 @@
+"""VERICACHE as SGLang's speculative algorithm: what it is and what it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+NAME = "VERICACHE"
+
+
+class EmptyRelay(FutureMap):
+    """A ``FutureMap`` that relays lengths only.
+
+    Upstream's ``_resolve_spec_extras`` calls ``record_stream``, which CPU tensors
+    refuse, and our worker keeps its tokens itself.
+    """
+
+    def _resolve_spec_extras(self, batch: ScheduleBatch) -> None:
+        """Relay nothing."""
+
+
+class VeriCacheAlgorithm(CustomSpecAlgo):
+    """See ``CustomSpecAlgo``; 0.5.21 calls three methods its base class lacks."""
+
+    refuse: Callable[[Any], None]
+    """Checks server arguments; set by the plugin before registration."""
+
+    draft_length: int
+    """``VeriCacheConfig.draft_length``; set by the plugin before registration."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        """No hidden states travel (called by ``Scheduler``, missing upstream)."""
+        return False
+
+    def need_topk(self) -> bool:
+        """No top-k is relayed (called by ``FutureMap``, missing upstream)."""
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        """Build the overlap relay (called by ``Scheduler``, missing upstream)."""
+        return EmptyRelay(
+            device, self, pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def has_draft_kv(self) -> bool:
+        """Drafts use the request's own slots; no second pool."""
+        return False
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Refuse what we cannot serve and tell SGLang how wide a round is.
+
+        Raises:
+            UnsupportedError: A flag or the model is on the refusal list.
+        """
+        type(self).refuse(server_args)
+        server_args.speculative_num_steps = self.draft_length
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = self.draft_length + 1

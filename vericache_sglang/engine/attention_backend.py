@@ -1,0 +1,203 @@
+"""SGLang attention on a CPU that reads a row as contiguous slot runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from vericache_kernels.run_attention import RowPlan, attend_row, plan_row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+BACKEND_NAME = "vericache"
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetadata:
+    """How every row of one forward is read.
+
+    Attributes:
+        plans: One plan a row, in batch order; rows without queries are left out.
+        by_layer: Layer id -> plans, for layers whose rows differ from ``plans``.
+    """
+
+    plans: Sequence[RowPlan]
+    by_layer: dict[int, Sequence[RowPlan]] = field(default_factory=dict)
+
+    def runs_for(self, layer_id: int) -> Sequence[RowPlan]:
+        """Return the plans that layer ``layer_id`` attends by."""
+        return self.by_layer.get(layer_id, self.plans)
+
+
+class SlotRunAttnBackend(AttentionBackend):
+    """Causal full attention over slot runs; a row's result depends on it alone.
+
+    Serves DECODE, EXTEND, MIXED, TARGET_VERIFY (presented as a ragged extend:
+    ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` set) and IDLE. Rows are
+    read through ``req_pool_indices``, which may name rows past the pool's size.
+
+    Raises:
+        ValueError: The pool keeps KV of sliding-window layers apart.
+    """
+
+    forward_metadata: RunMetadata | None
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+        if isinstance(model_runner.token_to_kv_pool, SWAKVPool):
+            raise ValueError("attention backend vericache: no sliding-window KV pools")
+        self.forward_metadata = None
+        # The table may be enlarged later, so it is read through its pool each time.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan every row of ``forward_batch`` once, for all its layers.
+
+        Raises:
+            ValueError: A target verify that is not a ragged extend.
+        """
+        if forward_batch.forward_mode.is_idle():
+            self.forward_metadata = RunMetadata(plans=())
+            return
+        table = self.req_to_token_pool.req_to_token
+        rows = forward_batch.req_pool_indices.tolist()
+        plans = [
+            plan_row(table[row, :length], queries)
+            for row, (length, queries) in zip(
+                rows, _row_lengths(forward_batch), strict=True
+            )
+            if queries
+        ]
+        self.forward_metadata = RunMetadata(plans=plans)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **features: Any,
+    ) -> torch.Tensor:
+        """See ``forward_extend``; one query a row."""
+        return self.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache, **features
+        )
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **features: Any,
+    ) -> torch.Tensor:
+        """Store K and V of the new tokens, then attend them to their rows.
+
+        Shapes: T new tokens of all rows, Hq and Hkv heads, D head dim.
+
+        Args:
+            q: [T, Hq * D] or [T, Hq, D].
+            k: [T, Hkv, D], or None where another layer's KV is shared.
+            v: As ``k``.
+            layer: Names the layer, its heads and the scaling.
+            forward_batch: The batch ``init_forward_metadata`` has planned.
+            save_kv_cache: False where the KV is already in the pool.
+            features: Further inputs of special layers; refused if not None.
+
+        Returns:
+            [T, Hq * D], dtype of ``q``; rows after the planned ones are zero.
+
+        Raises:
+            ValueError: The layer asks for attention other than causal and full.
+        """
+        _refuse(layer, features)
+        if save_kv_cache and k is not None and v is not None:
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        if self.forward_metadata is None:
+            raise ValueError("attention backend vericache: forward was not planned")
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.zeros_like(queries)
+        k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        v_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        start = 0
+        for plan in self.forward_metadata.runs_for(layer.layer_id):
+            stop = start + plan.query_len
+            out[start:stop] = attend_row(
+                queries[start:stop], k_buffer, v_buffer, plan, layer.scaling
+            )
+            start = stop
+        return out.view(out.shape[0], -1)
+
+    def support_triton(self) -> bool:
+        """Return False: there is no Triton on a CPU."""
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padded row, in tokens."""
+        return 1
+
+
+def register() -> None:
+    """Make SGLang know the backend name; a second call changes nothing."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import (
+        ATTENTION_BACKENDS,
+        register_attention_backend,
+    )
+
+    if BACKEND_NAME not in ATTENTION_BACKENDS:
+        register_attention_backend(BACKEND_NAME)(SlotRunAttnBackend)
+    if BACKEND_NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([BACKEND_NAME])
+
+
+def _row_lengths(batch: ForwardBatch) -> list[tuple[int, int]]:
+    """Return (row length, queries) of each row, in tokens, from host lists."""
+    if batch.forward_mode.is_decode():
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        return [(length, 1) for length in lengths.tolist()]
+    queries, prefixes = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    if queries is None or prefixes is None:
+        raise ValueError(
+            f"attention backend vericache: {batch.forward_mode.name} without "
+            "extend_seq_lens_cpu and extend_prefix_lens_cpu (tree verification?)"
+        )
+    return [(p + n, n) for p, n in zip(prefixes, queries, strict=True)]
+
+
+def _refuse(layer: RadixAttention, features: dict[str, Any]) -> None:
+    """Raise for what would otherwise be computed as plain causal attention."""
+    window = layer.sliding_window_size
+    asked = {
+        "cross attention": layer.is_cross_attention,
+        f"{layer.attn_type.value} attention": layer.attn_type.value != "decoder",
+        "sliding window": window is not None and window > -1,
+        "logit_cap": layer.logit_cap != 0,
+        "temperature scaling by position": layer.xai_temperature_len > 0,
+        "V heads wider or narrower than K": layer.qk_head_dim != layer.v_head_dim,
+    }
+    asked |= {name: value is not None for name, value in features.items()}
+    refused = [name for name, on in asked.items() if on]
+    if refused:
+        raise ValueError(
+            f"attention backend vericache, layer {layer.layer_id}: "
+            f"no {', '.join(refused)}"
+        )

@@ -1,0 +1,63 @@
+"""The SGLang platform class of a machine without a GPU; SGLang imports it itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Torch on a CPU, without sgl_kernel.
+
+    Out of tree, so that SGLang takes its layers' torch implementations and asks
+    here for the KV pool and the allocator.
+    """
+
+    _enum = PlatformEnum.OOT
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        """Return False: there is no device to pin memory for."""
+        return False
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Choose our attention backend where the user has chosen none.
+
+        By now SGLang has put one of sgl_kernel's there (0.5.21, handle_cpu_backends),
+        so what the user gave is looked up in the record's own copy of it.
+        """
+        if server_args._raw_input.get("attention_backend") is None:
+            server_args.attention_backend = self.get_default_attention_backend()
+
+    def get_default_attention_backend(self) -> str:
+        """Return the name ``attention_backend.register`` registers."""
+        return "vericache"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """Return the KV pool class, with staging if VERICACHE is the algorithm."""
+        from vericache_sglang.memory.sglang_pools import staged_pool_class
+
+        return staged_pool_class(_staging_tokens())
+
+    def get_paged_allocator_cls(self) -> type:
+        """Return the allocator that serves every page size without Triton."""
+        from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
+
+        return TorchPagedAllocator
+
+
+def _staging_tokens() -> int:
+    """Return the slots to reserve behind the pool, in tokens; 0 without VERICACHE."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.runtime_context import get_server_args, get_spec
+
+    from vericache_sglang.config.files import active_config, is_disabled
+    from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
+    from vericache_sglang.engine.algorithm import NAME
+
+    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
+        return 0
+    context_length = model_config_of(get_server_args()).context_len
+    return resolve_staging(active_config() or VeriCacheConfig(), context_length)

@@ -1,0 +1,22 @@
+"""How large the staging region is in this process."""
+
+from __future__ import annotations
+
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.runtime_context import get_server_args, get_spec
+
+from vericache_sglang.config.files import active_config
+from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
+
+ALGORITHM = "VERICACHE"
+
+
+def staging_slots() -> int:
+    """Return the slots to allocate behind SGLang's KV pool; 0 where VeriCache is off.
+
+    Read once, when the pool is built, in the process that builds it.
+    """
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return 0
+    context: int = model_config_of(get_server_args()).context_len
+    return resolve_staging(active_config() or VeriCacheConfig(), context)

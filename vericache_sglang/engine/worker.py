@@ -1,0 +1,356 @@
+"""The speculative worker SGLang calls: plans, prepares, runs one forward, accepts."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from vericache_sglang.engine.accept import accepted_tokens
+from vericache_sglang.engine.eligibility import draftable, stop_tokens
+from vericache_sglang.engine.residence import Residence
+from vericache_sglang.engine.rows import MixedRows, build_forward
+from vericache_sglang.engine.sampling import one_token_logprobs, sample_rows
+from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+from vericache_sglang.engine.state import RequestState
+from vericache_sglang.scheduling.plan import Draft, Limits, Plain, Plan, Verify
+from vericache_sglang.scheduling.stagger import first_target, plan_iteration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+MAX_SPLITS = 2
+"""Prompts split in one iteration: a split costs about one pass over the prompt's KV."""
+
+
+class VeriCacheWorker(BaseSpecWorker):
+    """See ``BaseSpecWorker``; target and drafter are the same model runner.
+
+    Owns the truth about every decoding request (``RequestState``). Per iteration: poll
+    reloads, plan, start reloads, one forward, accept, split. SGLang's scheduler sees
+    rows as long as the table says and accept lengths between 0 (drafting or waiting)
+    and d + 1 (verified).
+
+    Args:
+        config: Frozen settings.
+        server_args: SGLang's arguments.
+        gpu_id: Device index; unused, the target worker has the device.
+        nccl_port: Unused, there is no second process group.
+        target_worker: SGLang's ``TpModelWorker``.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self.model_runner = target_worker.model_runner
+        self.device = self.model_runner.device
+        self._overlap = not server_args.disable_overlap_schedule
+        self._states: dict[str, RequestState] = {}
+        self._newcomers = 0
+        self._seconds = 0.0
+
+    @property
+    def draft_worker(self) -> None:
+        """No second worker: drafts come from the target's own draft part."""
+        return None
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        """See ``BaseSpecWorker``; runs before attention backends read the row table."""
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        self.residence = Residence(
+            self._config, req_to_token_pool, token_to_kv_pool_allocator
+        )
+        # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
+        req_to_token_pool.vericache_on_free = self.release
+
+    # -- called by the scheduler ------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run one iteration of SGLang's batch; see the class."""
+        if batch.forward_mode.is_decode():
+            result = self._decode(batch)
+        else:
+            result = self._prefill(batch)
+        result.next_draft_input = VeriCacheSpecInput(len(batch.reqs))
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def prepare_for_kv_cache_release(self, req: Req) -> None:
+        """Make a finished request's row whole for the prefix tree, if there is room.
+
+        Looked up by name in ``batch_result_processor.py``, right before the release.
+        """
+        state = self._states.get(req.rid)
+        if state is not None and state.parts is not None and not state.broken:
+            self.residence.join(state, self._tree_cache)
+
+    def release(self, req: Req) -> None:
+        """Forget a request whose row SGLang frees: finished, aborted or retracted."""
+        state = self._states.pop(req.rid, None)
+        if state is None:
+            return
+        if state.parts is not None:
+            # A retracted request prefills again and is an ordinary one until split.
+            req.skip_radix_cache_insert = not state.parts.insertable
+        self.residence.release(state)
+        self.residence.check(self._states)
+
+    def clear_cache_pool(self) -> None:
+        """Forget everything; SGLang has flushed its caches and nothing runs."""
+        for state in list(self._states.values()):
+            self.release(state.req)
+
+    def report(self) -> dict[str, int | float]:
+        """Return counters and what is held now, for ``GET /get_server_info``."""
+        return {**self.residence.report(), "running": len(self._states)}
+
+    # -- prefill ----------------------------------------------------------------
+
+    def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._tree_cache = batch.tree_cache
+        result = self._target_worker.forward_batch_generation(batch)
+        if not batch.is_prefill_only and batch.reqs:
+            tokens = result.next_token_ids.tolist()
+            lengths = batch.seq_lens_cpu.tolist()
+            for req, token, length in zip(batch.reqs, tokens, lengths, strict=True):
+                # A middle chunk's state is overwritten by the next chunk's.
+                self._states[req.rid] = self._new_state(req, token, length)
+        result.accept_lens = torch.ones(
+            len(batch.reqs), dtype=torch.int32, device=self.device
+        )
+        result.new_seq_lens = batch.seq_lens
+        result.speculative_num_draft_tokens = self._config.draft_length + 1
+        return result
+
+    def _new_state(self, req: Req, token: int, length: int) -> RequestState:
+        greedy = draftable(req)
+        return RequestState(
+            req=req,
+            prompt=length,
+            verified=length,
+            pending=token,
+            emitted=len(req.output_ids) + 1,
+            greedy=greedy,
+            eligible=greedy and self.residence.splitter.budget(length) is not None,
+            stops=stop_tokens(req),
+        )
+
+    # -- one decode iteration ---------------------------------------------------
+
+    def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        began = time.perf_counter()
+        states = [self._states[req.rid] for req in batch.reqs]
+        self._abort_broken(states)
+        plan = self._plan(states)
+        for stage_in in plan.stage_ins:
+            self.residence.reloads.start(self._states[stage_in.rid])
+        if all(isinstance(action, Plain) for action in plan.rows):
+            result = self._run_plain(batch, states)
+        else:
+            result = self._run_mixed(batch, states, plan)
+        self._split(plan, batch.tree_cache)
+        for state in states:
+            state.launches += 1
+        drafting = sum(state.parts is not None for state in states)
+        self.residence.counters.note_iteration(len(states), drafting)
+        result.new_seq_lens = torch.tensor(
+            [state.row_length for state in states],
+            dtype=torch.int64,
+            device=self.device,
+        )
+        elapsed = time.perf_counter() - began
+        self._seconds = (
+            0.8 * self._seconds + 0.2 * elapsed if self._seconds else elapsed
+        )
+        return result
+
+    def _abort_broken(self, states: list[RequestState]) -> None:
+        for rid in self.residence.reloads.poll(states):
+            state = self._states[rid]
+            self.residence.reloads.end(state)
+            state.broken = True
+            state.req.to_finish = FINISH_ABORT(
+                "VeriCache: the host copy of this request's KV is damaged"
+            )
+
+    def _plan(self, states: list[RequestState]) -> Plan:
+        config, reloads = self._config, self.residence.reloads
+        # Under overlap the prefill's result (the tree insertion) is processed only
+        # after the first decode was launched.
+        settled = 1 if self._overlap else 0
+        longest = max((s.parts.budget.dropped for s in states if s.parts), default=0)
+        views = [
+            state.view(
+                config.draft_length,
+                splittable=state.eligible
+                and state.parts is None
+                and state.launches >= settled
+                and state.remaining > 1,
+            )
+            for state in states
+        ]
+        limits = Limits(
+            max_verifies=config.max_verifies,
+            max_splits=MAX_SPLITS,
+            staging_spans=reloads.region.free_spans(),
+            lead=reloads.lead(longest, self._seconds, config.draft_length),
+        )
+        return plan_iteration(views, limits)
+
+    def _split(self, plan: Plan, tree_cache: Any) -> None:
+        drafting = sum(state.parts is not None for state in self._states.values())
+        for split in plan.splits:
+            state = self._states[split.rid]
+            if not self.residence.split(state, tree_cache):
+                continue
+            drafting += 1
+            state.target = first_target(
+                self._newcomers, drafting, self._config.draft_length
+            )
+            self._newcomers += 1
+
+    def _run_plain(
+        self, batch: ScheduleBatch, states: list[RequestState]
+    ) -> GenerationBatchResult:
+        """Decode a batch of plain rows exactly as SGLang does without VeriCache."""
+        lengths = [state.row_length for state in states]
+        batch.input_ids = torch.tensor(
+            [state.pending for state in states], dtype=torch.int64, device=self.device
+        )
+        batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64) + 1
+        batch.seq_lens = batch.seq_lens_cpu.to(self.device)
+        batch.seq_lens_sum = None
+        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+        table = self.req_to_token_pool.req_to_token
+        slots = table[batch.req_pool_indices, batch.seq_lens - 1]
+        batch.out_cache_loc = slots.to(torch.int64)
+        batch.spec_info = None
+        result = self._target_worker.forward_batch_generation(batch)
+        for state, token in zip(states, result.next_token_ids.tolist(), strict=True):
+            state.accept([token], self._config.draft_length)
+        one_token_logprobs(result.logits_output)
+        result.accept_lens = torch.ones(
+            len(states), dtype=torch.int32, device=self.device
+        )
+        result.speculative_output_stride = 1
+        result.num_non_draft_tokens_per_req = 1
+        self.residence.counters.plain_rows += len(states)
+        return result
+
+    def _run_mixed(
+        self, batch: ScheduleBatch, states: list[RequestState], plan: Plan
+    ) -> GenerationBatchResult:
+        """Draft, verify and decode plainly in one ragged forward."""
+        rows = MixedRows(self.residence)
+        for i, (state, action) in enumerate(zip(states, plan.rows, strict=True)):
+            state.waited = 0 if rows.add(i, state, action) else state.waited + 1
+        emitted: list[list[int]] = [[] for _ in states]
+        output = None
+        if rows.rows:
+            forward = build_forward(copy.copy(batch), rows.rows, self.model_runner)
+            run = self._target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward, is_verify=True
+            )
+            logits = run.logits_output.next_token_logits
+            predicted = torch.argmax(logits, dim=-1).tolist()
+            sampled, output = self._sample(batch, states, rows, forward, logits)
+            starts = rows.starts()
+            for row, start in zip(rows.rows, starts, strict=True):
+                i = row.batch_index
+                tokens = predicted[start : start + len(row.tokens)]
+                if isinstance(plan.rows[i], Plain) and sampled is not None:
+                    tokens = [sampled[i]]
+                emitted[i] = self._conclude(states[i], plan.rows[i], tokens)
+            self.residence.counters.note_forward(plan.rows)
+        return self._result(emitted, output)
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        states: list[RequestState],
+        rows: MixedRows,
+        forward: Any,
+        logits: torch.Tensor,
+    ) -> tuple[list[int] | None, Any]:
+        """Let SGLang sample where some plain row is not greedy; else (None, None)."""
+        if all(state.greedy for state in states):
+            return None, None
+        starts = dict(
+            zip((r.batch_index for r in rows.rows), rows.starts(), strict=True)
+        )
+        picked = torch.tensor([starts.get(i, 0) for i in range(len(states))])
+        positions = torch.tensor(
+            [state.verified for state in states], dtype=torch.int64, device=self.device
+        )
+        tokens, output = sample_rows(
+            batch,
+            forward,
+            logits[picked.to(logits.device)].clone(),
+            positions,
+            self.model_runner,
+        )
+        one_token_logprobs(output)
+        return tokens.tolist(), output
+
+    def _conclude(
+        self, state: RequestState, action: object, tokens: list[int]
+    ) -> list[int]:
+        """Record what a row's forward said; returns the tokens to emit, maybe none."""
+        if isinstance(action, Draft):
+            state.draft(tokens[0])
+            return []
+        if isinstance(action, Verify):
+            drafts = state.drafts
+            accepted = accepted_tokens(drafts, tokens)
+            self.residence.counters.note_round(len(drafts), len(accepted) - 1)
+            self.residence.reloads.end(state)
+            tokens = accepted
+        state.accept(tokens, self._config.draft_length)
+        return tokens
+
+    def _result(self, emitted: list[list[int]], output: Any) -> GenerationBatchResult:
+        stride = self._config.draft_length + 1
+        padded = torch.zeros(len(emitted), stride, dtype=torch.int64)
+        for i, tokens in enumerate(emitted):
+            padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=padded.flatten().to(self.device),
+            accept_lens=torch.tensor(
+                [len(tokens) for tokens in emitted],
+                dtype=torch.int32,
+                device=self.device,
+            ),
+            speculative_num_draft_tokens=stride,
+            num_non_draft_tokens_per_req=0,
+        )

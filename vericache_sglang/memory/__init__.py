@@ -1,0 +1,1 @@
+"""Where KV bytes are and who holds them."""

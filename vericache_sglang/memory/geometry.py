@@ -1,0 +1,36 @@
+"""Shapes and bytes of the KV cache: arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGeometry:
+    """The KV cache of one rank, counted.
+
+    Attributes:
+        layers: Layers that own KV.
+        kv_heads: KV heads on this rank.
+        head_dim: Elements of one key.
+        v_head_dim: Elements of one value.
+        element_bytes: Bytes of one element.
+        page_size: Tokens of one page, in slots.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    element_bytes: int
+    page_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all layers, keys and values."""
+        width = self.head_dim + self.v_head_dim
+        return self.layers * self.kv_heads * width * self.element_bytes
+
+    def page_floor(self, tokens: int) -> int:
+        """Round ``tokens`` down to whole pages, in tokens."""
+        return tokens // self.page_size * self.page_size

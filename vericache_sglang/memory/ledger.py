@@ -1,0 +1,70 @@
+"""Who holds what: every slot and byte VeriCache takes, entered once and given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+class Account(Enum):
+    """A resource the ledger counts."""
+
+    KEPT_SLOTS = "kept_slots"
+    STAGING_SLOTS = "staging_slots"
+    HOST_BYTES = "host_bytes"
+
+
+class Ledger:
+    """Double-entry in miniature: what a request takes is booked under its id."""
+
+    def __init__(self) -> None:
+        self._books: dict[Account, Counter[str]] = {kind: Counter() for kind in Account}
+
+    def take(self, account: Account, rid: str, amount: int) -> None:
+        """Book ``amount`` > 0 to a request.
+
+        Raises:
+            InvariantError: The request already holds some of this account.
+        """
+        if self._books[account][rid]:
+            raise InvariantError(f"{rid} takes {account.value} twice")
+        self._books[account][rid] = amount
+
+    def give(self, account: Account, rid: str) -> int:
+        """Book back everything a request holds of an account; returns the amount."""
+        return self._books[account].pop(rid, 0)
+
+    def total(self, account: Account) -> int:
+        """Return what all requests together hold."""
+        return sum(self._books[account].values())
+
+    def check(self, living: Collection[str], staging_used: int, host_used: int) -> None:
+        """Compare the books with the world.
+
+        Args:
+            living: Ids of requests that may hold something.
+            staging_used: Slots the staging region says are taken.
+            host_used: Bytes the host store says are taken.
+
+        Raises:
+            InvariantError: A dead request still holds something, or a total is off.
+        """
+        for account, book in self._books.items():
+            dead = sorted(rid for rid in book if book[rid] and rid not in living)
+            if dead:
+                raise InvariantError(f"{account.value} held by dead requests {dead}")
+        counted = {
+            Account.STAGING_SLOTS: staging_used,
+            Account.HOST_BYTES: host_used,
+        }
+        for account, used in counted.items():
+            if self.total(account) != used:
+                raise InvariantError(
+                    f"{account.value}: booked {self.total(account)}, in use {used}"
+                )

@@ -1,0 +1,94 @@
+"""Splitting one layer's prompt KV in two parts, and joining the parts again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.compression.budget import complement_indices
+
+if TYPE_CHECKING:
+    from vericache_sglang.memory.complement import Complement
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by element size: torch's gather rewrites NaN payloads of bfloat16."""
+
+
+def as_bits(entries: torch.Tensor) -> torch.Tensor:
+    """View ``entries`` as integers of the same size; moves bytes, keeps every bit."""
+    return entries.view(BITS[entries.element_size()])
+
+
+def pick(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Gather per head.
+
+    Args:
+        entries: [T, H, D].
+        index: [H, n] int64, values in [0, T).
+
+    Returns:
+        [n, H, D]: row i of head h is ``entries[index[h, i], h]``.
+    """
+    wide = index.t()[:, :, None].expand(-1, -1, entries.shape[2])
+    return as_bits(entries).gather(0, wide).view(entries.dtype)
+
+
+def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Scatter per head, the inverse of ``pick``.
+
+    Args:
+        entries: [T, H, D]; rows named by ``index`` are overwritten.
+        index: [H, n] int64, values in [0, T), unique per head.
+        rows: [n, H, D].
+    """
+    wide = index.t()[:, :, None].expand(-1, -1, entries.shape[2])
+    as_bits(entries).scatter_(0, wide, as_bits(rows))
+
+
+def split_layer(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    dropped: torch.Tensor,
+    complement: Complement,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the dropped entries of one layer to the host and gather the kept ones.
+
+    Args:
+        keys: [T, H, D] of one layer in prompt order.
+        values: [T, H, Dv].
+        kept: [H, n] int64.
+        dropped: [H, m] int64; with ``kept`` every token once per head.
+        complement: Receives layer ``layer`` and is sealed there.
+        layer: Layer index.
+
+    Returns:
+        Kept keys [n, H, D] and values [n, H, Dv], freshly allocated on the device.
+    """
+    complement.keys[layer].copy_(pick(keys, dropped))
+    complement.values[layer].copy_(pick(values, dropped))
+    complement.kept[layer].copy_(kept)
+    complement.seal(layer)
+    return pick(keys, kept), pick(values, kept)
+
+
+def join_layer(
+    kept_entries: torch.Tensor, kept: torch.Tensor, dropped_entries: torch.Tensor
+) -> torch.Tensor:
+    """Restore one layer's keys or values to prompt order.
+
+    Args:
+        kept_entries: [n, H, D] on the device.
+        kept: [H, n] int64 on the device.
+        dropped_entries: [m, H, D] on the device.
+
+    Returns:
+        [n + m, H, D], every bit as it was before ``split_layer``.
+    """
+    total = kept_entries.shape[0] + dropped_entries.shape[0]
+    joined = kept_entries.new_empty(total, *kept_entries.shape[1:])
+    put(joined, kept, kept_entries)
+    put(joined, complement_indices(kept, total), dropped_entries)
+    return joined

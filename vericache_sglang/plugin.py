@@ -1,0 +1,53 @@
+"""What SGLang's plugin loader calls in every process: registries, patches, our name."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Install VeriCache in this process, or leave SGLang as it is when switched off.
+
+    The algorithm's name is registered last: when anything before it fails, SGLang
+    itself refuses ``--speculative-algorithm VERICACHE``, because its loader only logs
+    what a plugin raises.
+
+    Raises:
+        UpstreamDriftError: A patch no longer fits the installed SGLang.
+        ConfigError: The settings in the environment are wrong.
+    """
+    from vericache_patches.apply import register_all
+    from vericache_sglang.config.files import active_config
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine import attention_backend
+    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+
+    define_missing_ops()
+    attention_backend.register()
+    register_all()
+    config = active_config() or VeriCacheConfig()
+    _register_algorithm(config)
+
+
+def _register_algorithm(config: Any) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from vericache_sglang.engine.algorithm import NAME, VeriCacheAlgorithm
+    from vericache_sglang.serving.start import check_start
+
+    VeriCacheAlgorithm.refuse = staticmethod(partial(check_start, config))
+    VeriCacheAlgorithm.draft_length = config.draft_length
+
+    @SpeculativeAlgorithm.register(
+        NAME, supports_overlap=True, spec_class=VeriCacheAlgorithm
+    )
+    def worker_class(server_args: Any) -> Any:
+        from vericache_patches.apply import require_applied
+        from vericache_sglang.engine.worker import VeriCacheWorker
+
+        require_applied()
+        return partial(VeriCacheWorker, config)

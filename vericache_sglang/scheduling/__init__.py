@@ -1,0 +1,1 @@
+"""What each request does next; decides in pure Python, never acts."""

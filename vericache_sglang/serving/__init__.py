@@ -1,0 +1,1 @@
+"""What operators touch: the launcher and what it refuses."""

@@ -1,0 +1,233 @@
+"""The launcher: our flags, then SGLang's server with VeriCache in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.config import (
+    add_flags,
+    boot_line,
+    flag,
+    given_values,
+    is_disabled,
+    load_config,
+    options,
+    publish,
+)
+from vericache_sglang.errors import ConfigError, UnsupportedError, VeriCacheError
+from vericache_sglang.serving.refusals import check_server_args, check_sglang_version
+from vericache_sglang.serving.refused_flags import ALGORITHM, BACKEND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.config import VeriCacheConfig
+
+PROGRAM = "python -m vericache_sglang.launch_server"
+
+CPU_DEFAULTS: Mapping[str, str | None] = {
+    "--device": "cpu",
+    "--attention-backend": BACKEND,
+    "--dtype": "float32",
+    "--sampling-backend": "pytorch",
+    "--disable-cuda-graph": None,
+}
+"""Flags (and values) a CPU server needs; each gives way to the user's own."""
+
+OWNED_FLAGS: Mapping[str, str] = {
+    "speculative_num_steps": flag("draft_length"),
+    "speculative_num_draft_tokens": flag("draft_length"),
+    "speculative_eagle_topk": flag("draft_length"),
+}
+"""SGLang's settings that ours decide, and which of ours does."""
+
+
+def own_parser() -> argparse.ArgumentParser:
+    """Build the parser of our flags; it knows none of SGLang's."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} --model-path MODEL [VeriCache flags] [SGLang flags]",
+        description="An SGLang server that drafts on a compressed KV cache.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--vericache-config",
+        type=Path,
+        metavar="FILE.yaml",
+        help="settings file, see configs/; flags win over it",
+    )
+    parser.add_argument(
+        "--disable-vericache",
+        action="store_true",
+        help="serve with plain SGLang; on a CPU with the same attention backend",
+    )
+    add_flags(parser)
+    return parser
+
+
+def split_arguments(
+    argv: Sequence[str],
+) -> tuple[VeriCacheConfig | None, list[str]]:
+    """Take our flags out of a command line.
+
+    Args:
+        argv: The whole command line, without the program.
+
+    Returns:
+        The settings, None where VeriCache is off; and what is left for SGLang.
+
+    Raises:
+        ConfigError: A flag of ours is misspelled, or a setting is wrong.
+    """
+    known, rest = own_parser().parse_known_args(list(argv))
+    stray = [word for word in rest if word.startswith("--vericache")]
+    if stray:
+        names = ", ".join(["--vericache-config", *map(flag, options())])
+        raise ConfigError(f"unknown flag {stray[0]}; VeriCache has {names}")
+    settings = given_values(known)
+    if known.disable_vericache:
+        return None, rest
+    if is_disabled() and not settings and known.vericache_config is None:
+        return None, rest
+    return load_config(known.vericache_config, settings), rest
+
+
+def complete(
+    rest: Sequence[str],
+    given: Mapping[str, object],
+    *,
+    enabled: bool,
+    cuda: bool,
+) -> list[str]:
+    """Add to SGLang's arguments what VeriCache needs and the user left out.
+
+    Args:
+        rest: SGLang's part of the command line.
+        given: SGLang field -> value of the flags in ``rest`` (see ``given_fields``).
+        enabled: Whether VeriCache is on.
+        cuda: Whether a CUDA device is visible; decides the device if no flag does.
+
+    Raises:
+        UnsupportedError: A flag sets what one of ours decides.
+    """
+    added: list[str] = []
+    if str(given.get("device") or ("cuda" if cuda else "cpu")).startswith("cpu"):
+        for name, value in CPU_DEFAULTS.items():
+            if name[2:].replace("-", "_") not in given:
+                added += [name] if value is None else [name, value]
+    if enabled:
+        for field, ours in OWNED_FLAGS.items():
+            if field in given:
+                theirs = f"--{field.replace('_', '-')}"
+                raise UnsupportedError(f"{theirs} follows from {ours}; use that one")
+        if "speculative_algorithm" not in given:
+            added += ["--speculative-algorithm", ALGORITHM]
+    return [*rest, *added]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start a server and block until it ends.
+
+    Args:
+        argv: The command line without the program; None takes the process's own.
+
+    Returns:
+        Exit status: 0 after a clean stop, 2 where a setting was refused.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if {"-h", "--help"} & set(arguments):
+            _help()
+        else:
+            _serve(*split_arguments(arguments))
+    except VeriCacheError as error:
+        print(f"vericache: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _help() -> None:
+    own_parser().print_help()
+    print("\nEvery flag of SGLang works too:\n", flush=True)
+    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+
+    define_missing_ops()
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # plugins add choices to some of SGLang's flags
+    from sglang.srt.server_args import prepare_server_args
+
+    prepare_server_args(["--help"])
+
+
+def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
+    """Hand over to SGLang; its processes find the settings in the environment."""
+    publish(config)
+    check_sglang_version()
+    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+
+    define_missing_ops()  # before SGLang imports transformers, which needs them
+    _load_plugins()
+    import torch
+    from sglang.srt.server_args import prepare_server_args
+
+    arguments = complete(
+        rest,
+        given_fields(rest),
+        enabled=config is not None,
+        cuda=torch.cuda.is_available(),
+    )
+    server_args = prepare_server_args(arguments)
+    if config is None:
+        print("VeriCache: off", flush=True)
+    else:
+        check_server_args(server_args)
+        print(boot_line(config), flush=True)
+    _run(server_args)
+
+
+def given_fields(argv: Sequence[str]) -> dict[str, object]:
+    """Return SGLang's fields that a command line, or its ``--config``, sets.
+
+    SGLang's own parser reads them, so abbreviations and ``--flag=value`` count too.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog=PROGRAM)
+    ServerArgs.add_cli_args(parser)
+    words = list(argv)
+    if "--config" in words:
+        from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+        words = ConfigArgumentMerger(parser).merge_config_with_args(words)
+    for action in parser._actions:  # argparse shows them in no public place
+        action.default = argparse.SUPPRESS
+    return vars(parser.parse_args(words))
+
+
+def _load_plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    load_plugins()
+    # SGLang logs a plugin that fails and goes on without it.
+    if get_spec(ALGORITHM) is None:
+        raise UnsupportedError(
+            "SGLang did not load the VeriCache plugin; see the errors above, and "
+            "install the project: pip install --no-deps -e ."
+        )
+
+
+def _run(server_args: Any) -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

@@ -1,0 +1,77 @@
+"""Refuse, before anything is allocated, what VeriCache would serve wrongly.
+
+A server that starts and answers from a row of the wrong slots looks healthy, so the
+rules are strict: what nobody has checked against split KV rows is refused by name.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import UnsupportedError
+from vericache_sglang.serving.refused_flags import FLAG_RULES
+from vericache_sglang.serving.refused_models import MODEL_RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vericache_sglang.serving.rule import Rule
+
+SGLANG_VERSION = "0.5.21"
+"""The one SGLang whose internals the hooks and adapters were written against."""
+
+WAY_OUT = "or serve without VeriCache: --disable-vericache"
+
+
+def check_sglang_version() -> None:
+    """Confirm that the installed SGLang is ``SGLANG_VERSION``.
+
+    Raises:
+        UnsupportedError: Another version is installed, or none.
+    """
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        installed = "none"
+    if installed != SGLANG_VERSION:
+        raise UnsupportedError(
+            f"sglang {installed} is installed, VeriCache needs exactly "
+            f"{SGLANG_VERSION}; run scripts/setup_env.sh"
+        )
+
+
+def check_server_args(server_args: Any) -> None:
+    """Confirm that no flag asks for what VeriCache cannot serve exactly.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, or the view that
+            ``CustomSpecAlgo.handle_server_args`` gets; read only.
+
+    Raises:
+        UnsupportedError: At least one flag does; the message lists all of them.
+    """
+    _refuse("server", FLAG_RULES, server_args)
+
+
+def check_model(model_config: Any) -> None:
+    """Confirm that the attention of a model is the kind VeriCache splits.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``; read only.
+
+    Raises:
+        UnsupportedError: It is not; the message lists every reason.
+    """
+    architectures = getattr(model_config.hf_config, "architectures", None) or ["?"]
+    _refuse(f"model {architectures[0]}", MODEL_RULES, model_config)
+
+
+def _refuse(subject: str, rules: Iterable[Rule], target: Any) -> None:
+    broken = [rule for rule in rules if rule.broken(target)]
+    if not broken:
+        return
+    reasons = "".join(
+        f"\n  {rule.what}: {rule.reason}; {rule.remedy}" for rule in broken
+    )
+    raise UnsupportedError(f"VeriCache refuses this {subject}:{reasons}\n  {WAY_OUT}")
