@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -108,7 +109,7 @@ class Server:
 
     def counters(self) -> dict[str, Any]:
         """Return VeriCache's counters, {} where the server has none."""
-        with urllib.request.urlopen(f"{self.url}/get_server_info", timeout=30) as reply:
+        with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as reply:
             info = json.load(reply)
         counters: dict[str, Any] = info["internal_states"][0].get("vericache", {})
         return counters
@@ -152,14 +153,12 @@ class Server:
         """End the server and everything it started; a second call does nothing."""
         if self._log.closed:
             return
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, sign)
-                self._process.wait(STOP_SECONDS)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        # The launcher first: it drains, and ends its children in order.
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
         self._log.close()
 
@@ -239,19 +238,17 @@ def report(answer: Answer, counters: dict[str, Any], prompt: Prompt) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve, ask, compare; return 0 only where both servers gave the same tokens."""
     prompt = build_prompt(options.model, options.prompt_tokens, options.calls)
-    shared = ("--max-total-tokens", "32768")
     servers: list[Server] = []
     try:
         settings = ("--vericache-config", str(options.settings))
         port = options.port or free_port()
-        served = Server("vericache", port, options.model, (*settings, *shared))
+        served = Server("vericache", port, options.model, settings)
         servers.append(served)
         served.wait_until_healthy()
         answer = served.ask(prompt)
         report(answer, served.counters(), prompt)
 
-        off = ("--disable-vericache", *shared)
-        plain = Server("plain", free_port(), options.model, off)
+        plain = Server("plain", free_port(), options.model, ("--disable-vericache",))
         servers.append(plain)
         plain.wait_until_healthy()
         reference = plain.ask(prompt)

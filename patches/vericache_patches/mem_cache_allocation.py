@@ -26,12 +26,11 @@ def assign_req_to_token_pool_func(
     lengths = (end_offset - start_offset).long()
     before = lengths.cumsum(0) - lengths
     rows = req_pool_indices.long().repeat_interleave(lengths)
-    offset = (start_offset.long() - before).repeat_interleave(lengths)
-    entries = torch.arange(rows.numel()) + offset
-    req_to_token[rows, entries] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
+    offset = (start_offset - before).repeat_interleave(lengths)
+    slots = out_cache_loc[: len(rows)].to(req_to_token.dtype)
+    req_to_token[rows, torch.arange(len(rows)) + offset] = slots
 
 
-_REMOVE_WHEN = "SGLang dispatches it by device instead of by backend name."
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
@@ -39,7 +38,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="replace",
             args=("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
             reason="It takes Triton for every backend it does not know by name.",
-            remove_when=_REMOVE_WHEN,
+            remove_when="SGLang dispatches it by device, not by backend name.",
             where="cpu",
         ),
         get_last_loc,
@@ -53,7 +52,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
                 *("out_cache_loc", "batch_size"),
             ),
             reason="It is a Triton kernel, or one of sgl_kernel's AMX build.",
-            remove_when=_REMOVE_WHEN,
+            remove_when="SGLang dispatches it by device, not by backend name.",
             where="cpu",
         ),
         assign_req_to_token_pool_func,

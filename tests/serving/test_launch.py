@@ -1,5 +1,6 @@
 """The launcher: which arguments are ours, what it adds, how it says no."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ from vericache_sglang.serving.launch import complete, given_fields, split_argume
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "configs" / "demo-model")
 CPU = "--device cpu --attention-backend vericache --dtype float32"
-CPU += " --sampling-backend pytorch --disable-cuda-graph"
+CPU += " --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+CPU += " --max-total-tokens 131072 --max-running-requests 64"
 ON = "--speculative-algorithm VERICACHE"
 
 
@@ -81,11 +83,15 @@ def test_misspelled_and_shortened_flags_are_refused(word):
         ({}, False, True, ""),
         ({"device": "cuda"}, True, False, ON),
         (
-            {"device": "cpu", "dtype": "bfloat16"},
+            {
+                "device": "cpu",
+                "dtype": "bfloat16",
+                "disable_cuda_graph": True,
+                "mem_fraction_static": 0.5,
+            },
             False,
             True,
-            "--attention-backend vericache --sampling-backend pytorch "
-            "--disable-cuda-graph",
+            "--attention-backend vericache --max-running-requests 64",
         ),
         ({"speculative_algorithm": "VERICACHE"}, True, True, ""),
     ],
@@ -102,6 +108,21 @@ def test_only_what_the_user_left_out_is_added(given, enabled, cuda, added):
 def test_what_our_flags_decide_cannot_be_set_by_sglangs(field):
     with pytest.raises(UnsupportedError, match="--vericache-draft-length"):
         complete([], {field: 4}, enabled=True, cuda=True)
+
+
+@pytest.mark.sglang
+def test_what_is_added_are_flags_of_sglang():
+    define_missing_ops()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    words = [*CPU.split(), *ON.split()]
+    known = {action.dest for action in parser._actions}
+    assert {word for word in words if word.startswith("--")} <= set(
+        parser._option_string_actions
+    )
+    assert {*launch.CPU_DEFAULTS, *launch.OWNED_FLAGS} <= known
 
 
 @pytest.mark.sglang

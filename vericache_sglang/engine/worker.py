@@ -169,25 +169,32 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
         began = time.perf_counter()
-        states = [self._states[req.rid] for req in batch.reqs]
+        # A batch with a grammar processes the last result between choosing the batch
+        # and running it, so a request may have ended, and lost its row, already.
+        seats = {
+            i: self._states[req.rid]
+            for i, req in enumerate(batch.reqs)
+            if req.rid in self._states
+        }
+        states = list(seats.values())
         self._abort_broken(states)
         plan = self._plan(states)
         for stage_in in plan.stage_ins:
             self.residence.reloads.start(self._states[stage_in.rid])
-        if all(isinstance(action, Plain) for action in plan.rows):
+        all_here = len(states) == len(batch.reqs)
+        if all_here and all(isinstance(action, Plain) for action in plan.rows):
             result = self._run_plain(batch, states)
         else:
-            result = self._run_mixed(batch, states, plan)
+            result = self._run_mixed(batch, seats, plan)
         self._split(plan, batch.tree_cache)
         for state in states:
             state.launches += 1
         drafting = sum(state.parts is not None for state in states)
         self.residence.counters.note_iteration(len(states), drafting)
-        result.new_seq_lens = torch.tensor(
-            [state.row_length for state in states],
-            dtype=torch.int64,
-            device=self.device,
-        )
+        lengths = torch.ones(len(batch.reqs), dtype=torch.int64)
+        for i, state in seats.items():
+            lengths[i] = state.row_length
+        result.new_seq_lens = lengths.to(self.device)
         elapsed = time.perf_counter() - began
         self._seconds = (
             0.8 * self._seconds + 0.2 * elapsed if self._seconds else elapsed
@@ -268,13 +275,20 @@ class VeriCacheWorker(BaseSpecWorker):
         return result
 
     def _run_mixed(
-        self, batch: ScheduleBatch, states: list[RequestState], plan: Plan
+        self, batch: ScheduleBatch, seats: dict[int, RequestState], plan: Plan
     ) -> GenerationBatchResult:
-        """Draft, verify and decode plainly in one ragged forward."""
+        """Draft, verify and decode plainly in one ragged forward.
+
+        Args:
+            batch: The decode batch.
+            seats: Position in the batch -> request, in order.
+            plan: Its ``rows`` are those of ``seats``.
+        """
         rows = MixedRows(self.residence)
-        for i, (state, action) in enumerate(zip(states, plan.rows, strict=True)):
-            state.waited = 0 if rows.add(i, state, action) else state.waited + 1
-        emitted: list[list[int]] = [[] for _ in states]
+        actions = dict(zip(seats, plan.rows, strict=True))
+        for i, state in seats.items():
+            state.waited = 0 if rows.add(i, state, actions[i]) else state.waited + 1
+        emitted: list[list[int]] = [[] for _ in batch.reqs]
         output = None
         if rows.rows:
             forward = build_forward(copy.copy(batch), rows.rows, self.model_runner)
@@ -283,40 +297,38 @@ class VeriCacheWorker(BaseSpecWorker):
             )
             logits = run.logits_output.next_token_logits
             predicted = torch.argmax(logits, dim=-1).tolist()
-            sampled, output = self._sample(batch, states, rows, forward, logits)
+            sampled, output = self._sample(batch, seats, rows, forward, logits)
             starts = rows.starts()
             for row, start in zip(rows.rows, starts, strict=True):
                 i = row.batch_index
                 tokens = predicted[start : start + len(row.tokens)]
-                if isinstance(plan.rows[i], Plain) and sampled is not None:
+                if isinstance(actions[i], Plain) and sampled is not None:
                     tokens = [sampled[i]]
-                emitted[i] = self._conclude(states[i], plan.rows[i], tokens)
+                emitted[i] = self._conclude(seats[i], actions[i], tokens)
             self.residence.counters.note_forward(plan.rows)
         return self._result(emitted, output)
 
     def _sample(
         self,
         batch: ScheduleBatch,
-        states: list[RequestState],
+        seats: dict[int, RequestState],
         rows: MixedRows,
         forward: Any,
         logits: torch.Tensor,
     ) -> tuple[list[int] | None, Any]:
         """Let SGLang sample where some plain row is not greedy; else (None, None)."""
-        if all(state.greedy for state in states):
+        if all(state.greedy for state in seats.values()):
             return None, None
-        starts = dict(
-            zip((r.batch_index for r in rows.rows), rows.starts(), strict=True)
-        )
-        picked = torch.tensor([starts.get(i, 0) for i in range(len(states))])
-        positions = torch.tensor(
-            [state.verified for state in states], dtype=torch.int64, device=self.device
-        )
+        picked = torch.zeros(len(batch.reqs), dtype=torch.int64)
+        positions = torch.zeros(len(batch.reqs), dtype=torch.int64)
+        for row, start in zip(rows.rows, rows.starts(), strict=True):
+            picked[row.batch_index] = start
+            positions[row.batch_index] = row.position
         tokens, output = sample_rows(
             batch,
             forward,
             logits[picked.to(logits.device)].clone(),
-            positions,
+            positions.to(self.device),
             self.model_runner,
         )
         one_token_logprobs(output)

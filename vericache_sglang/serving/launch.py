@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m vericache_sglang.launch_server"
 
-CPU_DEFAULTS: Mapping[str, str | None] = {
-    "--device": "cpu",
-    "--attention-backend": BACKEND,
-    "--dtype": "float32",
-    "--sampling-backend": "pytorch",
-    "--disable-cuda-graph": None,
+CPU_DEFAULTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "device": ("cpu", ()),
+    "attention_backend": (BACKEND, ()),
+    "dtype": ("float32", ()),
+    "cuda_graph_backend_decode": ("disabled", ("disable_cuda_graph",)),
+    "cuda_graph_backend_prefill": ("disabled", ("disable_cuda_graph",)),
+    "max_total_tokens": ("131072", ("mem_fraction_static",)),
+    "max_running_requests": ("64", ()),
 }
-"""Flags (and values) a CPU server needs; each gives way to the user's own."""
+"""SGLang fields a CPU server needs: value, and the fields that settle it instead.
+
+SGLang would reserve most of the machine's memory, and a row for each of 4096 requests;
+touching those pages takes a CPU the better part of a minute.
+"""
 
 OWNED_FLAGS: Mapping[str, str] = {
     "speculative_num_steps": flag("draft_length"),
@@ -117,17 +123,22 @@ def complete(
     """
     added: list[str] = []
     if str(given.get("device") or ("cuda" if cuda else "cpu")).startswith("cpu"):
-        for name, value in CPU_DEFAULTS.items():
-            if name[2:].replace("-", "_") not in given:
-                added += [name] if value is None else [name, value]
+        for field, (value, instead) in CPU_DEFAULTS.items():
+            if not given.keys() & {field, *instead}:
+                added += [_spell(field), value]
     if enabled:
         for field, ours in OWNED_FLAGS.items():
             if field in given:
-                theirs = f"--{field.replace('_', '-')}"
-                raise UnsupportedError(f"{theirs} follows from {ours}; use that one")
+                raise UnsupportedError(
+                    f"{_spell(field)} follows from {ours}; use that one"
+                )
         if "speculative_algorithm" not in given:
             added += ["--speculative-algorithm", ALGORITHM]
     return [*rest, *added]
+
+
+def _spell(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

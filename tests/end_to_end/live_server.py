@@ -1,0 +1,96 @@
+"""A server of ours in a process of its own, on a free loopback port."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from lossless.runs import PATHS, STRICT
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class LiveServer:
+    """``python -m vericache_sglang.launch_server`` with strict memory checks."""
+
+    def __init__(self, folder, *flags):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"server-{self.port}.log"
+        command = [sys.executable, "-m", "vericache_sglang.launch_server"]
+        command += ["--model-path", str(MODEL), "--port", str(self.port)]
+        command += ["--max-running-requests", "16", "--log-level", "warning", *flags]
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **STRICT, "PYTHONPATH": PATHS},
+                start_new_session=True,
+            )
+
+    def wait(self, seconds=240):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            try:
+                self.get("/health")
+            except OSError:
+                time.sleep(0.5)
+            else:
+                return self
+        tail = self.log.read_text()[-4000:]
+        raise AssertionError(f"not up after {seconds} s: {tail}")
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=60) as reply:
+            body = reply.read()
+        return json.loads(body) if body.startswith(b"{") else body
+
+    def post(self, path, body):
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            text = reply.read()
+        return json.loads(text) if text.startswith((b"{", b"[")) else text
+
+    def generate(self, texts, **params):
+        """Answer ``texts`` at once, greedily unless ``params`` say otherwise."""
+        sampling = {"temperature": 0.0, "max_new_tokens": 40, **params}
+        more = sampling.pop("more", {})
+        return self.post(
+            "/generate", {"text": texts, "sampling_params": sampling, **more}
+        )
+
+    def counters(self):
+        return self.get("/get_server_info")["internal_states"][0].get("vericache", {})
+
+    def settle(self, seconds=30):
+        """Wait until nothing runs; return the counters."""
+        deadline = time.monotonic() + seconds
+        while (counters := self.counters())["running"]:
+            assert time.monotonic() < deadline, f"still running: {counters}"
+            time.sleep(0.1)
+        return counters
+
+    def close(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)

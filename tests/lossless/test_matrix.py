@@ -1,0 +1,77 @@
+"""The promise: the tokens plain SGLang emits, under every setting.
+
+A covering subset of ``scripts/check_lossless.py``; the prompts are real (documents of
+the demo model and source code), the baseline is a plain SGLang engine in a process of
+its own, and SGLang's strict memory checks are on in both.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lossless.matrix import COVERING, PLAIN
+from lossless.prompts import load_tokenizer
+from lossless.requests import waves
+from lossless.runs import System, compare, run
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return waves(load_tokenizer(MODEL), prompts=15, longest=4000, seed=7)
+
+
+@pytest.fixture(scope="module")
+def plain(requests):
+    return run(PLAIN, MODEL, requests)
+
+
+def test_the_baseline_proves_something(plain):
+    """Answers differ from each other and do not repeat one token."""
+    answers = [answer["ids"] for wave in plain["waves"] for answer in wave]
+    long = [ids for ids in answers if len(ids) >= 16]
+    assert len(long) >= 30
+    assert len({tuple(ids) for ids in long}) >= 0.7 * len(long)
+    varied = sum(len(set(ids)) >= 8 for ids in long)
+    assert varied >= 0.9 * len(long)
+
+
+@pytest.mark.parametrize("system", COVERING, ids=lambda system: system.name)
+def test_tokens_are_identical(system, requests, plain):
+    ours = run(system, MODEL, requests)
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    assert state["rounds"] > 20, "nothing was verified: this run proves nothing"
+    assert state["splits"] >= 15
+    assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+def test_drafting_and_verifying_share_forwards(requests, plain):
+    """Three full requests fit the pool; eight run at once, most forwards are mixed."""
+    prompt = max(requests[0]["prompts"][:8], key=len)
+    tokenizer = load_tokenizer(MODEL)
+    length = len(tokenizer.encode(prompt, add_special_tokens=False))
+    wave = {
+        "prompts": [f"{prompt}{i}" for i in range(12)],
+        "params": [
+            {"temperature": 0.0, "max_new_tokens": 160, "ignore_eos": True}
+            for _ in range(12)
+        ],
+    }
+    budget = {"max_total_tokens": 3 * (length + 170)}
+    full = run(System(name="full", settings=None, engine=budget), MODEL, [wave])
+    settings = {
+        "keep": 0.2,
+        "draft_length": 8,
+        "max_verifies": 2,
+        "min_prompt": 64,
+        "staging_tokens": 4 * length,
+    }
+    ours = run(System(name="ours", settings=settings, engine=budget), MODEL, [wave])
+    assert compare(full, ours) == []
+    assert ours["state"]["peak_drafting"] >= 8
+    assert ours["state"]["mixed_share"] >= 0.6
