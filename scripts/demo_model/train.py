@@ -43,6 +43,7 @@ PROBE_WEIGHT = 0.5
 TEXT_WEIGHT = 0.03  # loss weight of tokens outside answers
 WARM_UP = 60  # steps
 CHECK_EVERY = 90.0  # seconds between looks at exact answers
+CHECK_TOKENS = 60000  # most tokens of such a look
 SAVE_EVERY = 300.0  # seconds between exports
 
 
@@ -143,15 +144,16 @@ class Trainer:
         return (losses * answered).sum() / count, (losses * other).sum() / count
 
     @torch.no_grad()
-    def exact(self, stage: int, batches: int = 6) -> tuple[float, float]:
+    def exact(self, stage: int) -> tuple[float, float]:
         """Return the shares of exact single-call and multi-call answers.
 
         Teacher-forced exactness equals greedy exactness: a greedy answer is right
         if and only if every argmax after a right prefix is.
         """
         if stage not in self.samples:
-            rng = random.Random(12345 + stage)
-            made = [self.maker.make(self.stages[stage], rng) for _ in range(batches)]
+            rng, drawn = random.Random(12345 + stage), self.stages[stage]
+            batches = min(6, CHECK_TOKENS // (drawn.batch * drawn.length))
+            made = [self.maker.make(drawn, rng) for _ in range(batches)]
             self.samples[stage] = made
         right, answers = [0, 0], [0, 0]
         for batch in self.samples[stage]:
@@ -207,7 +209,8 @@ def run(trainer: Trainer, save: Callable[[], None]) -> float:
                 f"tokens {trainer.tokens / 1e6:.2f}M ({speed:.0f}/s) {shown}",
                 flush=True,
             )
-        if time.time() - checked > CHECK_EVERY:
+        last = trainer.stage + 1 == len(trainer.stages)
+        if time.time() - checked > (SAVE_EVERY if last else CHECK_EVERY):
             print(f"{elapsed:.0f}s {trainer.advance()}", flush=True)
             checked = time.time()
         if time.time() - saved > SAVE_EVERY:

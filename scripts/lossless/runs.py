@@ -111,7 +111,7 @@ def run(
             try:
                 subprocess.run(
                     command,
-                    env={**os.environ, "PYTHONPATH": PATHS},
+                    env={**os.environ, "PYTHONPATH": PATHS, **system.environment},
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     timeout=timeout,

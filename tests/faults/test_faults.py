@@ -1,0 +1,62 @@
+"""Every injected fault is caught, and by the check that is meant to catch it.
+
+This is the test of the tests: were ``compare`` blind, or the ledger asleep, a broken
+server would pass the lossless matrix.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lossless import runs
+from lossless.matrix import PLAIN, system
+from lossless.prompts import load_tokenizer, record_prompts
+from lossless.requests import greedy
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+PLUGIN = Path(__file__).parent / "plugin"
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def waves():
+    prompts = record_prompts(load_tokenizer(MODEL), [400, 900, 1500, 700], 3)
+    return [{"prompts": prompts, "params": [greedy(60, ignore_eos=True)] * 4}]
+
+
+@pytest.fixture(scope="module")
+def plain(waves):
+    return runs.run(PLAIN, MODEL, waves)
+
+
+def run_with(fault, waves):
+    healthy = system(fault, draft_length=8, keep=0.25)
+    environment = {
+        "VERICACHE_TEST_FAULT": fault,
+        "PYTHONPATH": f"{runs.PATHS}:{PLUGIN}",
+    }
+    return runs.run(replace(healthy, environment=environment), MODEL, waves)
+
+
+@pytest.mark.parametrize(
+    "fault", ["half_complement", "unverified_drafts", "early_arrival"]
+)
+def test_wrong_tokens_are_seen_by_the_comparison(fault, waves, plain):
+    mismatches = runs.compare(plain, run_with(fault, waves))
+    assert mismatches
+    assert all(mismatch.position >= 0 for mismatch in mismatches)
+
+
+def test_a_flipped_bit_is_seen_by_the_checksum(waves, plain):
+    answers = run_with("flipped_bit", waves)["waves"][0]
+    for answer, wanted in zip(answers, plain["waves"][0], strict=True):
+        assert answer["finish_reason"]["type"] == "abort"
+        assert "host copy" in answer["finish_reason"]["message"]
+        assert answer["ids"] == wanted["ids"][: len(answer["ids"])], "a wrong token"
+
+
+def test_a_leaked_complement_is_seen_by_the_ledger(waves):
+    with pytest.raises(runs.RunError, match="host_bytes: booked"):
+        run_with("leaked_complement", waves)
