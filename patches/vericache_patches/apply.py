@@ -19,11 +19,14 @@ HOOKED = (
     "utils_common",
     "mem_cache_allocation",
     "kernels_ops_sampling_murmur_hash",
+    "layers_radix_attention",
+    "mem_cache_kv_cache_configurator",
     "mem_cache_memory_pool",
     "managers_schedule_batch",
     "managers_batch_result",
     "managers_output_streamer",
     "managers_scheduler",
+    "speculative_eagle_utils",
 )
 """Names of the modules beside this one that hold ``HOOKS``, in order of use."""
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from vericache_sglang.compression.base import ModelSpec
-from vericache_sglang.compression.budget import Budget, select
+from vericache_sglang.compression.base import ModelSpec, QueryTail
+from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.catalog import create_selector, known_names
 from vericache_sglang.errors import CompressionError, ConfigError
 
+NAMES = ("keynorm", "recency", "snapkv", "test-nan", "test-random")
 THIRD_PARTY = Path(__file__).parents[1] / "compressors"
-SPEC = ModelSpec(layers=2, kv_heads=3, head_dim=8)
+SPEC = ModelSpec(layers=2, query_heads=6, kv_heads=3, head_dim=8)
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +26,22 @@ def keys(tokens=40, seed=0):
 
 
 def test_known_names_are_ours_and_theirs():
-    assert set(known_names()) == {"keynorm", "recency", "test-nan", "test-random"}
+    assert known_names() == NAMES
 
 
-@pytest.mark.parametrize("name", ["keynorm", "recency", "test-nan", "test-random"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kept", [1, 7, 40])
 def test_every_selector_keeps_its_contract(name, kept):
     selector = create_selector(name, seed=3)
     selector.bind(SPEC)
     selector.open("r")
     k, v = keys(), keys(seed=1)
+    tail = None
+    if selector.needs.q_tail:
+        tail = QueryTail(torch.cat([keys(12, seed=2), keys(12, seed=3)]), 43)
     before = k.clone(), v.clone()
-    index = select(selector, "r", 0, k, v, Budget(40, kept, min(2, kept), 0))
+    scores = selector.scores("r", 0, k, v, tail)
+    index = keep_indices(scores, Budget(40, kept, min(2, kept), 0))
     assert index.shape == (3, kept)
     assert (index.diff(dim=1) > 0).all(), "rows must be ascending and unique"
     assert index.min() >= 0
@@ -52,14 +57,9 @@ def test_every_selector_keeps_its_contract(name, kept):
     ids=["middle-dropped", "all-kept", "sinks-only", "one-token", "short"],
 )
 def test_recency_keeps_sinks_and_tail(tokens, kept, sinks):
-    index = select(
-        create_selector("recency", 0),
-        "r",
-        0,
-        keys(tokens),
-        keys(tokens),
-        Budget(tokens, kept, sinks, 0),
-    )
+    k = keys(tokens)
+    scores = create_selector("recency", 0).scores("r", 0, k, k, None)
+    index = keep_indices(scores, Budget(tokens, kept, sinks, 0))
     # Walk the prompt token by token; shares no code with the selector.
     wanted = [t for t in range(tokens) if t < sinks or tokens - t <= kept - sinks]
     assert index.tolist() == [wanted] * 3
@@ -68,7 +68,8 @@ def test_recency_keeps_sinks_and_tail(tokens, kept, sinks):
 def test_keynorm_keeps_the_smallest_keys():
     norms = torch.tensor([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])
     k = torch.ones(1, 6, 4) * norms[None, :, None]
-    index = select(create_selector("keynorm", 0), "r", 0, k, k, Budget(6, 3, 0, 0))
+    scores = create_selector("keynorm", 0).scores("r", 0, k, k, None)
+    index = keep_indices(scores, Budget(6, 3, 0, 0))
     assert index.tolist() == [[1, 3, 5]]
 
 

@@ -56,17 +56,17 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     tokenizer = load_tokenizer(MODEL)
     length = len(tokenizer.encode(prompt, add_special_tokens=False))
     wave = {
-        "prompts": [f"{prompt}{i}" for i in range(12)],
+        "prompts": [f"{prompt}{i}" for i in range(20)],
         "params": [
-            {"temperature": 0.0, "max_new_tokens": 160, "ignore_eos": True}
-            for _ in range(12)
+            {"temperature": 0.0, "max_new_tokens": 240, "ignore_eos": True}
+            for _ in range(20)
         ],
     }
     budget = {"max_total_tokens": 3 * (length + 170)}
     full = run(System(name="full", settings=None, engine=budget), MODEL, [wave])
     settings = {
         "keep": 0.2,
-        "draft_length": 8,
+        "draft_length": 4,
         "max_verifies": 2,
         "min_prompt": 64,
         "staging_tokens": 4 * length,

@@ -21,10 +21,13 @@ class Needs:
     Attributes:
         keys: Scores are computed from the keys; otherwise ``scores`` gets them but
             promises not to read them.
+        q_tail: w, last post-RoPE queries of the prompt that ``scores`` wants, in
+            tokens; 0: none, and nothing is collected.
         token_align: Kept counts must be multiples of this many tokens.
     """
 
     keys: bool = True
+    q_tail: int = 0
     token_align: int = 1
 
 
@@ -34,19 +37,44 @@ class ModelSpec:
 
     Attributes:
         layers: L, attention layers that own KV.
+        query_heads: Hq, query heads on this rank, a multiple of ``kv_heads``; query
+            head i reads KV head i // (Hq // H).
         kv_heads: H, KV heads on this rank.
         head_dim: D, elements of one key.
     """
 
     layers: int
+    query_heads: int
     kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTail:
+    """The last queries of a prompt in one layer, and where they stand.
+
+    Attributes:
+        rows: [Hq, w', D] post-RoPE, the dtype of the model; row i is the query of
+            position ``end - w' + i``. 1 <= w' <= ``Needs.q_tail``: fewer where the
+            prompt is shorter, or where a prefix cache answered for its tokens.
+        end: Prompt tokens, the tail that fills no page included: >= T.
+    """
+
+    rows: torch.Tensor
+    end: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first row, in tokens."""
+        return self.end - self.rows.shape[1]
 
 
 class Selector(ABC):
     """Scores prompt tokens per layer and KV head; the higher a score, the longer kept.
 
-    Shapes below: H = KV heads on this rank, T = prompt tokens offered, D = head dim.
+    Shapes: H = KV heads and Hq = query heads on this rank, D = head dim, T = prompt
+    tokens offered: the whole pages of the prompt, positions 0 to T - 1.
+
     A selector never touches the cache, a stream or a request; it may return anything,
     NaN included: the runtime turns scores into indices and stays exact whatever they
     are (``vericache_sglang.compression.budget``).
@@ -65,7 +93,12 @@ class Selector(ABC):
 
     @abstractmethod
     def scores(
-        self, rid: str, layer: int, keys: torch.Tensor, values: torch.Tensor
+        self,
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: QueryTail | None,
     ) -> torch.Tensor:
         """Score the prompt tokens of one layer.
 
@@ -74,6 +107,8 @@ class Selector(ABC):
             layer: Layer index in [0, L).
             keys: [H, T, D] post-RoPE keys, any float dtype; not modified.
             values: [H, T, D], as ``keys``.
+            queries: The prompt's last queries; None unless ``Needs.q_tail`` asks for
+                them. Not modified.
 
         Returns:
             [H, T], any float dtype, on the device of ``keys``.

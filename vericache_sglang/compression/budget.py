@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from vericache_sglang.errors import CompressionError
-
-if TYPE_CHECKING:
-    from vericache_sglang.compression.base import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +100,3 @@ def complement_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
     mask = torch.ones(kept.shape[0], offered, dtype=torch.bool, device=kept.device)
     mask.scatter_(1, kept, False)
     return mask.nonzero()[:, 1].view(kept.shape[0], offered - kept.shape[1])
-
-
-def select(
-    selector: Selector,
-    rid: str,
-    layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    budget: Budget,
-) -> torch.Tensor:
-    """Score one layer and choose its kept tokens.
-
-    Args:
-        selector: The method; its request ``rid`` is open.
-        rid: Request id.
-        layer: Layer index.
-        keys: [H, T, D] post-RoPE keys.
-        values: [H, T, D].
-        budget: Counts for this prompt.
-
-    Returns:
-        As ``keep_indices``.
-
-    Raises:
-        CompressionError: The selector returned a tensor of another shape.
-    """
-    return keep_indices(selector.scores(rid, layer, keys, values), budget)

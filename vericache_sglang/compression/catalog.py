@@ -7,12 +7,13 @@ from importlib.metadata import entry_points
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.compression.keynorm import KeyNorm
 from vericache_sglang.compression.recency import Recency
+from vericache_sglang.compression.snapkv import SnapKV
 from vericache_sglang.errors import CompressionError, ConfigError
 
 GROUP = "vericache_sglang.compressors"
 """Entry point group of third-party compressors: name -> factory taking the seed."""
 
-OURS = (KeyNorm, Recency)
+OURS = (KeyNorm, Recency, SnapKV)
 
 
 def known_names() -> tuple[str, ...]:

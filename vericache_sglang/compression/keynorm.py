@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vericache_sglang.compression.base import SELECTORS, Selector
+from vericache_sglang.compression.base import SELECTORS, QueryTail, Selector
 
 
 @SELECTORS.register("keynorm")
@@ -18,7 +18,12 @@ class KeyNorm(Selector):
         """Take the seed every factory gets; nothing here is random."""
 
     def scores(
-        self, rid: str, layer: int, keys: torch.Tensor, values: torch.Tensor
+        self,
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: QueryTail | None,
     ) -> torch.Tensor:
         """See ``Selector.scores``; one pass over the keys."""
         norms: torch.Tensor = torch.linalg.vector_norm(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from vericache_sglang.compression.base import SELECTORS, Needs, Selector
+from vericache_sglang.compression.base import SELECTORS, Needs, QueryTail, Selector
 
 
 @SELECTORS.register("recency")
@@ -19,7 +19,12 @@ class Recency(Selector):
         """Take the seed every factory gets; nothing here is random."""
 
     def scores(
-        self, rid: str, layer: int, keys: torch.Tensor, values: torch.Tensor
+        self,
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        queries: QueryTail | None,
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(T), reads no key."""
         heads, tokens, _ = keys.shape

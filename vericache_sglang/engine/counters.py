@@ -54,11 +54,10 @@ class Counters:
     peak_running: int = 0
     peak_drafting: int = 0
 
-    def note_iteration(self, running: int, drafting: int) -> None:
-        """Record one iteration: its requests, and how many of them are split."""
+    def note_iteration(self, running: int) -> None:
+        """Record one iteration and how many requests it has."""
         self.iterations += 1
         self.peak_running = max(self.peak_running, running)
-        self.peak_drafting = max(self.peak_drafting, drafting)
 
     def note_forward(self, actions: Sequence[object]) -> None:
         """Record the rows of one mixed forward, given its plan."""

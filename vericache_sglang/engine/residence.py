@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vericache_sglang.compression.base import ModelSpec
 from vericache_sglang.compression.catalog import create_selector
 from vericache_sglang.engine.counters import Counters
+from vericache_sglang.engine.query_tails import QueryTails
 from vericache_sglang.engine.reloads import Reloads
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.memory.complement import HostStore
@@ -36,10 +37,15 @@ class Residence:
         config: Frozen settings.
         req_to_token_pool: SGLang's row pool; its table is replaced by a wider one.
         allocator: SGLang's slot allocator over a pool with a staging region.
+        query_heads: Query heads on this rank.
     """
 
     def __init__(
-        self, config: VeriCacheConfig, req_to_token_pool: Any, allocator: Any
+        self,
+        config: VeriCacheConfig,
+        req_to_token_pool: Any,
+        allocator: Any,
+        query_heads: int,
     ) -> None:
         pool = allocator.get_kvcache()
         page = allocator.page_size
@@ -62,10 +68,14 @@ class Residence:
         selector = create_selector(config.compressor, config.seed)
         selector.bind(
             ModelSpec(
-                layers=pool.layer_num, kv_heads=pool.head_num, head_dim=pool.head_dim
+                layers=pool.layer_num,
+                query_heads=query_heads,
+                kv_heads=pool.head_num,
+                head_dim=pool.head_dim,
             )
         )
         self._selector = selector
+        self.query_tails = QueryTails(selector.needs.q_tail)
         self.splitter = Splitter(
             config,
             self.geometry,
@@ -84,11 +94,13 @@ class Residence:
 
     def split(self, state: RequestState, tree_cache: Any) -> bool:
         """Split a request's prompt; see ``Splitter.split``."""
-        if not self.splitter.split(state, tree_cache) or state.parts is None:
+        rid: str = state.req.rid
+        queries = self.query_tails.of(rid)
+        if not self.splitter.split(state, tree_cache, queries) or state.parts is None:
             self.counters.split_refusals += 1
             return False
         parts = state.parts
-        rid: str = state.req.rid
+        self.query_tails.forget(rid)
         self.ledger.take(Account.KEPT_SLOTS, rid, parts.budget.kept)
         self.ledger.take(Account.HOST_BYTES, rid, parts.complement.nbytes)
         self.counters.splits += 1
@@ -126,6 +138,7 @@ class Residence:
         return {
             **self.counters.report(),
             **held,
+            "query_tails": len(self.query_tails),
             "staging_tokens": self.reloads.region.slots,
         }
 

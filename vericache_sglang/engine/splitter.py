@@ -13,14 +13,16 @@ from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
     complement_indices,
-    select,
+    keep_indices,
 )
 from vericache_sglang.engine.state import RequestState, TwoParts
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.splitting import join_layer, split_layer
 
 if TYPE_CHECKING:
-    from vericache_sglang.compression.base import Selector
+    from collections.abc import Mapping
+
+    from vericache_sglang.compression.base import QueryTail, Selector
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.memory.complement import Complement, HostStore
     from vericache_sglang.memory.geometry import KVGeometry
@@ -87,18 +89,27 @@ class Splitter:
             return None
         return budget
 
-    def split(self, state: RequestState, tree_cache: Any) -> bool:
+    def split(
+        self,
+        state: RequestState,
+        tree_cache: Any,
+        queries: Mapping[int, QueryTail],
+    ) -> bool:
         """Split the prompt of a plainly decoding request whose prefill was processed.
 
         Args:
             state: The request; ``state.parts`` is set on success.
             tree_cache: SGLang's prefix cache.
+            queries: Layer -> last queries of the prompt, where the selector asks.
 
         Returns:
-            False when device or host memory does not allow it now; nothing changed.
+            False when device or host memory does not allow it now, or queries the
+            selector asks for were not seen; nothing changed.
         """
         req, budget = state.req, self.budget(state.prompt)
         if budget is None or not self._host.fits(budget.dropped):
+            return False
+        if self._selector.needs.q_tail and len(queries) < self._geometry.layers:
             return False
         row = self._table[req.kv.req_pool_idx]
         body = row[: budget.offered].to(torch.int64).clone()
@@ -110,7 +121,7 @@ class Splitter:
             return False
         complement = self._host.open(req.rid, budget.dropped, budget.kept)
         self._selector.open(req.rid)
-        waiting = self._move(req.rid, body, budget, complement, target)
+        waiting = self._move(req.rid, body, budget, complement, target, queries)
         if owned:
             tree_cache.unpin(req)
             req.last_node = None
@@ -168,20 +179,21 @@ class Splitter:
         budget: Budget,
         complement: Complement,
         target: torch.Tensor | None,
+        queries: Mapping[int, QueryTail],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Split layer by layer into ``target``; into host memory where it is None."""
         waiting = []
         buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
         for layer, (k_buffer, v_buffer) in enumerate(buffers):
             keys, values = k_buffer[body], v_buffer[body]
-            kept = select(
-                self._selector,
+            scores = self._selector.scores(
                 rid,
                 layer,
                 keys.transpose(0, 1),
                 values.transpose(0, 1),
-                budget,
+                queries.get(layer),
             )
+            kept = keep_indices(scores, budget)
             dropped = complement_indices(kept, budget.offered)
             entries = split_layer(keys, values, kept, dropped, complement, layer)
             if target is None:

@@ -13,6 +13,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.engine.accept import accepted_tokens
 from vericache_sglang.engine.eligibility import draftable, stop_tokens
+from vericache_sglang.engine.query_tails import attention_layers
 from vericache_sglang.engine.residence import Residence
 from vericache_sglang.engine.rows import MixedRows, build_forward
 from vericache_sglang.engine.sampling import one_token_logprobs, sample_rows
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MAX_SPLITS = 2
 """Prompts split in one iteration: a split costs about one pass over the prompt's KV."""
+
+PLAIN_ROOM = 3
+"""Slots a plain row uses before the next allocation: a late token and two more."""
 
 
 class VeriCacheWorker(BaseSpecWorker):
@@ -82,10 +86,17 @@ class VeriCacheWorker(BaseSpecWorker):
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.residence = Residence(
-            self._config, req_to_token_pool, token_to_kv_pool_allocator
+            self._config,
+            req_to_token_pool,
+            token_to_kv_pool_allocator,
+            attention_layers(self.model_runner.model)[0].tp_q_head_num,
         )
         # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
         req_to_token_pool.vericache_on_free = self.release
+
+    def init_attention_backends(self) -> None:
+        """See ``BaseSpecWorker``; from here on the layers report their queries."""
+        self.residence.query_tails.watch(self.model_runner.model)
 
     # -- called by the scheduler ------------------------------------------------
 
@@ -116,6 +127,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
+        self.residence.query_tails.forget(req.rid)
         state = self._states.pop(req.rid, None)
         if state is None:
             return
@@ -154,6 +166,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _new_state(self, req: Req, token: int, length: int) -> RequestState:
         greedy = draftable(req)
+        req.vericache_room = PLAIN_ROOM
         return RequestState(
             req=req,
             prompt=length,
@@ -169,6 +182,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
         began = time.perf_counter()
+        self.residence.counters.note_iteration(len(batch.reqs))
         # A batch with a grammar processes the last result between choosing the batch
         # and running it, so a request may have ended, and lost its row, already.
         seats = {
@@ -177,11 +191,14 @@ class VeriCacheWorker(BaseSpecWorker):
             if req.rid in self._states
         }
         states = list(seats.values())
+        all_here = len(states) == len(batch.reqs)
+        if all_here and not any(state.parts or state.eligible for state in states):
+            # Nothing to plan and nothing to draft: no slower than plain SGLang.
+            return self._run_plain(batch, states)
         self._abort_broken(states)
         plan = self._plan(states)
         for stage_in in plan.stage_ins:
             self.residence.reloads.start(self._states[stage_in.rid])
-        all_here = len(states) == len(batch.reqs)
         if all_here and all(isinstance(action, Plain) for action in plan.rows):
             result = self._run_plain(batch, states)
         else:
@@ -190,7 +207,9 @@ class VeriCacheWorker(BaseSpecWorker):
         for state in states:
             state.launches += 1
         drafting = sum(state.parts is not None for state in states)
-        self.residence.counters.note_iteration(len(states), drafting)
+        self.residence.counters.peak_drafting = max(
+            self.residence.counters.peak_drafting, drafting
+        )
         lengths = torch.ones(len(batch.reqs), dtype=torch.int64)
         for i, state in seats.items():
             lengths[i] = state.row_length
@@ -241,6 +260,8 @@ class VeriCacheWorker(BaseSpecWorker):
             if not self.residence.split(state, tree_cache):
                 continue
             drafting += 1
+            # One round may be committed late (overlap), the next one is written.
+            state.req.vericache_room = 2 * (self._config.draft_length + 1)
             state.target = first_target(
                 self._newcomers, drafting, self._config.draft_length
             )
@@ -250,17 +271,17 @@ class VeriCacheWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, states: list[RequestState]
     ) -> GenerationBatchResult:
         """Decode a batch of plain rows exactly as SGLang does without VeriCache."""
-        lengths = [state.row_length for state in states]
         batch.input_ids = torch.tensor(
             [state.pending for state in states], dtype=torch.int64, device=self.device
         )
-        batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64) + 1
-        batch.seq_lens = batch.seq_lens_cpu.to(self.device)
+        # What we published as lengths is what the scheduler hands back.
+        table = self.req_to_token_pool.req_to_token
+        slots = table[batch.req_pool_indices, batch.seq_lens]
+        batch.out_cache_loc = slots.to(torch.int64)
+        batch.seq_lens = batch.seq_lens + 1
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         batch.seq_lens_sum = None
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
-        table = self.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices, batch.seq_lens - 1]
-        batch.out_cache_loc = slots.to(torch.int64)
         batch.spec_info = None
         result = self._target_worker.forward_batch_generation(batch)
         for state, token in zip(states, result.next_token_ids.tolist(), strict=True):
@@ -269,6 +290,7 @@ class VeriCacheWorker(BaseSpecWorker):
         result.accept_lens = torch.ones(
             len(states), dtype=torch.int32, device=self.device
         )
+        result.new_seq_lens = batch.seq_lens
         result.speculative_output_stride = 1
         result.num_non_draft_tokens_per_req = 1
         self.residence.counters.plain_rows += len(states)

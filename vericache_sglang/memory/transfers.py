@@ -129,26 +129,33 @@ class ThreadTransfers:
 
 @dataclass(slots=True)
 class StreamTransfer:
-    """See ``Transfer``; a pair of CUDA events around the copies."""
+    """See ``Transfer``; a job that queues copies between two CUDA events."""
 
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    future: Future[tuple[torch.cuda.Event, torch.cuda.Event]]
     seconds: float = 0.0
 
     def done(self) -> bool:
         """See ``Transfer.done``."""
-        if not self.end.query():
+        if not self.future.done():
             return False
-        self.seconds = self.begin.elapsed_time(self.end) / 1e3
+        begin, end = self.future.result()
+        if not end.query():
+            return False
+        self.seconds = begin.elapsed_time(end) / 1e3
         return True
 
     def cancel(self) -> None:
         """See ``Transfer.cancel``."""
-        self.end.synchronize()
+        if self.future.cancel() or self.future.exception() is not None:
+            return
+        self.future.result()[1].synchronize()
 
 
 class StreamTransfers:
     """The copy engine of a CUDA device, on a stream of its own.
+
+    A thread checks each layer's checksum and queues its copy, so that the checks run
+    ahead of the link. Not yet run on a device.
 
     Args:
         key_buffers: One [slots, H, D] device tensor per layer.
@@ -163,24 +170,35 @@ class StreamTransfers:
         self._keys = key_buffers
         self._values = value_buffers
         self._stream = torch.cuda.Stream()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
     def start(self, complement: Complement, span: Span) -> StreamTransfer:
         """See ``Transfers.start``; pinned, K and V of each layer in one piece."""
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        rows = slice(span.start, span.start + span.slots)
         # The span may still be read by a forward that was launched before.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            begin.record()
-            for layer in range(len(self._keys)):
-                self._keys[layer][rows].copy_(complement.keys[layer], non_blocking=True)
-                self._values[layer][rows].copy_(
-                    complement.values[layer], non_blocking=True
-                )
-            end.record()
-        return StreamTransfer(begin, end)
+        free = torch.cuda.Event()
+        free.record()
+        return StreamTransfer(self._thread.submit(self._copy, complement, span, free))
 
     def close(self) -> None:
         """See ``Transfers.close``."""
+        self._thread.shutdown()
         self._stream.synchronize()
+
+    def _copy(
+        self, complement: Complement, span: Span, free: torch.cuda.Event
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        rows = slice(span.start, span.start + span.slots)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(free)
+            begin.record()
+            for layer in range(len(self._keys)):
+                complement.verify(layer)
+                for buffers, source in (
+                    (self._keys, complement.keys),
+                    (self._values, complement.values),
+                ):
+                    buffers[layer][rows].copy_(source[layer], non_blocking=True)
+            end.record()
+        return begin, end

@@ -1,0 +1,51 @@
+"""Hook on ``sglang/srt/layers/radix_attention.py``: the queries of a prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def forward(
+    original: Hook,
+    layer: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Show a prefill's queries to whoever asked the layer, then attend as always."""
+    observer = getattr(layer, "vericache_observer", None)
+    if observer is not None:
+        mode = forward_batch.forward_mode
+        if mode.is_extend() and not mode.is_target_verify():
+            heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            observer(layer.layer_id, heads, forward_batch)
+    return original(layer, q, k, v, forward_batch, *args, **kwargs)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+            kind="around",
+            args=(
+                "self",
+                "q",
+                "k",
+                "v",
+                "forward_batch",
+                "save_kv_cache",
+                "key_value_num_tokens",
+                "**kwargs",
+            ),
+            reason="Query-aware compressors need post-RoPE queries; attention backends "
+            "see them too, but there is one per device and SGLang owns most of them.",
+            remove_when="SGLang lets a worker observe a layer's queries.",
+        ),
+        forward,
+    ),
+)

@@ -1,0 +1,46 @@
+"""Hook on ``kv_cache_configurator.py``: a staging region in the in-tree KV pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def build_mha_kv_pool(
+    original: Hook, configurator: Any, *, mha_pool_class: type, **arguments: Any
+) -> Any:
+    """Build our pool class in place of the stock one where VeriCache is on.
+
+    Raises:
+        ValueError: Another pool class was chosen; it has no place for staging.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from vericache_sglang.engine.staging_size import staging_slots
+    from vericache_sglang.memory.sglang_pools import staged_pool_class
+
+    slots = staging_slots()
+    if slots:
+        if mha_pool_class is not MHATokenToKVPool:
+            raise ValueError(f"no staging region in a {mha_pool_class.__name__}")
+        mha_pool_class = staged_pool_class(slots)
+    return original(configurator, mha_pool_class=mha_pool_class, **arguments)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.mem_cache.kv_cache_configurator."
+                "KVCacheConfigurator._build_mha_kv_pool"
+            ),
+            kind="around",
+            args=("self", "max_total_num_tokens", "mha_pool_class", "quant_method"),
+            reason="Only out-of-tree platforms may choose the KV pool class, and CUDA "
+            "is in the tree.",
+            remove_when="SGLang takes the pool class from a registry on CUDA too.",
+        ),
+        build_mha_kv_pool,
+    ),
+)

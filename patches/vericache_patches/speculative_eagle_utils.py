@@ -1,0 +1,40 @@
+"""Hook on ``sglang/srt/speculative/eagle_utils.py``: slots are topped up in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def eagle_prepare_for_decode(original: Hook, batch: Any) -> None:
+    """Skip the allocation of an iteration whose requests all have room to spare.
+
+    ``Req.vericache_room`` is how many slots beyond the committed ones our worker says
+    a request can use before the next call; a request without it is not ours.
+    """
+    rooms = [(req.kv, getattr(req, "vericache_room", None)) for req in batch.reqs]
+    penalised = batch.sampling_info.penalizer_orchestrator.is_required
+    if penalised or not all(
+        room is not None and kv.kv_allocated_len - kv.kv_committed_len >= room
+        for kv, room in rooms
+    ):
+        original(batch)
+        return
+    for req in batch.reqs:
+        req.decode_batch_idx += 1
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target="sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
+            kind="around",
+            args=("batch",),
+            reason="It tops every request up to two rounds of slots every iteration; a "
+            "request that emits one token at a time needs that once in two rounds.",
+            remove_when="SGLang lets a spec algorithm prepare its own decode batch.",
+        ),
+        eagle_prepare_for_decode,
+    ),
+)

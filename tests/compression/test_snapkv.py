@@ -1,0 +1,157 @@
+"""SnapKV against an oracle written by hand, the official code's output, invariants."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.compression import snapkv
+from vericache_sglang.compression.base import QueryTail
+from vericache_sglang.compression.budget import Budget, keep_indices
+from vericache_sglang.compression.snapkv import SnapKV
+from vericache_sglang.errors import CompressionError
+
+GOLDEN = Path(__file__).parent / "golden" / "snapkv.npz"
+
+
+def drawn(shape, prompt, window, *, seed=0, offered=None):
+    """Draw keys [H, T, D] and the tail of a prompt's queries; peaky attention."""
+    query_heads, heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    keys = 2 * torch.randn(heads, prompt, dim, generator=generator)
+    queries = 2 * torch.randn(query_heads, prompt, dim, generator=generator)
+    tail = QueryTail(queries[:, prompt - window :], prompt)
+    return keys[:, :offered], tail
+
+
+def score(keys, tail, pooling=5):
+    return SnapKV(pooling=pooling).scores("r", 0, keys, keys, tail)
+
+
+def oracle(keys, tail, pooling):
+    """Walk queries and keys one by one in float64; None for the window."""
+    heads, tokens, dim = keys.shape
+    query_heads, window, _ = tail.rows.shape
+    group, start = query_heads // heads, tail.end - window
+    prefix = min(tokens, start)
+    result = []
+    for head in range(heads):
+        pooled = [0.0] * prefix
+        for member in range(group):
+            mean = [0.0] * tokens
+            for i in range(window):
+                query = tail.rows[head * group + member, i].tolist()
+                seen = [
+                    math.fsum(a * b for a, b in zip(query, key, strict=True))
+                    / math.sqrt(dim)
+                    for key in keys[head, : start + i + 1].tolist()
+                ]
+                top = max(seen)
+                whole = math.fsum(math.exp(x - top) for x in seen)
+                for t, x in enumerate(seen):
+                    mean[t] += math.exp(x - top) / whole / window
+            reach = pooling // 2
+            for t in range(prefix):
+                near = range(max(0, t - reach), min(prefix, t + reach + 1))
+                pooled[t] += sum(mean[u] for u in near) / pooling / group
+        result.append([*pooled, *[None] * (tokens - prefix)])
+    return result
+
+
+@pytest.mark.parametrize("pooling", [1, 5, 7])
+@pytest.mark.parametrize(
+    ("prompt", "window", "offered"),
+    [(40, 8, 40), (40, 1, 40), (40, 8, 37), (40, 8, 20), (40, 38, 40), (3, 2, 3)],
+    ids=["whole", "one-query", "tail", "long-tail", "little-prefix", "short"],
+)
+@pytest.mark.parametrize(("query_heads", "heads"), [(4, 2), (3, 3), (6, 1)])
+def test_scores_equal_the_oracle(query_heads, heads, prompt, window, offered, pooling):
+    keys, tail = drawn((query_heads, heads, 8), prompt, window, offered=offered)
+    scores = score(keys, tail, pooling)
+    wanted = oracle(keys.double(), QueryTail(tail.rows.double(), tail.end), pooling)
+    for row, expected in zip(scores.tolist(), wanted, strict=True):
+        for t, value in enumerate(expected):
+            if value is None:
+                assert row[t] > 1, "the window is kept before anything else"
+            else:
+                assert row[t] == pytest.approx(value, rel=1e-5, abs=1e-9)
+
+
+def test_kept_tokens_equal_the_official_codes():
+    """Their output without groups: average pooling of 5, window 16, 80 tokens kept."""
+    with np.load(GOLDEN, allow_pickle=False) as golden:
+        q, k, kept = (torch.from_numpy(golden[n]) for n in ("q", "k", "kept_avg5"))
+    tail = QueryTail(q, k.shape[1])
+    chosen = keep_indices(score(k, tail), Budget(k.shape[1], kept.shape[1], 0, 0))
+    assert torch.equal(chosen, kept)
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 40), st.integers(0, 30), st.integers(0, 2**31)
+)
+@settings(max_examples=60, deadline=None)
+def test_the_window_is_kept_latest_first(prompt, window, missing, seed):
+    window = min(window, prompt)
+    offered = max(1, prompt - missing)
+    keys, tail = drawn((4, 2, 8), prompt, window, seed=seed, offered=offered)
+    scores = score(keys, tail)
+    inside = max(0, offered - (prompt - window))
+    assert scores.shape == (2, offered)
+    assert torch.isfinite(scores).all()
+    for kept in {1, (offered + 1) // 2, offered}:
+        chosen = keep_indices(scores, Budget(offered, kept, 0, 0))
+        latest = range(offered - min(kept, inside), offered)
+        assert all(set(latest) <= set(row) for row in chosen.tolist())
+
+
+def test_permuting_the_query_heads_of_a_group_changes_nothing():
+    keys, tail = drawn((6, 2, 8), 50, 8)
+    turned = QueryTail(tail.rows[[2, 0, 1, 4, 5, 3]], tail.end)
+    torch.testing.assert_close(score(keys, turned), score(keys, tail))
+    mixed = QueryTail(tail.rows[[3, 1, 2, 0, 4, 5]], tail.end)
+    assert not torch.allclose(score(keys, mixed), score(keys, tail))
+
+
+def test_without_pooling_it_is_the_mean_attention():
+    keys, tail = drawn((2, 2, 8), 50, 8)
+    weights = torch.nn.functional.scaled_dot_product_attention(
+        tail.rows,
+        keys,
+        torch.eye(50).expand(2, 50, 50),
+        attn_mask=torch.ones(8, 50, dtype=torch.bool).tril(42),
+    )
+    scores = score(keys, tail, pooling=1)
+    torch.testing.assert_close(scores[:, :42], weights.mean(1)[:, :42])
+
+
+def test_chunks_of_any_size_give_the_same_scores(monkeypatch):
+    keys, tail = drawn((8, 2, 8), 300, 16)
+    whole = score(keys, tail)
+    monkeypatch.setattr(snapkv, "CHUNK_ELEMENTS", 7 * 300)
+    torch.testing.assert_close(score(keys, tail), whole)
+
+
+def test_half_precision_chooses_nearly_the_same():
+    keys, tail = drawn((8, 2, 32), 600, 32)
+    budget = Budget(600, 300, 0, 0)
+    half = QueryTail(tail.rows.bfloat16(), tail.end)
+    exact = keep_indices(score(keys, tail), budget)
+    rounded = keep_indices(score(keys.bfloat16(), half), budget)
+    for a, b in zip(exact.tolist(), rounded.tolist(), strict=True):
+        assert len(set(a) & set(b)) / len(set(a) | set(b)) >= 0.9
+
+
+@pytest.mark.parametrize("pooling", [0, 2, -1])
+def test_even_pooling_is_refused(pooling):
+    with pytest.raises(CompressionError, match=f"must be odd and >= 1, got {pooling}"):
+        SnapKV(pooling=pooling)
+
+
+def test_missing_queries_are_refused():
+    keys, _ = drawn((2, 2, 8), 10, 2)
+    with pytest.raises(CompressionError, match="last queries are missing"):
+        score(keys, None)

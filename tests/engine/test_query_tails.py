@@ -1,0 +1,149 @@
+"""The queries kept of a prefill: chunks, prefix hits, a prefill begun anew."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from vericache_patches.layers_radix_attention import forward
+from vericache_sglang.engine.query_tails import QueryTails, attention_layers
+
+pytestmark = pytest.mark.sglang
+
+WIDTH, HEADS, DIM, LAYERS = 8, 3, 4, 2
+
+
+def queries(tokens, seed=0):
+    """Return one prompt's queries by layer, [L, T, Hq, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, tokens, HEADS, DIM, generator=generator)
+
+
+def prefill(tails, *parts):
+    """Run one forward over (rid, prompt queries, from, to) of several requests."""
+    batch = SimpleNamespace(
+        rids=[rid for rid, *_ in parts],
+        extend_prefix_lens_cpu=[start for *_, start, _ in parts],
+        extend_seq_lens_cpu=[stop - start for *_, start, stop in parts],
+    )
+    for layer in range(LAYERS):
+        rows = torch.cat([q[layer, start:stop] for _, q, start, stop in parts])
+        tails.observe(layer, rows, batch)
+
+
+def expect(tails, rid, whole, start, stop):
+    """The tail of ``rid`` is the queries of positions ``start`` to ``stop``."""
+    assert len(tails.of(rid)) == LAYERS
+    for layer, tail in tails.of(rid).items():
+        assert torch.equal(tail.rows, whole[layer, start:stop].transpose(0, 1))
+        assert (tail.start, tail.end) == (start, stop)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 8, 9, 20, 50])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 21, 48])
+def test_chunks_leave_what_one_forward_leaves(tokens, chunk):
+    tails, whole = QueryTails(WIDTH), queries(tokens)
+    for start in range(0, tokens, chunk):
+        prefill(tails, ("a", whole, start, min(start + chunk, tokens)))
+    expect(tails, "a", whole, max(0, tokens - WIDTH), tokens)
+
+
+def test_requests_of_one_batch_are_told_apart():
+    tails, a, b, c = QueryTails(WIDTH), queries(20), queries(3, 1), queries(9, 2)
+    prefill(tails, ("a", a, 0, 20), ("b", b, 0, 3), ("c", c, 0, 4))
+    prefill(tails, ("c", c, 4, 9))
+    expect(tails, "a", a, 12, 20)
+    expect(tails, "b", b, 0, 3)
+    expect(tails, "c", c, 1, 9)
+
+
+@pytest.mark.parametrize("cached", [19, 15, 4])
+def test_a_prefix_hit_leaves_the_tokens_that_were_run(cached):
+    tails, whole = QueryTails(WIDTH), queries(20)
+    prefill(tails, ("a", whole, cached, 20))
+    expect(tails, "a", whole, max(cached, 12), 20)
+
+
+@pytest.mark.parametrize("start", [0, 5, 19, 21])
+def test_a_prefill_begun_anew_replaces_the_tail(start):
+    tails, before, after = QueryTails(WIDTH), queries(20), queries(24, 1)
+    prefill(tails, ("a", before, 0, 20))
+    prefill(tails, ("a", after, start, 24))
+    expect(tails, "a", after, max(start, 16), 24)
+
+
+def test_forgotten_is_gone_and_forgetting_twice_is_allowed():
+    tails = QueryTails(WIDTH)
+    prefill(tails, ("a", queries(9), 0, 9), ("b", queries(9), 0, 9))
+    assert len(tails) == 2
+    tails.forget("a")
+    tails.forget("a")
+    assert tails.of("a") == {}
+    assert len(tails) == 1
+
+
+def test_only_the_tail_is_held_and_it_is_a_copy():
+    tails, whole = QueryTails(WIDTH), queries(1000)
+    prefill(tails, ("a", whole, 0, 1000))
+    kept = whole.clone()
+    whole.zero_()
+    expect(tails, "a", kept, 992, 1000)
+    for tail in tails.of("a").values():
+        assert tail.rows.untyped_storage().nbytes() == WIDTH * HEADS * DIM * 4
+
+
+def test_a_warm_up_without_requests_is_passed_over():
+    tails = QueryTails(WIDTH)
+    tails.observe(0, queries(4)[0], SimpleNamespace(rids=None))
+    assert len(tails) == 0
+
+
+def attention(layer_id):
+    return RadixAttention(HEADS, DIM, DIM**-0.5, HEADS, layer_id)
+
+
+@pytest.mark.parametrize(("width", "watched"), [(0, False), (WIDTH, True)])
+def test_layers_are_watched_only_where_somebody_asks(width, watched):
+    model = torch.nn.ModuleList([attention(0), torch.nn.Linear(2, 2), attention(1)])
+    QueryTails(width).watch(model)
+    layers = attention_layers(model)
+    assert [layer.layer_id for layer in layers] == [0, 1]
+    assert {hasattr(layer, "vericache_observer") for layer in layers} == {watched}
+
+
+@pytest.mark.parametrize(
+    ("mode", "seen"),
+    [
+        (ForwardMode.EXTEND, True),
+        (ForwardMode.DECODE, False),
+        (ForwardMode.TARGET_VERIFY, False),
+        (ForwardMode.IDLE, False),
+    ],
+)
+def test_the_hook_shows_prefills_and_nothing_else(mode, seen):
+    layer, whole = attention(1), queries(5)
+    tails = QueryTails(WIDTH)
+    tails.watch(layer)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        rids=["a"],
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens_cpu=[5],
+    )
+
+    def original(*args, **kwargs):
+        return args, kwargs
+
+    flat = whole[1].reshape(5, HEADS * DIM)
+    args, kwargs = forward(original, layer, flat, 1, 2, batch, False, extra=3)
+    assert args[0] is layer
+    assert args[1] is flat
+    assert (args[2:], kwargs) == ((1, 2, batch, False), {"extra": 3})
+    assert list(tails.of("a")) == ([1] if seen else [])
+    if seen:
+        assert torch.equal(tails.of("a")[1].rows, whole[1].transpose(0, 1))
