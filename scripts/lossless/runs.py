@@ -32,7 +32,7 @@ ENGINE = {
     "dtype": "float32",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
-    "max_total_tokens": 65536,
+    "max_total_tokens": 196608,
     "max_running_requests": 16,
     "log_level": "warning",
 }
