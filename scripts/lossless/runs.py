@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "tests" / "compressors")])
-"""Import path of the child: this package, and the tests' own compressors."""
+PATHS = os.pathsep.join(
+    [
+        str(ROOT / "scripts"),
+        str(ROOT / "tests" / "compressors"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)
+"""Import path of the child: this package, the tests' own compressors, and ours."""
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
