@@ -63,7 +63,12 @@ COVERING = (
             "SGLANG_TEST_RETRACT_INTERVAL": "12",
         },
     ),
-    system("random tokens kept, draft 8", compressor="test-random", draft_length=8),
+    system(
+        "random tokens kept, draft 8, a link so slow that reloads are late",
+        compressor="test-random",
+        draft_length=8,
+        link_gbps=0.05,
+    ),
     system(
         "scores all NaN, page 16, draft 4",
         compressor="test-nan",

@@ -50,6 +50,16 @@ def test_tokens_are_identical(system, requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+def test_stock_attention_gives_the_same_tokens(requests, plain):
+    """The baseline uses our CPU attention too; SGLang's own agrees with it, once."""
+    first = requests[0]
+    short = [i for i, text in enumerate(first["prompts"]) if len(text) < 3000][:6]
+    wave = {key: [first[key][i] for i in short] for key in ("prompts", "params")}
+    engine = {"attention_backend": "torch_native"}
+    stock = run(System(name="stock", settings=None, engine=engine), MODEL, [wave])
+    assert compare({"waves": [[plain["waves"][0][i] for i in short]]}, stock) == []
+
+
 def test_drafting_and_verifying_share_forwards(requests, plain):
     """Three full requests fit the pool; eight run at once, most forwards are mixed."""
     prompt = max(requests[0]["prompts"][:8], key=len)

@@ -31,7 +31,8 @@ class SnapKV(Selector):
         CompressionError: ``pooling`` is even or below 1.
     """
 
-    needs: ClassVar[Needs] = Needs(q_tail=32)
+    # kvpress' width; a question longer than the window loses what its start asks for.
+    needs: ClassVar[Needs] = Needs(q_tail=64)
 
     def __init__(self, seed: int = 0, pooling: int = 5) -> None:
         if pooling < 1 or pooling % 2 == 0:

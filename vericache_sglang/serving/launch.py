@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from vericache_sglang.config import (
     load_config,
     options,
     publish,
+    resolve_staging,
 )
 from vericache_sglang.errors import ConfigError, UnsupportedError, VeriCacheError
 from vericache_sglang.serving.refusals import check_server_args, check_sglang_version
@@ -198,8 +200,16 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
         print("VeriCache: off", flush=True)
     else:
         check_server_args(server_args)
-        print(boot_line(config), flush=True)
+        print(boot_line(_effective(config, server_args)), flush=True)
     _run(server_args)
+
+
+def _effective(config: VeriCacheConfig, server_args: Any) -> VeriCacheConfig:
+    """Fill in what follows from the model: the size of the staging region."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    context: int = model_config_of(server_args).context_len
+    return replace(config, staging_tokens=resolve_staging(config, context))
 
 
 def given_fields(argv: Sequence[str]) -> dict[str, object]:

@@ -59,10 +59,16 @@ def _foreign_kv_dtype(args: Any) -> bool:
 
 _PARALLEL = (
     _row(
+        "tp_size",
+        "each rank times its own reloads, so ranks could plan differently",
+        allowed=(1,),
+        remedy="run one server per replica behind a router",
+    ),
+    _row(
         "pp_size",
         "drafts and verifies of one request would sit in different pipeline stages",
         allowed=(1,),
-        remedy="use --tp-size",
+        remedy="run one server per replica behind a router",
     ),
     _row(
         "dp_size",
@@ -79,13 +85,13 @@ _PARALLEL = (
         "dcp_size",
         "a slot's rank follows from its token position, and rows are permuted",
         allowed=(1,),
-        remedy="use --tp-size",
+        remedy="run one server per replica behind a router",
     ),
     _row(
         "attn_cp_size",
         "context-parallel prefill places KV by token position",
         allowed=(1,),
-        remedy="use --tp-size",
+        remedy="run one server per replica behind a router",
     ),
     _row("enable_prefill_cp", "context-parallel prefill places KV by token position"),
     _row(
