@@ -1,6 +1,6 @@
 """Compare every setting of the matrix with plain SGLang, token by token.
 
-    python scripts/check_lossless.py            # the whole matrix, about an hour
+    python scripts/check_lossless.py            # the whole matrix, about 40 minutes
     python scripts/check_lossless.py --covering # what the test suite runs
 
 Writes ``scripts/results/lossless.json`` after every row, so a stopped run keeps what it

@@ -22,6 +22,7 @@ HOOKED = (
     "layers_radix_attention",
     "mem_cache_kv_cache_configurator",
     "mem_cache_memory_pool",
+    "mem_cache_unified_radix_cache",
     "managers_schedule_batch",
     "managers_batch_result",
     "managers_output_streamer",

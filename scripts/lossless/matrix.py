@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 from lossless.runs import System
@@ -64,6 +63,13 @@ COVERING = (
         },
     ),
     system(
+        "snapkv, keep 0.125, draft 32, page 16, chunks of 256",
+        compressor="snapkv",
+        draft_length=32,
+        keep=0.125,
+        engine={"page_size": 16, "chunked_prefill_size": 256},
+    ),
+    system(
         "random tokens kept, draft 8, a link so slow that reloads are late",
         compressor="test-random",
         draft_length=8,
@@ -81,25 +87,27 @@ COVERING = (
 
 
 def full() -> list[System]:
-    """Return the whole matrix: COVERING, and the product of the main knobs."""
+    """Return the whole matrix: COVERING, and draft length x kept share.
+
+    Page size, overlap, chunking and compressor change from cell to cell, so that each
+    of their values meets every draft length and every kept share.
+    """
     rows = list(COVERING)
-    for draft, keep, page in product((1, 4, 16, 32), (0.1, 0.25, 0.5, 0.9), (1, 16)):
-        # Every second cell without overlap, every third with small chunks.
-        cell = len(rows)
-        engine: dict[str, Any] = {"page_size": page}
-        if cell % 2:
-            engine["disable_overlap_schedule"] = True
-        if cell % 3 == 0:
-            engine["chunked_prefill_size"] = 512
-        compressor = ("keynorm", "recency", "test-random")[cell % 3]
-        name = f"{compressor}, draft {draft}, keep {keep}, {engine}"
-        rows.append(
-            system(
-                name,
-                compressor=compressor,
-                draft_length=draft,
-                keep=keep,
-                engine=engine,
+    for d, draft in enumerate((1, 4, 16, 32)):
+        for k, keep in enumerate((0.1, 0.25, 0.5, 0.9)):
+            engine: dict[str, Any] = {"page_size": (1, 16)[(d + k) % 2]}
+            if (d + k // 2) % 2:
+                engine["disable_overlap_schedule"] = True
+            if (d + k) % 3 == 0:
+                engine["chunked_prefill_size"] = 512
+            compressor = ("keynorm", "recency", "test-random", "snapkv")[(d - k) % 4]
+            rows.append(
+                system(
+                    f"{compressor}, draft {draft}, keep {keep}, {engine}",
+                    compressor=compressor,
+                    draft_length=draft,
+                    keep=keep,
+                    engine=engine,
+                )
             )
-        )
     return rows

@@ -15,7 +15,7 @@ from lossless.requests import waves
 from lossless.runs import System, compare, run
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
-HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
+HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
 pytestmark = pytest.mark.server
 

@@ -149,13 +149,19 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._tree_cache = batch.tree_cache
+        # Read by the hook on the tree (patches: mem_cache_unified_radix_cache).
+        tail = self.residence.query_tails.width
+        self._tree_cache.vericache_reprefill_tail = tail
         result = self._target_worker.forward_batch_generation(batch)
         if not batch.is_prefill_only and batch.reqs:
             tokens = result.next_token_ids.tolist()
             lengths = batch.seq_lens_cpu.tolist()
             for req, token, length in zip(batch.reqs, tokens, lengths, strict=True):
                 # A middle chunk's state is overwritten by the next chunk's.
-                self._states[req.rid] = self._new_state(req, token, length)
+                state = self._states[req.rid] = self._new_state(req, token, length)
+                whole = length >= len(req.origin_input_ids) + len(req.output_ids)
+                if whole and not state.eligible:  # nobody will read its queries
+                    self.residence.query_tails.forget(req.rid)
         result.accept_lens = torch.ones(
             len(batch.reqs), dtype=torch.int32, device=self.device
         )
