@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+TOTALS = (
+    *("iterations", "mixed_iterations", "draft_rows", "verify_rows", "plain_rows"),
+    *("waits", "drafted", "accepted", "rounds", "splits", "joins"),
+    *("staged_bytes", "offloaded_bytes", "stage_seconds"),
+)
+"""Counters that only grow, so that a difference means something."""
+
 
 def _serve(job: dict[str, Any], pipe: Connection) -> None:
     sys.path[:0] = PATHS.split(os.pathsep)
@@ -76,11 +83,7 @@ class LiveSystem:
         """
         self._pipe.send(wave)
         answers, seconds, before, after = self._receive()
-        grown = {
-            key: after[key] - before.get(key, 0)
-            for key in after
-            if isinstance(after[key], int | float)
-        }
+        grown = {key: after[key] - before[key] for key in TOTALS if key in after}
         return answers, seconds, grown
 
     def close(self) -> None:
