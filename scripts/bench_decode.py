@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=float, default=0.125)
     parser.add_argument("--draft-length", type=int, default=32)
     parser.add_argument("--max-verifies", type=int, default=2)
-    parser.add_argument("--compressor", default="keynorm")
+    parser.add_argument("--compressor", default="snapkv")
     parser.add_argument("--calls", type=int, default=6, help="tool calls per answer")
     parser.add_argument("--pairs", type=int, default=3, help="timed pairs")
     parser.add_argument("--seed", type=int, default=1)

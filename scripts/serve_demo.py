@@ -211,11 +211,11 @@ def build_prompt(model: Path, tokens: int, calls: int) -> Prompt:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "configs/demo-model")
+    parser.add_argument("--model", type=Path, default=ROOT / "configs/demo-model-long")
     parser.add_argument("--settings", type=Path, default=ROOT / "configs/demo.yaml")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--prompt-tokens", type=int, default=7000)
-    parser.add_argument("--calls", type=int, default=1, help="calls asked for at once")
+    parser.add_argument("--calls", type=int, default=5, help="calls asked for at once")
     parser.add_argument("--once", action="store_true", help="stop after the comparison")
     return parser.parse_args(argv)
 

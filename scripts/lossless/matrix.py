@@ -6,8 +6,12 @@ from typing import Any
 
 from lossless.runs import System
 
-SMALL: dict[str, Any] = {"min_prompt": 64, "staging_tokens": 20480}
-"""Settings of every row: even short prompts are split; two 8K complements fit."""
+SMALL: dict[str, Any] = {
+    "compressor": "keynorm",
+    "min_prompt": 64,
+    "staging_tokens": 20480,
+}
+"""Settings a row may override: short prompts are split; two 8K complements fit."""
 
 TIGHT: dict[str, Any] = {"max_total_tokens": 11000}
 """A pool that holds the longest prompt and little else: waiting and eviction."""

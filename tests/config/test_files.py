@@ -45,7 +45,7 @@ def write(tmp_path):
 
 configs = st.builds(
     VeriCacheConfig,
-    compressor=st.sampled_from(["keynorm", "recency", "no", "1"]),
+    compressor=st.sampled_from(["keynorm", "snapkv", "recency", "no", "1"]),
     keep=st.floats(0.001, 1),
     draft_length=st.integers(1, 256),
     host_gb=st.floats(0.1, 1e6),

@@ -198,8 +198,9 @@ def test_a_finished_prefix_is_reused(servers, prompts):
         cached.append((second["meta_info"]["cached_tokens"], second["output_ids"]))
     (ours, our_ids), (plain, plain_ids) = cached
     assert our_ids == plain_ids
-    # Plain SGLang's overlapped last iteration leaves the KV of one token more.
-    assert plain - 1 <= ours <= plain
+    # Plain SGLang's overlapped last iteration leaves the KV of one token more, and
+    # SnapKV runs its window of 64 tokens again.
+    assert plain - 65 <= ours <= plain
 
 
 def test_acceptance_is_reported_per_request(servers, prompts):

@@ -75,6 +75,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     budget = {"max_total_tokens": 3 * (length + 170)}
     full = run(System(name="full", settings=None, engine=budget), MODEL, [wave])
     settings = {
+        "compressor": "keynorm",
         "keep": 0.2,
         "draft_length": 4,
         "max_verifies": 2,

@@ -68,7 +68,7 @@ class VeriCacheConfig:
 
     compressor: Annotated[
         str, Opt("compression method that chooses what stays, by registry name")
-    ] = "keynorm"
+    ] = "snapkv"
     keep: Annotated[
         float,
         Opt(
@@ -80,13 +80,13 @@ class VeriCacheConfig:
     ] = 0.25
     draft_length: Annotated[
         int, Opt("tokens drafted between two verifications", "tokens", 1, 256)
-    ] = 16
+    ] = 32
     max_verifies: Annotated[
         int, Opt("requests verified in one iteration", "requests", 1, 64)
     ] = 2
     min_prompt: Annotated[
         int, Opt("shorter prompts are decoded plainly, on the full KV", "tokens", 1)
-    ] = 512
+    ] = 2048
     sink_tokens: Annotated[
         int, Opt("first prompt tokens that are always kept", "tokens", 0)
     ] = 4
