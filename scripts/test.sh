@@ -26,8 +26,8 @@ check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
 rm -f "$report"
-# 18 minutes: CI gives 20, and a hang should show its stacks before that.
-check "pytest" timeout --signal=INT --kill-after=30 1080 \
+# 23 minutes: a hang should show its stacks before CI gives up.
+check "pytest" timeout --signal=INT --kill-after=30 1380 \
   "$bin/python" -m pytest --junitxml="$report" "$@"
 
 printf '\n== summary\n'
