@@ -4,13 +4,15 @@ From nothing, single-call requests only (about an hour of one CPU core)::
 
     PYTHONPATH=scripts python -m demo_model.train --out DIR --minutes 60
 
-From an exported checkpoint on to requests for several calls at once::
+From an exported checkpoint on to requests for several calls at once, in smaller
+steps (``configs/demo-model-long/README.md`` says what was run)::
 
     PYTHONPATH=scripts python -m demo_model.train --out DIR --minutes 95 \
+        --cooldown 45 --matrix-lr 0.01 --vector-lr 0.002 --revisit 0.5 \
         --continue-from configs/demo-model
 
-A stage is left when enough answers of a fixed sample are exact; 15-40 % of the
-steps stay on earlier stages. A linear probe for the current id and item number,
+A stage is left when enough answers of a fixed sample are exact; some steps stay on
+earlier stages (``--revisit``). A linear probe for the current id and item number,
 read after the second layer, is trained along and dropped from the export: without
 it the model is slow to find which record is asked for.
 """
