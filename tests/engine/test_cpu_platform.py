@@ -1,5 +1,6 @@
 """The platform is chosen without a GPU only, and early enough for torchvision."""
 
+import os
 import subprocess
 import sys
 
@@ -53,3 +54,23 @@ def test_torchvision_can_be_imported_after_the_guard():
         "first = d(); assert d() == first; import torchvision.ops; assert d() == ()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_core_is_left_free_unless_the_user_says_otherwise(monkeypatch):
+    import sglang  # noqa: F401  (cpu_device is SGLang's to import)
+    import torch
+
+    from vericache_sglang.engine.cpu_device import VeriCacheCpuPlatform
+
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(os, "cpu_count", lambda: 3)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        VeriCacheCpuPlatform().init_backend()
+        assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        VeriCacheCpuPlatform().init_backend()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
