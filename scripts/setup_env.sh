@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Make .venv in the repository root, or leave it alone where it is current.
 #
-#   VERICACHE_DEVICE=cpu|cuda   which set of packages; default: cuda where nvidia-smi
-#                               lists a GPU, else cpu
+#   VERICACHE_DEVICE=cpu|cuda   which set of packages; default cpu, on a machine with a
+#                               GPU too: VeriCache serves on CPUs only so far
 #   PYTHON=python3.11           interpreter to build with; 3.11 or newer, with venv
 set -euo pipefail
 
@@ -14,10 +14,7 @@ log="$venv/setup.log"
 say() { printf '[setup] %s\n' "$*"; }
 fail() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
-device="${VERICACHE_DEVICE:-}"
-if [[ -z "$device" ]]; then
-  if nvidia-smi -L >/dev/null 2>&1; then device=cuda; else device=cpu; fi
-fi
+device="${VERICACHE_DEVICE:-cpu}"
 [[ "$device" == cpu || "$device" == cuda ]] ||
   fail "VERICACHE_DEVICE must be cpu or cuda, got '$device'"
 

@@ -39,6 +39,8 @@ REFUSED_FLAGS = [
     {"enable_prefill_cp": True},
     {"use_ray": True},
     {"device": "npu"},
+    {"device": "cuda"},
+    {"device": "cuda", "attention_backend": "fa3"},
     {"tp_size": 2},
     {"enable_mixed_chunk": True},
     {"enable_two_batch_overlap": True},
@@ -79,7 +81,6 @@ ALLOWED_FLAGS = [
     {"speculative_algorithm": "VERICACHE"},
     {"speculative_algorithm": "vericache"},
     {"device": "cpu", "attention_backend": "vericache", "dtype": "float32"},
-    {"device": "cuda", "attention_backend": "fa3"},
     {"kv_cache_dtype": "bf16", "dtype": "bfloat16"},
     {"enable_lora": True},
     {"disable_radix_cache": True},
@@ -97,6 +98,12 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Rules that look for a device see the same machine everywhere."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 def variant(architecture, model_type, **fields):

@@ -78,9 +78,15 @@ class Selector(ABC):
     A selector never touches the cache, a stream or a request; it may return anything,
     NaN included: the runtime turns scores into indices and stays exact whatever they
     are (``vericache_sglang.compression.budget``).
+
+    Args:
+        seed: ``VeriCacheConfig.seed``; a method that draws nothing ignores it.
     """
 
     needs: ClassVar[Needs] = Needs()
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
 
     def bind(self, spec: ModelSpec) -> None:
         """Learn the model once, before any request; default: nothing to learn."""

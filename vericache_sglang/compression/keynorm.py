@@ -14,9 +14,6 @@ class KeyNorm(Selector):
     RoPE is a rotation: the norm is the same before and after it.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        """Take the seed every factory gets; nothing here is random."""
-
     def scores(
         self,
         rid: str,

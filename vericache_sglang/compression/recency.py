@@ -15,9 +15,6 @@ class Recency(Selector):
 
     needs: ClassVar[Needs] = Needs(keys=False)
 
-    def __init__(self, seed: int = 0) -> None:
-        """Take the seed every factory gets; nothing here is random."""
-
     def scores(
         self,
         rid: str,

@@ -35,6 +35,7 @@ class SnapKV(Selector):
     needs: ClassVar[Needs] = Needs(q_tail=64)
 
     def __init__(self, seed: int = 0, pooling: int = 5) -> None:
+        super().__init__(seed)
         if pooling < 1 or pooling % 2 == 0:
             raise CompressionError(f"pooling must be odd and >= 1, got {pooling}")
         self._pooling = pooling

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vericache_sglang.serving.rule import Rule
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def _on_cpu(args: Any) -> bool:
 
 
 def _other_device(args: Any) -> bool:
-    return not str(args.device or "cpu").startswith(("cpu", "cuda"))
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return not str(device).startswith("cpu")
 
 
 def _other_algorithm(args: Any) -> bool:
@@ -101,8 +104,8 @@ _PARALLEL = (
     Rule(
         "--device",
         _other_device,
-        "VeriCache was run on CPU and CUDA only",
-        "use --device cpu or --device cuda",
+        "the ragged mixed batch has an attention backend for the CPU only so far",
+        "use --device cpu",
     ),
 )
 
