@@ -48,27 +48,13 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_mha_kv_pool_cls(self) -> type:
         """Return the KV pool class, with staging if VERICACHE is the algorithm."""
+        from vericache_sglang.engine.staging_size import staging_slots
         from vericache_sglang.memory.sglang_pools import staged_pool_class
 
-        return staged_pool_class(_staging_tokens())
+        return staged_pool_class(staging_slots())
 
     def get_paged_allocator_cls(self) -> type:
         """Return the allocator that serves every page size without Triton."""
         from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
 
         return TorchPagedAllocator
-
-
-def _staging_tokens() -> int:
-    """Return the slots to reserve behind the pool, in tokens; 0 without VERICACHE."""
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.runtime_context import get_server_args, get_spec
-
-    from vericache_sglang.config.files import active_config, is_disabled
-    from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
-    from vericache_sglang.engine.algorithm import NAME
-
-    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
-        return 0
-    context_length = model_config_of(get_server_args()).context_len
-    return resolve_staging(active_config() or VeriCacheConfig(), context_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +84,8 @@ class MixedRows:
 
     def starts(self) -> list[int]:
         """Return where each row's first token is among all tokens of the forward."""
-        lengths = [len(row.tokens) for row in self.rows]
-        return [sum(lengths[:i]) for i in range(len(lengths))]
+        lengths = (len(row.tokens) for row in self.rows)
+        return list(accumulate(lengths, initial=0))[:-1]
 
     def _list_verify_row(self, own: torch.Tensor, state: RequestState) -> int:
         """Write kept | staged complement | decode slots into a shadow row."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_server_args, get_spec
 
-from vericache_sglang.config.files import active_config
+from vericache_sglang.config.files import active_config, is_disabled
 from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
-
-ALGORITHM = "VERICACHE"
+from vericache_sglang.engine.algorithm import NAME
 
 
 def staging_slots() -> int:
@@ -16,7 +15,7 @@ def staging_slots() -> int:
 
     Read once, when the pool is built, in the process that builds it.
     """
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
         return 0
     context: int = model_config_of(get_server_args()).context_len
     return resolve_staging(active_config() or VeriCacheConfig(), context)

@@ -259,6 +259,8 @@ class VeriCacheWorker(BaseSpecWorker):
         return plan_iteration(views, limits)
 
     def _split(self, plan: Plan, tree_cache: Any) -> None:
+        if not plan.splits:
+            return
         drafting = sum(state.parts is not None for state in self._states.values())
         for split in plan.splits:
             state = self._states[split.rid]
