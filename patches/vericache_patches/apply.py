@@ -26,7 +26,9 @@ HOOKED = (
     "managers_schedule_batch",
     "managers_batch_result",
     "managers_output_streamer",
+    "managers_schedule_policy",
     "managers_scheduler",
+    "managers_scheduler_retraction",
     "speculative_eagle_utils",
 )
 """Names of the modules beside this one that hold ``HOOKS``, in order of use."""

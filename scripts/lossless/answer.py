@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -29,21 +30,44 @@ def start(job: dict[str, Any]) -> Any:
 
 
 def answer(engine: Any, wave: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answer one wave: all its requests at once, a few at a time where it says so."""
+    """Answer one wave: all its requests at once, a few at a time where it says so.
+
+    A wave with ``timed`` is streamed, and its answers say when their tokens came.
+    """
     prompts, params = wave["prompts"], wave["params"]
+    if wave.get("timed"):
+        return engine.loop.run_until_complete(_timed(engine, prompts, params))
     at_once = wave.get("at_once") or len(prompts)
     results: list[dict[str, Any]] = []
     for i in range(0, len(prompts), at_once):
         part = slice(i, i + at_once)
         results += engine.generate(prompts[part], params[part])
-    return [
-        {
-            "ids": result["output_ids"],
-            "text": result["text"],
-            **{key: result["meta_info"].get(key) for key in KEEP},
-        }
-        for result in results
-    ]
+    return [_kept(result) for result in results]
+
+
+async def _timed(
+    engine: Any, prompts: list[str], params: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Stream all requests at once; ``times`` are (seconds, tokens so far)."""
+    began = time.perf_counter()
+
+    async def one(prompt: str, param: dict[str, Any]) -> dict[str, Any]:
+        times: list[tuple[float, int]] = []
+        last: dict[str, Any] = {}
+        async for last in await engine.async_generate(prompt, param, stream=True):
+            tokens = last["meta_info"]["completion_tokens"]
+            times.append((time.perf_counter() - began, tokens))
+        return {**_kept(last), "times": times}
+
+    return list(await asyncio.gather(*map(one, prompts, params)))
+
+
+def _kept(result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ids": result["output_ids"],
+        "text": result["text"],
+        **{key: result["meta_info"].get(key) for key in KEEP},
+    }
 
 
 def state(engine: Any) -> dict[str, Any]:

@@ -10,8 +10,10 @@ SMALL: dict[str, Any] = {
     "compressor": "keynorm",
     "min_prompt": 64,
     "staging_tokens": 20480,
+    "residency": "host",
 }
-"""Settings a row may override: short prompts are split; two 8K complements fit."""
+"""Settings a row may override: every prompt is split, whatever the throughput model
+says of requests this small; two 8K complements fit the staging region."""
 
 TIGHT: dict[str, Any] = {"max_total_tokens": 11000}
 """A pool that holds the longest prompt and little else: waiting and eviction."""
@@ -86,6 +88,26 @@ COVERING = (
         keep=0.1,
         engine={"page_size": 16},
     ),
+    system(
+        "complements stay on the device, page 16, draft 8",
+        residency="device",
+        draft_length=8,
+        engine={"page_size": 16},
+    ),
+    system(
+        "on the device, no radix cache, no overlap, draft 16",
+        residency="device",
+        draft_length=16,
+        engine={"disable_radix_cache": True, "disable_overlap_schedule": True},
+    ),
+    system(
+        "lock-step, draft 8",
+        pacing="lockstep",
+        draft_length=8,
+        max_verifies=16,
+        staging_tokens=65536,
+    ),
+    system("sequential, draft 4", pacing="sequential", draft_length=4),
 )
 """What the test suite runs: every feature and every value of each knob once."""
 
@@ -93,8 +115,8 @@ COVERING = (
 def full() -> list[System]:
     """Return the whole matrix: COVERING, and draft length x kept share.
 
-    Page size, overlap, chunking and compressor change from cell to cell, so that each
-    of their values meets every draft length and every kept share.
+    Page size, overlap, chunking, compressor and residency change from cell to cell, so
+    that each of their values meets every draft length and every kept share.
     """
     rows = list(COVERING)
     for d, draft in enumerate((1, 4, 16, 32)):
@@ -111,6 +133,7 @@ def full() -> list[System]:
                     compressor=compressor,
                     draft_length=draft,
                     keep=keep,
+                    residency=("host", "device")[(d + 2 * k) % 3 == 0],
                     engine=engine,
                 )
             )

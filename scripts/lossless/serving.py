@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 TOTALS = (
     *("iterations", "mixed_iterations", "draft_rows", "verify_rows", "plain_rows"),
-    *("waits", "drafted", "accepted", "rounds", "splits", "joins"),
-    *("staged_bytes", "offloaded_bytes", "stage_seconds"),
+    *("waits", "drafted", "accepted", "rounds", "splits", "joins", "unsplits"),
+    *("offloads", "pins", "parks", "resumes", "shared_reloads", "slips"),
+    *("staged_bytes", "offloaded_bytes", "stage_seconds", "steps_aside"),
 )
 """Counters that only grow, so that a difference means something."""
 
@@ -67,8 +68,13 @@ class LiveSystem:
         }
         self._process = context.Process(target=_serve, args=(job, theirs))
         self._process.start()
+        self._state: dict[str, Any] = {}
         theirs.close()
         self._receive()
+
+    def state(self) -> dict[str, Any]:
+        """Return VeriCache's counters and estimates as the last wave left them."""
+        return self._state
 
     def answer(
         self, wave: dict[str, Any]
@@ -83,6 +89,7 @@ class LiveSystem:
         """
         self._pipe.send(wave)
         answers, seconds, before, after = self._receive()
+        self._state = after
         grown = {key: after[key] - before[key] for key in TOTALS if key in after}
         return answers, seconds, grown
 

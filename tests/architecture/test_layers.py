@@ -11,11 +11,19 @@ PACKAGE = ROOT / "vericache_sglang"
 CODE_FOLDERS = ("vericache_sglang", "kernels", "patches", "scripts")
 ROOMS = [
     *("registry", "errors", "config", "compression", "memory", "planning"),
-    *("scheduling", "engine", "serving", "plugin"),
+    *("scheduling", "simulation", "engine", "serving", "plugin"),
 ]
-# The launcher's door; and the room that looks at a server from outside.
-ROOM_OF = {"__init__": "registry", "launch_server": "serving", "evaluation": "plugin"}
-NO_TORCH = {"registry", "errors", "config", "planning", "scheduling"}
+# The doors; and the room that looks at a server from outside.
+ROOM_OF = {
+    "__init__": "registry",
+    "plan": "planning",
+    "simulate": "simulation",
+    "launch_server": "serving",
+    "evaluation": "plugin",
+}
+NO_TORCH = {
+    *("registry", "errors", "config", "planning", "scheduling", "simulation"),
+}
 SGLANG_ROOMS = {"engine", "serving", "plugin"}
 SGLANG_FILES = {"memory/sglang_pools.py", "memory/paged_allocator.py"}
 

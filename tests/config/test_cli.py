@@ -39,7 +39,11 @@ def test_values_get_the_types_of_their_fields():
 
 def test_every_field_has_a_flag():
     defaults = VeriCacheConfig()
-    argv = [part for name in options() for part in (flag(name), "1")]
+    argv = [
+        part
+        for name in options()
+        for part in (flag(name), str(getattr(defaults, name)))
+    ]
     assert list(read(*argv)) == list(options())
     assert all(hasattr(defaults, name) for name in read(*argv))
 

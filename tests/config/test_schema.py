@@ -32,6 +32,9 @@ BAD_VALUES = [
     ("draft_length", None),
     ("max_verifies", 0),
     ("max_verifies", 65),
+    ("residency", "remote"),
+    ("pacing", "random"),
+    ("horizon", 7),
     ("min_prompt", 0),
     ("sink_tokens", -1),
     ("recent_tokens", -1),
@@ -94,7 +97,8 @@ def test_whole_numbers_and_fractions_compare_equal():
 def test_boot_line_shows_every_setting():
     assert boot_line(VeriCacheConfig(keep=0.5)) == (
         "VeriCache: compressor=snapkv keep=0.5 draft_length=32 max_verifies=2 "
-        "min_prompt=2048 sink_tokens=4 recent_tokens=32 staging_tokens=0 host_gb=4.0 "
+        "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
+        "recent_tokens=32 staging_tokens=0 host_gb=4.0 "
         "link_gbps=0.0 seed=0"
     )
 

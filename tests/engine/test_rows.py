@@ -7,26 +7,59 @@ import torch
 
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.engine.rows import MixedRows
-from vericache_sglang.engine.state import RequestState, TwoParts
+from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.staging import Span
+from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
 
-OWN = [50, 51, 52, 80, 81, 82, 83, 84, 85]
-"""Three kept slots, then decode slots; two of them committed (F = 10, m = 5)."""
+PROMPT = [10, 11, 12, 13, 14, 15, 16, 17]
+KEPT = [50, 51, 52]
+DROPPED = [60, 61, 62, 63, 64]
+DECODE = [80, 81, 82, 83, 84, 85]
+"""T = 8, n = 3, m = 5; two decoded tokens are committed, so F = 10."""
+
+OWN = {
+    Layout.WHOLE: [*PROMPT, *DECODE],
+    Layout.BESIDE: [*PROMPT, *KEPT, *DECODE],
+    Layout.PERMUTED: [*KEPT, *DROPPED, *DECODE],
+    Layout.KEPT: [*KEPT, *DECODE],
+}
+VERIFIED_OVER = {
+    Layout.BESIDE: PROMPT,
+    Layout.PERMUTED: [*KEPT, *DROPPED],
+    Layout.KEPT: [*KEPT, 100, 101, 102, 110, 111],
+}
+DRAFT_SHADOW, VERIFY_SHADOW = 7, 4
 
 
-@pytest.fixture
-def residence():
-    table = torch.zeros(6, 20, dtype=torch.int32)
-    table[2, : len(OWN)] = torch.tensor(OWN, dtype=torch.int32)
-    return SimpleNamespace(table=table, shadow_rows=range(4, 6))
+class Staged:
+    """Two leased pieces, as a fragmented region hands them out."""
+
+    def spans(self, rid):
+        return (Span(100, 3), Span(110, 2))
 
 
-def state(drafts=(), span=None, split=True):
-    req = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=2))
+class Absent:
+    def spans(self, rid):
+        raise InvariantError(f"{rid} is verified without its complement")
+
+
+def residence(layout, reloads=None):
+    table = torch.zeros(8, 24, dtype=torch.int32)
+    table[2, : len(OWN[layout])] = torch.tensor(OWN[layout], dtype=torch.int32)
+    table[DRAFT_SHADOW, :3] = torch.tensor(KEPT, dtype=torch.int32)
+    return SimpleNamespace(
+        table=table,
+        verify_rows=range(VERIFY_SHADOW, VERIFY_SHADOW + 2),
+        reloads=reloads or Staged(),
+    )
+
+
+def state(layout=Layout.KEPT, drafts=()):
+    kv = SimpleNamespace(req_pool_idx=2, kv_allocated_len=len(OWN[layout]))
     made = RequestState(
-        req=req,
+        req=SimpleNamespace(rid="r", kv=kv),
         prompt=8,
         verified=10,
         pending=7,
@@ -36,63 +69,98 @@ def state(drafts=(), span=None, split=True):
         stops=frozenset(),
     )
     made.drafts = list(drafts)
-    if split:
-        made.parts = TwoParts(Budget(8, 3, 0, 0), None, True, span=span)
+    if layout is not Layout.WHOLE:
+        chosen = torch.zeros(1, 1, 3, dtype=torch.int32)
+        made.parts = Parts(Budget(8, 3, 0, 0), chosen, layout, True)
+        if layout is not Layout.KEPT:
+            made.parts.shadow = DRAFT_SHADOW
     return made
 
 
-def test_a_draft_row_reads_kept_and_decode_slots(residence):
-    rows = MixedRows(residence)
-    assert rows.add(0, state(drafts=[11, 12]), Draft("r"))
+def only(rows):
     (row,) = rows.rows
-    assert (row.table_row, row.prefix, row.position) == (2, 7, 12)
+    return row
+
+
+SPLIT = [Layout.KEPT, Layout.BESIDE, Layout.PERMUTED]
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_a_draft_row_reads_kept_and_decode_slots(layout):
+    world = residence(layout)
+    rows = MixedRows(world)
+    assert rows.add(0, state(layout, drafts=[11, 12]), Draft("r"))
+    row = only(rows)
+    assert (row.prefix, row.position) == (7, 12)
     assert row.tokens == [12]
     assert row.slots.tolist() == [84]
+    listed = world.table[row.table_row, : row.prefix + 1].tolist()
+    assert listed == [*KEPT, 80, 81, 82, 83, 84]
 
 
-def test_the_first_draft_runs_the_pending_token(residence):
-    rows = MixedRows(residence)
+def test_decode_slots_allocated_later_reach_the_draft_row():
+    world, request = residence(Layout.BESIDE), state(Layout.BESIDE)
+    request.req.kv.kv_allocated_len = len(OWN[Layout.BESIDE]) - 3
+    MixedRows(world).add(0, request, Draft("r"))
+    request.req.kv.kv_allocated_len += 3
+    request.drafts = [11, 12]
+    rows = MixedRows(world)
+    rows.add(0, request, Draft("r"))
+    row = only(rows)
+    assert world.table[row.table_row, row.prefix].item() == 84
+
+
+def test_the_first_draft_runs_the_pending_token():
+    rows = MixedRows(residence(Layout.KEPT))
     rows.add(0, state(), Draft("r"))
-    assert rows.rows[0].tokens == [7]
-    assert rows.rows[0].slots.tolist() == [82]
+    assert only(rows).tokens == [7]
+    assert only(rows).slots.tolist() == [82]
 
 
-def test_a_verify_row_lists_every_slot_once_and_writes_in_place(residence):
-    rows = MixedRows(residence)
-    rows.add(0, state(drafts=[11, 12], span=Span(100, 5)), Verify("r"))
-    (row,) = rows.rows
-    assert (row.table_row, row.prefix, row.position) == (4, 10, 10)
+@pytest.mark.parametrize("layout", SPLIT)
+def test_a_verify_row_lists_every_slot_once_and_writes_in_place(layout):
+    world = residence(layout)
+    rows = MixedRows(world)
+    rows.add(0, state(layout, drafts=[11, 12]), Verify("r"))
+    row = only(rows)
+    assert (row.prefix, row.position) == (10, 10)
     assert row.tokens == [7, 11, 12]
     assert row.slots.tolist() == [82, 83, 84], "the drafts' own slots"
-    listed = residence.table[4, : row.prefix + 3].tolist()
-    staged = [100, 101, 102, 103, 104]
-    assert listed == [50, 51, 52, *staged, 80, 81, 82, 83, 84]
+    listed = world.table[row.table_row, : row.prefix + 3].tolist()
+    assert listed == [*VERIFIED_OVER[layout], 80, 81, 82, 83, 84]
 
 
-def test_a_plain_row_is_the_request_s_own(residence):
-    rows = MixedRows(residence)
-    plain = state(split=False)
-    plain.verified = 8
-    rows.add(0, plain, Plain("r"))
-    (row,) = rows.rows
-    assert (row.table_row, row.prefix, row.position) == (2, 8, 8)
-    assert row.slots.tolist() == [85]
+@pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.PERMUTED])
+def test_a_plain_row_is_the_request_s_own(layout):
+    rows = MixedRows(residence(layout))
+    rows.add(0, state(layout), Plain("r"))
+    row = only(rows)
+    assert (row.table_row, row.prefix, row.position) == (2, 10, 10)
+    assert row.slots.tolist() == [82]
 
 
-def test_waiting_rows_are_left_out(residence):
-    rows = MixedRows(residence)
+def test_waiting_rows_are_left_out():
+    rows = MixedRows(residence(Layout.KEPT))
     assert not rows.add(0, state(), Wait("r"))
     assert rows.rows == []
 
 
-def test_each_verification_has_a_shadow_row_of_its_own(residence):
-    rows = MixedRows(residence)
+def test_each_verification_has_a_shadow_row_of_its_own():
+    rows = MixedRows(residence(Layout.KEPT))
     for i in range(2):
-        rows.add(i, state(drafts=[9], span=Span(100 + 5 * i, 5)), Verify("r"))
+        rows.add(i, state(drafts=[9]), Verify("r"))
     assert [row.table_row for row in rows.rows] == [4, 5]
     assert rows.starts() == [0, 2]
 
 
-def test_verifying_without_a_staged_complement_is_an_error(residence):
+def test_work_counts_tokens_slots_and_their_products():
+    rows = MixedRows(residence(Layout.KEPT))
+    rows.add(0, state(drafts=[11]), Draft("r"))  # 1 token over 7 slots
+    rows.add(1, state(drafts=[9]), Verify("r"))  # 2 tokens over 12 slots
+    assert rows.work() == Work(tokens=3, reads=7 + 12, products=7 + 24)
+
+
+def test_verifying_without_a_staged_complement_is_an_error():
+    rows = MixedRows(residence(Layout.KEPT, Absent()))
     with pytest.raises(InvariantError, match="r is verified without its complement"):
-        MixedRows(residence).add(0, state(drafts=[9]), Verify("r"))
+        rows.add(0, state(drafts=[9]), Verify("r"))

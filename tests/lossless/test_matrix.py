@@ -5,15 +5,18 @@ the demo model and source code), the baseline is a plain SGLang engine in a proc
 its own, and SGLang's strict memory checks are on in both.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lossless.matrix import COVERING, PLAIN
+from lossless import runs
+from lossless.matrix import COVERING, PLAIN, system
 from lossless.prompts import load_tokenizer
 from lossless.requests import waves
 from lossless.runs import System, compare, run
 
+FAULTS = Path(__file__).parents[1] / "faults" / "plugin"
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
@@ -50,6 +53,72 @@ def test_tokens_are_identical(system, requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("radix cache, page 16", {"page_size": 16}),
+        ("no radix cache", {"disable_radix_cache": True}),
+        ("no overlap", {"disable_overlap_schedule": True}),
+    ],
+)
+def test_tokens_are_identical_while_everything_moves(name, engine, requests, plain):
+    """Random splits, offloads, pins, parks, resumes and unsplits all along."""
+    restless = replace(
+        system(name, draft_length=8, engine=engine),
+        environment={
+            "VERICACHE_TEST_FAULT": "restless",
+            "PYTHONPATH": f"{runs.PATHS}:{FAULTS}",
+        },
+    )
+    ours = run(restless, MODEL, requests)
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    moves = ("splits", "unsplits", "offloads", "pins", "parks", "resumes")
+    assert all(state[name] > 0 for name in moves), {n: state[n] for n in moves}
+    assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+def test_tokens_are_identical_where_the_model_decides(requests, plain):
+    """Whatever the throughput model chooses on this machine, nothing changes."""
+    ours = run(system("auto", residency="auto", draft_length=16), MODEL, requests)
+    assert compare(plain, ours) == []
+    assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+def test_requests_with_one_prompt_share_its_complement(requests, plain):
+    """Six answers to one prompt: one host copy, and most reloads are shared."""
+    prompt = max(requests[0]["prompts"], key=len)
+    wave = {
+        "prompts": [prompt] * 6,
+        "params": [{"temperature": 0.0, "max_new_tokens": 96, "ignore_eos": True}] * 6,
+    }
+    wanted = run(PLAIN, MODEL, [wave])
+    ours = run(system("one prompt", draft_length=8, max_verifies=6), MODEL, [wave])
+    assert compare(wanted, ours) == []
+    state = ours["state"]
+    assert state["shared_reloads"] > state["rounds"] // 3
+    alone = state["offloaded_bytes"] / 6
+    assert state["peak_host_bytes"] < 2.5 * alone, "held once, and one being made"
+
+
+def test_more_requests_than_memory_all_finish(requests):
+    """Forty requests, a pool of a quarter of what eight at once would take."""
+    texts = sorted(requests[0]["prompts"], key=len)[-10:]
+    wave = {
+        "prompts": [f"{text}{i}" for i in range(4) for text in texts],
+        "params": [{"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}] * 40,
+    }
+    wide = run(PLAIN, MODEL, [wave])
+    tokenizer = load_tokenizer(MODEL)
+    longest = max(len(tokenizer.encode(text)) for text in texts) + 48
+    engine = {"max_total_tokens": 2 * longest, "max_running_requests": 8}
+    for residency in ("host", "auto"):
+        tight = system(residency, residency=residency, draft_length=8, engine=engine)
+        ours = run(tight, MODEL, [wave])
+        assert compare(wide, ours) == []
+        assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
 def test_stock_attention_gives_the_same_tokens(requests, plain):
     """The baseline uses our CPU attention too; SGLang's own agrees with it, once."""
     first = requests[0]
@@ -81,6 +150,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
         "max_verifies": 2,
         "min_prompt": 64,
         "staging_tokens": 4 * length,
+        "residency": "host",
     }
     ours = run(System(name="ours", settings=settings, engine=budget), MODEL, [wave])
     assert compare(full, ours) == []

@@ -8,13 +8,13 @@ from vericache_sglang.memory.ledger import Account, Ledger
 
 def test_balanced_books_pass():
     ledger = Ledger()
-    ledger.take(Account.HOST_BYTES, "a", 100)
+    ledger.take(Account.KEPT_SLOTS, "a", 100)
     ledger.take(Account.STAGING_SLOTS, "a", 7)
-    ledger.check({"a"}, staging_used=7, host_used=100)
+    ledger.check({"a"}, staging_used=7)
     assert ledger.give(Account.STAGING_SLOTS, "a") == 7
     assert ledger.give(Account.STAGING_SLOTS, "a") == 0
-    assert ledger.give(Account.HOST_BYTES, "a") == 100
-    ledger.check(set(), staging_used=0, host_used=0)
+    assert ledger.give(Account.KEPT_SLOTS, "a") == 100
+    ledger.check(set(), staging_used=0)
     assert all(ledger.total(account) == 0 for account in Account)
 
 
@@ -27,14 +27,11 @@ def test_taking_twice_is_an_error():
 
 def test_the_dead_hold_nothing():
     ledger = Ledger()
-    ledger.take(Account.HOST_BYTES, "gone", 5)
-    with pytest.raises(InvariantError, match=r"host_bytes held by dead.*gone"):
-        ledger.check({"a"}, staging_used=0, host_used=5)
+    ledger.take(Account.KEPT_SLOTS, "gone", 5)
+    with pytest.raises(InvariantError, match=r"kept_slots held by dead.*gone"):
+        ledger.check({"a"}, staging_used=0)
 
 
-@pytest.mark.parametrize(
-    ("staging", "host", "what"), [(1, 0, "staging_slots"), (0, 1, "host_bytes")]
-)
-def test_unbooked_use_is_noticed(staging, host, what):
-    with pytest.raises(InvariantError, match=f"{what}: booked 0, in use 1"):
-        Ledger().check(set(), staging_used=staging, host_used=host)
+def test_unbooked_staging_is_noticed():
+    with pytest.raises(InvariantError, match="staging_slots: booked 0, in use 1"):
+        Ledger().check(set(), staging_used=1)

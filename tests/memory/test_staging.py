@@ -1,51 +1,157 @@
 """The staging region under random takes and gives, against a set of slots."""
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.staging import Span, StagingRegion
+from vericache_sglang.memory.staging import Lease, Span, StagingRegion
+
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50))))
-def test_no_slot_is_handed_out_twice(steps):
-    region, held = StagingRegion(100, 64), []
-    for take, slots, which in steps:
+def slots_of(lease):
+    return [slot for p in lease.pieces for slot in range(p.start, p.start + p.slots)]
+
+
+def runs(slots):
+    """Lengths of the runs of consecutive numbers."""
+    lengths, last = [], None
+    for slot in sorted(slots):
+        if last is not None and slot == last + 1:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+        last = slot
+    return lengths
+
+
+def fewest(lengths, wanted):
+    """How many runs it takes to hold ``wanted`` slots, by trying every subset."""
+    sizes = range(1, len(lengths) + 1)
+    return next(
+        n for n in sizes if any(sum(c) >= wanted for c in combinations(lengths, n))
+    )
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@given(steps=STEPS)
+def test_a_take_succeeds_exactly_where_there_is_room(page, steps):
+    region = StagingRegion(96, 64, page)
+    free, held = set(range(96, 160)), []
+    for take, wanted, which in steps:
         if take:
-            span = region.take(slots)
-            if span is not None:
-                held.append(span)
-            else:
-                assert all(size < slots for size in region.free_spans())
+            rounded = -(-wanted // page) * page
+            lease = region.take(wanted)
+            assert (lease is not None) == (rounded <= len(free))
+            if lease is None:
+                continue
+            assert lease.slots == len(set(slots_of(lease))) == rounded
+            assert len(lease.pieces) == fewest(runs(free), rounded)
+            assert set(slots_of(lease)) <= free, "no slot is handed out twice"
+            assert all(p.start % page == p.slots % page == 0 for p in lease.pieces)
+            free -= set(slots_of(lease))
+            held.append(lease)
         elif held:
-            region.give(held.pop(which % len(held)))
-        taken = [slot for s in held for slot in range(s.start, s.start + s.slots)]
-        assert len(set(taken)) == len(taken) == region.used
-        assert all(100 <= slot < 164 for slot in taken)
-        assert sum(region.free_spans()) == 64 - len(taken)
-    for span in held:
-        region.give(span)
+            lease = held.pop(which % len(held))
+            region.give(lease)
+            free |= set(slots_of(lease))
+        assert (region.free, region.used) == (len(free), 64 - len(free))
+        assert list(region.free_spans()) == runs(free), "neighbours are merged"
+    for lease in held:
+        region.give(lease)
     assert region.free_spans() == (64,)
 
 
-def test_first_fit_is_what_the_planner_assumes():
+@given(steps=STEPS)
+def test_equal_calls_give_equal_leases(steps):
+    histories = []
+    for _ in range(2):
+        region, held, seen = StagingRegion(8, 64, 4), [], []
+        for take, wanted, which in steps:
+            if take and (lease := region.take(wanted)):
+                held.append(lease)
+                seen.append(lease.pieces)
+            elif not take and held:
+                region.give(held.pop(which % len(held)))
+        histories.append(seen)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pieces"),
+    [
+        (3, [(8, 3)]),
+        (4, [(8, 4)]),
+        (5, [(0, 5)]),
+        (9, [(0, 6), (8, 3)]),
+        (11, [(0, 6), (24, 5)]),
+        (13, [(0, 6), (8, 1), (24, 6)]),
+        (16, [(0, 6), (8, 4), (24, 6)]),
+        (17, None),
+    ],
+)
+def test_the_pieces_of_a_fragmented_region(wanted, pieces):
+    """Free spans of 6, 4 and 6 slots, at 0, 8 and 24."""
     region = StagingRegion(0, 30)
-    first = region.take(10)
-    region.take(10)
-    region.give(first)
-    assert region.free_spans() == (10, 10)
-    assert region.take(8) == Span(0, 8)
-    assert region.free_spans() == (2, 10)
+    sizes = [6, 2, 4, 12, 6]
+    leases = [region.take(size) for size in sizes]
+    assert [lease.pieces[0].slots for lease in leases] == sizes
+    for i in (0, 2, 4):
+        region.give(leases[i])
+    assert region.free_spans() == (6, 4, 6)
+    lease = region.take(wanted)
+    found = lease and [(piece.start, piece.slots) for piece in lease.pieces]
+    assert found == pieces
 
 
-def test_giving_back_twice_is_an_error():
+@pytest.mark.parametrize(
+    ("slots", "spans"),
+    [(1, [(4, 1)]), (4, [(4, 4)]), (6, [(4, 4), (16, 2)]), (12, [(4, 4), (16, 8)])],
+)
+def test_the_first_slots_of_a_lease(slots, spans):
+    lease = Lease((Span(4, 4), Span(16, 8)))
+    assert [(s.start, s.slots) for s in lease.first(slots)] == spans
+
+
+def test_a_lease_has_no_more_slots_than_it_has():
+    with pytest.raises(InvariantError, match="13 slots in a lease of 12"):
+        Lease((Span(4, 12),)).first(13)
+
+
+def test_giving_back_twice_is_an_error_even_when_the_slots_are_leased_again():
     region = StagingRegion(0, 10)
-    span = region.take(4)
-    region.give(span)
+    lease = region.take(4)
+    region.give(lease)
     with pytest.raises(InvariantError, match="given back twice"):
-        region.give(span)
+        region.give(lease)
+    again = region.take(4)
+    assert again.pieces == lease.pieces
+    with pytest.raises(InvariantError, match="given back twice"):
+        region.give(lease)
+    assert region.used == 4
+    region.give(again)
+    assert region.free_spans() == (10,)
 
 
 def test_an_empty_region_stages_nothing():
     assert StagingRegion(7, 0).take(1) is None
+
+
+def test_a_broken_last_page_is_never_leased():
+    region = StagingRegion(16, 40, 16)
+    assert (region.slots, region.free) == (32, 32)
+    assert region.take(33) is None
+    assert region.take(32).pieces == (Span(16, 32),)
+
+
+def test_a_region_begins_at_a_page():
+    with pytest.raises(InvariantError, match="starts at slot 7, pages are 4"):
+        StagingRegion(7, 64, 4)
+
+
+def test_a_lease_of_nothing_is_an_error():
+    with pytest.raises(InvariantError, match="a lease of 0 slots"):
+        StagingRegion(0, 64).take(0)

@@ -29,6 +29,7 @@ class Opt(NamedTuple):
         least: Smallest allowed value, inclusive.
         most: Largest allowed value, inclusive.
         above: Bound the value must exceed; instead of ``least``.
+        choices: The allowed names; empty where any name may be.
     """
 
     help: str
@@ -36,9 +37,12 @@ class Opt(NamedTuple):
     least: float | None = None
     most: float | None = None
     above: float | None = None
+    choices: tuple[str, ...] = ()
 
     def bounds(self) -> str:
         """Spell the allowed values as a condition, "" where there is none."""
+        if self.choices:
+            return " or ".join(self.choices)
         lower = f"> {self.above:g}" if self.above is not None else ""
         if self.least is not None:
             lower = f">= {self.least:g}"
@@ -84,6 +88,26 @@ class VeriCacheConfig:
     max_verifies: Annotated[
         int, Opt("requests verified in one iteration", "requests", 1, 64)
     ] = 2
+    residency: Annotated[
+        str,
+        Opt(
+            "where complements are: auto lets the throughput model choose and steps "
+            "aside where plain decoding is faster; host and device are forced",
+            choices=("auto", "host", "device"),
+        ),
+    ] = "auto"
+    pacing: Annotated[
+        str,
+        Opt(
+            "when requests are verified: staggered over reserved windows, or the "
+            "baselines lockstep and sequential",
+            choices=("staggered", "lockstep", "sequential"),
+        ),
+    ] = "staggered"
+    horizon: Annotated[
+        int,
+        Opt("windows ahead in which reloads are reserved", "iterations", 8, 4096),
+    ] = 64
     min_prompt: Annotated[
         int, Opt("shorter prompts are decoded plainly, on the full KV", "tokens", 1)
     ] = 2048
@@ -154,8 +178,10 @@ def check(name: str, value: object) -> Value:
     """
     kind = kinds()[name]
     if kind is str:
-        if isinstance(value, str) and value.strip():
-            return value.strip()
+        choices = options()[name].choices
+        given = value.strip() if isinstance(value, str) else ""
+        if given and (not choices or given in choices):
+            return given
     elif (
         # bool is an int to Python, but `draft_length: yes` is a mistake to us.
         isinstance(value, (int, float))

@@ -6,10 +6,32 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Move,
+    Offload,
+    Park,
+    Pin,
+    Plain,
+    Resume,
+    Split,
+    Unsplit,
+    Verify,
+    Wait,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
+
+MOVES = {
+    Split: "splits",
+    Unsplit: "unsplits",
+    Offload: "offloads",
+    Pin: "pins",
+    Park: "parks",
+    Resume: "resumes",
+}
+"""The counter of each kind of move."""
 
 
 @dataclass(slots=True)
@@ -27,11 +49,21 @@ class Counters:
         accepted: Of these, tokens accepted; corrections and bonus tokens not counted.
         rounds: Verifications completed.
         splits: Prompts split in two parts.
-        split_refusals: Splits put off for lack of device or host memory.
+        unsplits: Requests given back to plain decoding, as drafting did not pay.
+        offloads: Complements moved from the device to the host.
+        pins: Complements moved from the host back to the device.
+        parks: Requests whose device part was moved to the host.
+        resumes: Parked requests brought back.
+        refused_moves: Moves put off for lack of device or host memory.
+        shared_reloads: Reloads saved: another request had staged the complement.
+        failed_reloads: Copies into the staging region that failed.
+        reprefills: Requests sent back to prefill because their complement was lost.
         joins: Finished rows made whole again for the prefix tree.
         staged_bytes: Bytes copied into the staging region.
         offloaded_bytes: Bytes copied to the host.
-        stage_seconds: Time those copies took.
+        stage_seconds: Time the reloads took on the link.
+        peak_staged_bytes: Most bytes of the staging region taken at once.
+        peak_host_bytes: Most host memory held at once.
         peak_running: Most requests in one decode iteration.
         peak_drafting: Most split requests in one decode iteration.
     """
@@ -46,11 +78,21 @@ class Counters:
     accepted: int = 0
     rounds: int = 0
     splits: int = 0
-    split_refusals: int = 0
+    unsplits: int = 0
+    offloads: int = 0
+    pins: int = 0
+    parks: int = 0
+    resumes: int = 0
+    refused_moves: int = 0
+    shared_reloads: int = 0
+    failed_reloads: int = 0
+    reprefills: int = 0
     joins: int = 0
     staged_bytes: int = 0
     offloaded_bytes: int = 0
     stage_seconds: float = 0.0
+    peak_staged_bytes: int = 0
+    peak_host_bytes: int = 0
     peak_running: int = 0
     peak_drafting: int = 0
 
@@ -59,7 +101,16 @@ class Counters:
         self.iterations += 1
         self.peak_running = max(self.peak_running, running)
 
-    def note_forward(self, actions: Sequence[object]) -> None:
+    def note_drafting(self, drafting: int) -> None:
+        """Record how many requests are split."""
+        self.peak_drafting = max(self.peak_drafting, drafting)
+
+    def note_move(self, move: Move, made: bool) -> None:
+        """Record a move, or that there was no room for it."""
+        name = MOVES[type(move)] if made else "refused_moves"
+        setattr(self, name, getattr(self, name) + 1)
+
+    def note_forward(self, actions: Iterable[object]) -> None:
         """Record the rows of one mixed forward, given its plan."""
         kinds = Counter(type(action) for action in actions)
         self.draft_rows += kinds[Draft]

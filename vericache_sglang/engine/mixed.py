@@ -11,7 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from vericache_sglang.engine.accept import accepted_tokens
 from vericache_sglang.engine.rows import MixedRows, build_forward
 from vericache_sglang.engine.sampling import one_token_logprobs, sample_rows
-from vericache_sglang.scheduling.plan import Draft, Plain, Plan, Verify
+from vericache_sglang.scheduling.plan import Draft, Plain, RowAction, Verify
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -19,42 +19,56 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.engine.residence import Residence
     from vericache_sglang.engine.state import RequestState
+    from vericache_sglang.scheduling.iteration_model import Work
+    from vericache_sglang.scheduling.runtime import Runtime
 
 
 class MixedForward:
-    """Executes the row actions of a plan; states advance, nothing else changes.
+    """Executes row actions; states advance, and the runtime hears of it.
 
     Args:
         config: Frozen settings.
         residence: Row table, reloads and counters.
+        runtime: Is told of verifications and of drafted stops.
         target_worker: SGLang's ``TpModelWorker``.
     """
 
     def __init__(
-        self, config: VeriCacheConfig, residence: Residence, target_worker: Any
+        self,
+        config: VeriCacheConfig,
+        residence: Residence,
+        runtime: Runtime,
+        target_worker: Any,
     ) -> None:
         self._config = config
         self._residence = residence
+        self._runtime = runtime
         self._worker = target_worker
         self._device = target_worker.model_runner.device
 
     def run(
-        self, batch: ScheduleBatch, seats: dict[int, RequestState], plan: Plan
-    ) -> GenerationBatchResult:
+        self,
+        batch: ScheduleBatch,
+        seats: dict[int, RequestState],
+        actions: dict[int, RowAction],
+    ) -> tuple[GenerationBatchResult, Work | None]:
         """Draft, verify and decode plainly in one ragged forward.
 
         Args:
             batch: The decode batch.
             seats: Position in the batch -> request, in order.
-            plan: Its ``rows`` are those of ``seats``.
+            actions: Position in the batch -> what its request does.
+
+        Returns:
+            The result, and the work done; None where every request waited.
         """
         rows = MixedRows(self._residence)
-        actions = dict(zip(seats, plan.rows, strict=True))
         for i, state in seats.items():
-            state.waited = 0 if rows.add(i, state, actions[i]) else state.waited + 1
+            rows.add(i, state, actions[i])
         emitted: list[list[int]] = [[] for _ in batch.reqs]
-        output = None
+        output = work = None
         if rows.rows:
+            work = rows.work()
             forward = build_forward(
                 copy.copy(batch), rows.rows, self._worker.model_runner
             )
@@ -71,8 +85,8 @@ class MixedForward:
                 if isinstance(actions[i], Plain) and sampled is not None:
                     tokens = [sampled[i]]
                 emitted[i] = self._conclude(seats[i], actions[i], tokens)
-            self._residence.counters.note_forward(plan.rows)
-        return self._result(emitted, output)
+            self._residence.counters.note_forward(actions.values())
+        return self._result(emitted, output), work
 
     def _sample(
         self,
@@ -101,19 +115,20 @@ class MixedForward:
         return tokens.tolist(), output
 
     def _conclude(
-        self, state: RequestState, action: object, tokens: list[int]
+        self, state: RequestState, action: RowAction, tokens: list[int]
     ) -> list[int]:
         """Record what a row's forward said; returns the tokens to emit, maybe none."""
         if isinstance(action, Draft):
-            state.draft(tokens[0])
+            if state.draft(tokens[0]):
+                self._runtime.stop_drafted(state.rid)
             return []
         if isinstance(action, Verify):
             drafts = state.drafts
-            accepted = accepted_tokens(drafts, tokens)
-            self._residence.counters.note_round(len(drafts), len(accepted) - 1)
-            self._residence.reloads.end(state)
-            tokens = accepted
-        state.accept(tokens, self._config.draft_length)
+            tokens = accepted_tokens(drafts, tokens)
+            self._residence.counters.note_round(len(drafts), len(tokens) - 1)
+            self._residence.reloads.end(state.rid)
+            self._runtime.verified(state.rid, len(drafts), len(tokens))
+        state.accept(tokens)
         return tokens
 
     def _result(self, emitted: list[list[int]], output: Any) -> GenerationBatchResult:

@@ -3,128 +3,162 @@
 from __future__ import annotations
 
 import logging
-import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.ledger import Account
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vericache_sglang.engine.counters import Counters
-    from vericache_sglang.engine.state import RequestState, TwoParts
+    from vericache_sglang.memory.host_store import HostStore
     from vericache_sglang.memory.ledger import Ledger
-    from vericache_sglang.memory.staging import StagingRegion
-    from vericache_sglang.memory.transfers import Transfers
+    from vericache_sglang.memory.staging import Lease, Span, StagingRegion
+    from vericache_sglang.memory.transfers import Transfer, Transfers
+    from vericache_sglang.scheduling.link import LinkEstimate
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Staged:
+    """One complement in the staging region, or on its way there.
+
+    Attributes:
+        lease: Its slots.
+        slots: Of these, slots filled.
+        transfer: The copy; None once it has arrived.
+        users: Requests that are to be verified over it, first come first.
+        told: Those of them whose arrival was reported.
+    """
+
+    lease: Lease
+    slots: int
+    transfer: Transfer | None
+    users: dict[str, None] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
 
 class Reloads:
     """Starts, polls and ends the copies a plan asks for.
 
+    Requests that share a complement share its staging: one copy, one lease.
+
     Args:
         region: The staging slots.
         transfers: What copies.
+        host: Where the complements are.
         ledger: Where taken slots are booked.
         counters: Staged bytes and seconds are added here.
-        token_bytes: Bytes of one token over all layers.
+        link: Learns the link's speed.
     """
 
     def __init__(
         self,
         region: StagingRegion,
         transfers: Transfers,
+        host: HostStore,
         ledger: Ledger,
         counters: Counters,
-        token_bytes: int,
+        link: LinkEstimate,
     ) -> None:
         self.region = region
         self._transfers = transfers
+        self._host = host
         self._ledger = ledger
         self._counters = counters
-        self._token_bytes = token_bytes
-        self._slot_seconds = 0.0
+        self._link = link
+        self._staged: dict[str, Staged] = {}
+        self._key_of: dict[str, str] = {}
 
-    def start(self, state: RequestState) -> None:
-        """Start staging a split request's complement.
+    def start(self, rid: str, key: str) -> None:
+        """Start staging a request's complement, or join the one that is staged.
+
+        Args:
+            rid: Request id.
+            key: What its staging is known by; equal for those who share.
 
         Raises:
-            InvariantError: The planner promised room that is not there.
+            InvariantError: The plan promised room that is not there.
         """
-        parts = _parts(state)
-        rid: str = state.req.rid
-        span = self.region.take(parts.budget.dropped)
-        if span is None:
-            raise InvariantError(f"no staging span of {parts.budget.dropped} slots")
-        self._ledger.take(Account.STAGING_SLOTS, rid, span.slots)
-        parts.span = span
-        parts.loaded = False
-        parts.transfer = self._transfers.start(parts.complement, span)
+        self._key_of[rid] = key
+        staged = self._staged.get(key)
+        if staged is not None:
+            staged.users[rid] = None
+            self._counters.shared_reloads += 1
+            return
+        complement = self._host.complement(rid)
+        lease = self.region.take(complement.slots)
+        if lease is None:
+            raise InvariantError(f"no staging room for {complement.slots} slots")
+        self._ledger.take(Account.STAGING_SLOTS, key, lease.slots)
+        transfer = self._transfers.start(complement, lease)
+        self._staged[key] = Staged(lease, complement.slots, transfer, {rid: None})
+        counters = self._counters
+        counters.peak_staged_bytes = max(
+            counters.peak_staged_bytes,
+            self.region.used * self._host.geometry.token_bytes,
+        )
 
-    def poll(self, states: Iterable[RequestState]) -> list[str]:
+    def poll(self) -> tuple[list[str], list[str]]:
         """Notice finished copies.
 
         Returns:
-            Ids of requests whose copy failed; their complement cannot be trusted.
+            Requests whose complement has arrived since the last call, and those whose
+            copy failed; the latter hold no staging any more.
         """
-        failed = []
-        for state in states:
-            parts = state.parts
-            if parts is None or parts.transfer is None:
-                continue
+        arrived: list[str] = []
+        failed: list[str] = []
+        for staged in list(self._staged.values()):
             try:
-                arrived = parts.transfer.done()
+                if staged.transfer is not None and staged.transfer.done():
+                    self._note_arrival(staged, staged.transfer)
             except TransferError as error:
-                logger.error("VeriCache: reload of %s failed: %s", state.req.rid, error)
-                failed.append(state.req.rid)
+                logger.error("VeriCache: reload of %s: %s", list(staged.users), error)
+                self._counters.failed_reloads += 1
+                failed.extend(staged.users)
+                for rid in list(staged.users):
+                    self.end(rid)
                 continue
-            if arrived:
-                self._arrived(parts)
-        return failed
+            if staged.transfer is None:
+                arrived.extend(rid for rid in staged.users if rid not in staged.told)
+                staged.told.update(staged.users)
+        return arrived, failed
 
-    def end(self, state: RequestState) -> None:
-        """Give a request's staging slots back; stops a copy that still runs."""
-        parts = state.parts
-        if parts is None or parts.span is None:
-            return
-        if parts.transfer is not None:
-            parts.transfer.cancel()
-        self.region.give(parts.span)
-        self._ledger.give(Account.STAGING_SLOTS, state.req.rid)
-        parts.span, parts.transfer, parts.loaded = None, None, False
+    def spans(self, rid: str) -> tuple[Span, ...]:
+        """Return the staged complement's slots, in order.
 
-    def lead(self, slots: int, iteration_seconds: float, most: int) -> int:
-        """Estimate how many iterations a reload takes.
-
-        Args:
-            slots: Complement length.
-            iteration_seconds: Recent time of one iteration; 0.0 while unknown.
-            most: Upper bound, in iterations.
-
-        Returns:
-            At least 1, as a copy started now is at best ready in the next iteration.
+        Raises:
+            InvariantError: It has not arrived.
         """
-        if iteration_seconds <= 0.0 or self._slot_seconds <= 0.0:
-            return min(2, most)
-        needed = math.ceil(slots * self._slot_seconds / iteration_seconds)
-        return max(1, min(most, needed + 1))
+        staged = self._staged.get(self._key_of.get(rid, ""))
+        if staged is None or staged.transfer is not None:
+            raise InvariantError(f"{rid} is verified without its complement")
+        return staged.lease.first(staged.slots)
 
-    def _arrived(self, parts: TwoParts) -> None:
-        span = parts.span
-        if parts.transfer is None or span is None:
-            raise InvariantError("a copy without a span arrived")
-        seconds = parts.transfer.seconds
-        parts.transfer, parts.loaded = None, True
-        self._counters.staged_bytes += span.slots * self._token_bytes
-        self._counters.stage_seconds += seconds
-        per_slot = seconds / span.slots
-        old = self._slot_seconds
-        self._slot_seconds = per_slot if old == 0.0 else 0.8 * old + 0.2 * per_slot
+    def end(self, rid: str) -> None:
+        """Let go of a request's staging; the last user stops a copy that still runs."""
+        key = self._key_of.pop(rid, None)
+        if key is None:
+            return
+        staged = self._staged[key]
+        staged.users.pop(rid)
+        staged.told.discard(rid)  # it may join again
+        if staged.users:
+            return
+        if staged.transfer is not None:
+            staged.transfer.cancel()
+        self.region.give(staged.lease)
+        self._ledger.give(Account.STAGING_SLOTS, key)
+        del self._staged[key]
 
+    @property
+    def keys(self) -> set[str]:
+        """What is staged now, by key."""
+        return set(self._staged)
 
-def _parts(state: RequestState) -> TwoParts:
-    if state.parts is None:
-        raise InvariantError(f"{state.req.rid} is not split")
-    return state.parts
+    def _note_arrival(self, staged: Staged, transfer: Transfer) -> None:
+        staged.transfer = None
+        self._counters.staged_bytes += transfer.nbytes
+        self._counters.stage_seconds += transfer.seconds
+        self._link.observe(transfer.nbytes, transfer.seconds, "in")

@@ -10,8 +10,10 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+from vericache_sglang.engine.state import Layout, Parts
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
+from vericache_sglang.scheduling.iteration_model import Work
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -42,7 +44,10 @@ class ForwardRow:
 
 
 class MixedRows:
-    """Collects the rows of one forward; lists shadow rows for verifications.
+    """Collects the rows of one forward; lists shadow rows where two rows are needed.
+
+    A request on the host drafts on its own row and is verified on a shadow row; on the
+    device it is the other way round, or both are shadow rows.
 
     Args:
         residence: Owns the row table and its shadow rows.
@@ -50,36 +55,30 @@ class MixedRows:
 
     def __init__(self, residence: Residence) -> None:
         self.rows: list[ForwardRow] = []
+        self._residence = residence
         self._table = residence.table
-        self._shadows = iter(residence.shadow_rows)
+        self._shadows = iter(residence.verify_rows)
 
-    def add(
-        self,
-        batch_index: int,
-        state: RequestState,
-        action: Plain | Draft | Verify | Wait,
-    ) -> bool:
+    def add(self, batch_index: int, state: RequestState, action: RowAction) -> bool:
         """Add what ``action`` asks of a request; returns False where it is to wait."""
         if isinstance(action, Wait):
             return False
-        table_row: int = state.req.kv.req_pool_idx
-        own = self._table[table_row]
-        at = state.row_length
-        drafts = len(state.drafts)
+        own: int = state.req.kv.req_pool_idx
+        at = state.row_length + len(state.drafts)
+        tokens, position = [state.pending], state.verified
         if isinstance(action, Verify):
-            slots = own[at : at + drafts + 1]
-            table_row = self._list_verify_row(own, state)
-            tokens, position = [state.pending, *state.drafts], state.verified
-            prefix = state.verified
+            at -= len(state.drafts)
+            tokens = [state.pending, *state.drafts]
+            row, prefix = self._whole_row(own, state), state.verified
+        elif isinstance(action, Draft):
+            if state.drafts:
+                tokens = [state.drafts[-1]]
+            position += len(state.drafts)
+            row, prefix = self._draft_row(own, state)
         else:
-            prefix, position = at + drafts, state.verified + drafts
-            slots = own[prefix : prefix + 1]
-            tokens = [state.drafts[-1] if drafts else state.pending]
-        self.rows.append(
-            ForwardRow(
-                batch_index, table_row, prefix, tokens, position, slots.to(torch.int64)
-            )
-        )
+            row, prefix = own, at
+        slots = self._table[own, at : at + len(tokens)].to(torch.int64)
+        self.rows.append(ForwardRow(batch_index, row, prefix, tokens, position, slots))
         return True
 
     def starts(self) -> list[int]:
@@ -87,19 +86,60 @@ class MixedRows:
         lengths = (len(row.tokens) for row in self.rows)
         return list(accumulate(lengths, initial=0))[:-1]
 
-    def _list_verify_row(self, own: torch.Tensor, state: RequestState) -> int:
-        """Write kept | staged complement | decode slots into a shadow row."""
-        if state.parts is None or state.parts.span is None:
-            raise InvariantError(f"{state.req.rid} is verified without its complement")
-        kept, dropped = state.parts.budget.kept, state.parts.budget.dropped
-        start = state.parts.span.start
+    def work(self) -> Work:
+        """Return what this forward has to do."""
+        tokens = reads = products = 0
+        for row in self.rows:
+            n = len(row.tokens)
+            tokens += n
+            reads += row.prefix + n
+            products += n * (row.prefix + n)
+        return Work(tokens, reads, products)
+
+    def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
+        """Return the row that lists the draft part, and its length."""
+        parts = _split(state)
+        drafts = len(state.drafts)
+        if parts.layout is Layout.KEPT:
+            return own, state.row_length + drafts
+        decoded = state.verified - parts.budget.offered + drafts
+        shadow = self._table[parts.shadow]
+        if decoded >= parts.listed:
+            # Decode slots are listed once; two rounds ahead are allocated already.
+            known = state.req.kv.kv_allocated_len - parts.head
+            kept = parts.budget.kept
+            shadow[kept + parts.listed : kept + known] = self._table[
+                own, parts.head + parts.listed : parts.head + known
+            ]
+            parts.listed = known
+        return parts.shadow, parts.budget.kept + decoded
+
+    def _whole_row(self, own: int, state: RequestState) -> int:
+        """Return the row that lists both parts, for a verification."""
+        parts = _split(state)
+        if parts.layout is Layout.PERMUTED:
+            return own
+        source = self._table[own]
         end = state.row_length + len(state.drafts) + 1
         shadow = next(self._shadows)
         row = self._table[shadow]
-        row[:kept] = own[:kept]
-        torch.arange(start, start + dropped, out=row[kept : kept + dropped])
-        row[kept + dropped : end + dropped] = own[kept:end]
+        offered = parts.budget.offered
+        if parts.layout is Layout.BESIDE:
+            row[:offered] = source[:offered]
+        else:
+            at = parts.budget.kept
+            row[:at] = source[:at]
+            for span in self._residence.reloads.spans(state.rid):
+                row[at : at + span.slots] = torch.arange(span.start, span.end)
+                at += span.slots
+        row[offered : offered + end - parts.head] = source[parts.head : end]
         return shadow
+
+
+def _split(state: RequestState) -> Parts:
+    if state.parts is None:
+        raise InvariantError(f"{state.rid} is not split")
+    return state.parts
 
 
 def build_forward(

@@ -1,13 +1,10 @@
-"""Splits a prefilled prompt's KV in two parts, and makes finished rows whole again."""
+"""Splits a prefilled prompt's KV in two parts, on the device or to the host."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from vericache_sglang.compression.budget import (
     Budget,
@@ -15,61 +12,53 @@ from vericache_sglang.compression.budget import (
     complement_indices,
     keep_indices,
 )
-from vericache_sglang.engine.state import RequestState, TwoParts
+from vericache_sglang.engine.row_edit import (
+    allocate,
+    free,
+    leave_tree,
+    own_lock_covers,
+    relist,
+)
+from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.splitting import join_layer, split_layer
+from vericache_sglang.memory.splitting import as_bits, pick
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from vericache_sglang.compression.base import QueryTail, Selector
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.memory.complement import Complement, HostStore
-    from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.engine.places import Places
+    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.transfers import Transfer
+
+Entries = tuple[torch.Tensor, torch.Tensor]
 
 
 class Splitter:
     """Moves entries between a row's slots, fresh slots and the host.
 
-    A row before and after, T prompt tokens of which B fill whole pages, n kept::
-
-        before  | B prompt slots, some or all owned by the tree | tail | decode |
-        after   | n kept slots, all own                         | tail | decode |
-
-    The tail (fewer tokens than a page) stays where it is, so page borders of the
-    decode slots do not move: B - n is a multiple of the page size.
-
     Slots the tree owns are never written: other rows may list them. Then the kept
-    entries get their own slots, and the tree keeps its full copy for as long as it is
-    not evicted. Where no slot is free the kept entries wait in host memory while our
-    own lock on the tree is dropped, so device memory never exceeds the full KV.
+    entries get slots of their own, and the tree keeps its full copy for as long as it
+    is not evicted. Where no slot is free for a split to the host, the kept entries
+    wait in host memory while our own lock on the tree is dropped, so device memory
+    never exceeds the full KV.
 
     Args:
         config: Compressor budget and protected tokens.
-        geometry: Shapes of the pool.
         selector: Bound to the model.
-        pool: The staged KV pool (``k_buffer`` and ``v_buffer`` per layer,
-            [slots, H, D]); a complement must fit its staging region.
-        req_to_token: The row table, [rows, width] int32.
-        host: Where complements go.
+        places: Pool, row table, host memory.
     """
 
     def __init__(
-        self,
-        config: VeriCacheConfig,
-        geometry: KVGeometry,
-        selector: Selector,
-        pool: Any,
-        req_to_token: torch.Tensor,
-        host: HostStore,
+        self, config: VeriCacheConfig, selector: Selector, places: Places
     ) -> None:
         self._config = config
-        self._geometry = geometry
         self._selector = selector
-        self._pool = pool
-        self._table = req_to_token
-        self._host = host
-        self._staging_slots: int = pool.staging_tokens
+        self._places = places
+        self._geometry = places.geometry
+        self._pool = places.pool
+        self._host = places.host
 
     def budget(self, prompt: int) -> Budget | None:
         """Return the counts for a prompt of ``prompt`` tokens; None: do not split."""
@@ -85,189 +74,167 @@ class Splitter:
             max(0, self._config.recent_tokens - tail),
             page * self._selector.needs.token_align,
         )
-        if budget.dropped == 0 or budget.dropped > self._staging_slots:
-            return None
-        return budget
+        return budget if budget.dropped else None
 
-    def split(
-        self,
-        state: RequestState,
-        tree_cache: Any,
-        queries: Mapping[int, QueryTail],
-    ) -> bool:
-        """Split the prompt of a plainly decoding request whose prefill was processed.
+    def ready(self, state: RequestState, queries: Mapping[int, QueryTail]) -> bool:
+        """Say whether the selector has what it asks for."""
+        return (
+            state.parts is not None
+            or not self._selector.needs.q_tail
+            or len(queries) == self._geometry.layers
+        )
+
+    def to_host(
+        self, state: RequestState, tree_cache: Any, queries: Mapping[int, QueryTail]
+    ) -> Transfer | None:
+        """Split the prompt of a plainly decoding request; the complement leaves.
 
         Args:
-            state: The request; ``state.parts`` is set on success.
+            state: A request whose row is whole and whose prefill was processed.
             tree_cache: SGLang's prefix cache.
             queries: Layer -> last queries of the prompt, where the selector asks.
 
         Returns:
-            False when device or host memory does not allow it now, or queries the
-            selector asks for were not seen; nothing changed.
+            The copy to the host; None when device or host memory does not allow it
+            now, and nothing changed.
         """
-        req, budget = state.req, self.budget(state.prompt)
-        if budget is None or not self._host.fits(budget.dropped):
-            return False
-        if self._selector.needs.q_tail and len(queries) < self._geometry.layers:
-            return False
-        row = self._table[req.kv.req_pool_idx]
+        req, budget = state.req, self._budget_of(state)
+        if not self._host.fits_complement(budget.dropped, budget.kept):
+            return None
+        row = self._places.row(state)
         body = row[: budget.offered].to(torch.int64).clone()
         owned = req.kv.cache_protected_len
         target = body[: budget.kept] if owned == 0 else None
         if target is None:
-            target = _allocate(tree_cache, budget.kept)
-        if target is None and not _own_lock_covers(req, tree_cache, budget.kept):
-            return False
-        complement = self._host.open(req.rid, budget.dropped, budget.kept)
-        self._selector.open(req.rid)
-        waiting = self._move(req.rid, body, budget, complement, target, queries)
-        if owned:
-            tree_cache.unpin(req)
-            req.last_node = None
-        tree_cache.token_to_kv_pool_allocator.free(
-            body[owned:] if owned else body[budget.kept :]
+            target = allocate(tree_cache, budget.kept)
+        if target is None and not own_lock_covers(req, tree_cache, budget.kept):
+            return None
+        complement = self._host.open(state.rid, budget.dropped, budget.kept)
+        waiting: list[Entries] = []
+        transfer = self._places.transfers.save(
+            self._dropped(state, body, complement, target, waiting, queries), complement
         )
+        leave_tree(req, tree_cache)
+        free(tree_cache, body[owned:] if owned else body[budget.kept :])
         if target is None:
-            target = _allocate(tree_cache, budget.kept)
+            target = allocate(tree_cache, budget.kept)
             if target is None:
-                raise InvariantError(f"{req.rid}: slots of its own prompt are not free")
-            self._write(target, waiting)
-        _relist(row, req.kv, budget.offered, target)
-        req.kv.cache_protected_len = 0
-        state.parts = TwoParts(budget, complement, not req.skip_radix_cache_insert)
-        # The row no longer lists token i at place i: the tree must not key it.
-        req.skip_radix_cache_insert = True
-        return True
+                raise InvariantError(f"{state.rid}: its own prompt's slots are taken")
+            self._write_waiting(target, waiting)
+        relist(row, req.kv, budget.offered, target)
+        self._enter(state, budget, complement.kept, Layout.KEPT)
+        return transfer
 
-    def join(self, state: RequestState, tree_cache: Any) -> bool:
-        """Make a finished request's row list every token again, for the prefix tree.
+    def on_device(
+        self, state: RequestState, tree_cache: Any, queries: Mapping[int, QueryTail]
+    ) -> bool:
+        """Split a prompt and leave both parts in the pool.
 
-        Args:
-            state: A split request; its parts stay as they are.
-            tree_cache: SGLang's prefix cache.
+        Where the tree owns prompt slots, the kept entries are copied beside them;
+        otherwise the prompt's own slots are permuted.
 
         Returns:
-            False when the row stays split: no prefix cache, the user asked for no
-            insertion, or no room. The scheduler then releases the row uncached.
+            False when there is no room for the copies; nothing changed.
         """
-        req, parts = state.req, state.parts
-        if parts is None or tree_cache.disable or not parts.insertable:
+        req, budget = state.req, self._budget_of(state)
+        row = self._places.row(state)
+        body = row[: budget.offered].to(torch.int64).clone()
+        beside = req.kv.cache_protected_len > 0
+        target = allocate(tree_cache, budget.kept) if beside else body[: budget.kept]
+        if target is None:
             return False
-        budget = parts.budget
-        row = self._table[req.kv.req_pool_idx]
-        kept = row[: budget.kept].to(torch.int64).clone()
-        cached = self._cached_prefix(req, budget.offered, tree_cache)
-        if cached is not None:
-            tree_cache.token_to_kv_pool_allocator.free(kept)
-            whole = cached
-        else:
-            fresh = _allocate(tree_cache, budget.dropped)
-            if fresh is None:
-                return False
-            whole = torch.cat([kept, fresh])
-            self._restore(kept, whole, parts.complement)
-        _relist(row, req.kv, budget.kept, whole)
-        req.kv.cache_protected_len = budget.offered if cached is not None else 0
-        req.skip_radix_cache_insert = False
+        chosen = torch.empty(
+            self._geometry.layers,
+            self._geometry.kv_heads,
+            budget.kept,
+            dtype=torch.int32,
+        )
+        for layer, keys, values, kept in self._chosen(state, body, budget, queries):
+            chosen[layer].copy_(kept)
+            self._places.put(layer, target, pick(keys, kept), pick(values, kept))
+            if not beside:
+                dropped = complement_indices(kept, budget.offered)
+                self._places.put(
+                    layer,
+                    body[budget.kept :],
+                    pick(keys, dropped),
+                    pick(values, dropped),
+                )
+        if beside:
+            relist(row, req.kv, budget.offered, torch.cat([body, target]))
+        layout = Layout.BESIDE if beside else Layout.PERMUTED
+        self._enter(state, budget, chosen, layout)
         return True
 
-    def _move(
+    def _budget_of(self, state: RequestState) -> Budget:
+        budget = state.parts.budget if state.parts else self.budget(state.prompt)
+        if budget is None:
+            raise InvariantError(f"{state.rid} is too short to be split")
+        return budget
+
+    def _enter(
+        self, state: RequestState, budget: Budget, kept: torch.Tensor, layout: Layout
+    ) -> None:
+        req = state.req
+        state.parts = Parts(budget, kept, layout, not req.skip_radix_cache_insert)
+        # The row no longer lists token i at place i: the tree must not key it.
+        req.skip_radix_cache_insert = True
+        self._selector.close(state.rid)
+
+    def _chosen(
         self,
-        rid: str,
+        state: RequestState,
         body: torch.Tensor,
         budget: Budget,
+        queries: Mapping[int, QueryTail],
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield (layer, keys [B, H, D], values, kept [H, n]); gathered copies.
+
+        A prompt that was split before keeps what was chosen then.
+        """
+        known = state.parts.kept if state.parts else None
+        if known is None:
+            self._selector.open(state.rid)
+        buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
+        for layer, (k_buffer, v_buffer) in enumerate(buffers):
+            keys = as_bits(k_buffer)[body].view(k_buffer.dtype)
+            values = as_bits(v_buffer)[body].view(v_buffer.dtype)
+            if known is not None:
+                kept = known[layer].to(keys.device, torch.int64)
+            else:
+                scores = self._selector.scores(
+                    state.rid,
+                    layer,
+                    keys.transpose(0, 1),
+                    values.transpose(0, 1),
+                    queries.get(layer),
+                )
+                kept = keep_indices(scores, budget)
+            yield layer, keys, values, kept
+
+    def _dropped(
+        self,
+        state: RequestState,
+        body: torch.Tensor,
         complement: Complement,
         target: torch.Tensor | None,
+        waiting: list[Entries],
         queries: Mapping[int, QueryTail],
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Split layer by layer into ``target``; into host memory where it is None."""
-        waiting = []
-        buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
-        for layer, (k_buffer, v_buffer) in enumerate(buffers):
-            keys, values = k_buffer[body], v_buffer[body]
-            scores = self._selector.scores(
-                rid,
-                layer,
-                keys.transpose(0, 1),
-                values.transpose(0, 1),
-                queries.get(layer),
-            )
-            kept = keep_indices(scores, budget)
+    ) -> Iterator[Entries]:
+        """Yield each layer's dropped entries; the kept ones go to ``target``.
+
+        Without a target they are appended to ``waiting``, in host memory.
+        """
+        budget = self._budget_of(state)
+        for layer, keys, values, kept in self._chosen(state, body, budget, queries):
+            complement.kept[layer].copy_(kept)
             dropped = complement_indices(kept, budget.offered)
-            entries = split_layer(keys, values, kept, dropped, complement, layer)
+            yield pick(keys, dropped), pick(values, dropped)
             if target is None:
-                waiting.append((entries[0].cpu(), entries[1].cpu()))
+                waiting.append((pick(keys, kept).cpu(), pick(values, kept).cpu()))
             else:
-                k_buffer[target], v_buffer[target] = entries
-        return waiting
+                self._places.put(layer, target, pick(keys, kept), pick(values, kept))
 
-    def _write(
-        self, target: torch.Tensor, waiting: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
-        for (k_buffer, v_buffer), (keys, values) in zip(buffers, waiting, strict=True):
-            k_buffer[target] = keys.to(k_buffer.device)
-            v_buffer[target] = values.to(v_buffer.device)
-
-    def _restore(
-        self, kept_slots: torch.Tensor, whole: torch.Tensor, complement: Complement
-    ) -> None:
-        buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
-        for layer, (k_buffer, v_buffer) in enumerate(buffers):
-            complement.verify(layer)
-            kept = complement.kept[layer].to(kept_slots.device, torch.int64)
-            for buffer, host in (
-                (k_buffer, complement.keys[layer]),
-                (v_buffer, complement.values[layer]),
-            ):
-                buffer[whole] = join_layer(
-                    buffer[kept_slots], kept, host.to(buffer.device)
-                )
-
-    def _cached_prefix(
-        self, req: Any, length: int, tree_cache: Any
-    ) -> torch.Tensor | None:
-        """Return the tree's slots of the first ``length`` tokens if it has them all."""
-        key = RadixKey(
-            (req.origin_input_ids + req.output_ids)[:length],
-            req.extra_key,
-            cache_salt=req.cache_salt,
-        )
-        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
-        slots: torch.Tensor = match.device_indices
-        return slots.to(torch.int64) if len(slots) >= length else None
-
-
-def _allocate(tree_cache: Any, slots: int) -> torch.Tensor | None:
-    """Take ``slots`` slots, a multiple of the page size, evicting unlocked prefixes.
-
-    Returns None, and evicts nothing, when even all of them would not make room.
-    """
-    allocator = tree_cache.token_to_kv_pool_allocator
-    if allocator.available_size() + tree_cache.evictable_size() < slots:
-        return None
-    evict_from_tree_cache(tree_cache, slots)
-    taken: torch.Tensor | None = allocator.alloc(slots)
-    return taken
-
-
-def _own_lock_covers(req: Any, tree_cache: Any, slots: int) -> bool:
-    """Say whether dropping this request's lock makes room for ``slots`` slots."""
-    node = req.last_node
-    tree_cache.unpin(req)
-    room = (
-        tree_cache.token_to_kv_pool_allocator.available_size()
-        + tree_cache.evictable_size()
-    )
-    req.lock_receipt = tree_cache.inc_lock_ref(node).to_dec_params()
-    return bool(room >= slots)
-
-
-def _relist(row: torch.Tensor, kv: Any, old: int, head: torch.Tensor) -> None:
-    """Replace the first ``old`` slots of a row by ``head`` and shift what follows."""
-    rest = row[old : kv.kv_allocated_len].clone()
-    row[: len(head)] = head.to(row.dtype)
-    row[len(head) : len(head) + len(rest)] = rest
-    kv.kv_committed_len += len(head) - old
-    kv.kv_allocated_len += len(head) - old
+    def _write_waiting(self, target: torch.Tensor, waiting: list[Entries]) -> None:
+        for layer, (keys, values) in enumerate(waiting):
+            self._places.put(layer, target, keys, values)

@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.scheduling.plan import Phase, RowView, Staged
-
 if TYPE_CHECKING:
+    import torch
+
     from vericache_sglang.compression.budget import Budget
-    from vericache_sglang.memory.complement import Complement
-    from vericache_sglang.memory.staging import Span
-    from vericache_sglang.memory.transfers import Transfer
+
+
+class Layout(Enum):
+    """What a request's row of ``req_to_token`` lists before its decode slots.
+
+    B prompt slots in whole pages, n kept, m = B - n dropped; the prompt's last partial
+    page counts as decode slots.
+    """
+
+    WHOLE = "whole"
+    """The B prompt slots in order; plain SGLang's row."""
+
+    BESIDE = "beside"
+    """The B prompt slots in order, then n copies of the kept entries."""
+
+    PERMUTED = "permuted"
+    """n slots of kept entries, then m slots of dropped ones."""
+
+    KEPT = "kept"
+    """n slots of kept entries; the complement is on the host."""
+
+    PARKED = "parked"
+    """Nothing: all of it is on the host."""
 
 
 @dataclass(slots=True)
-class TwoParts:
-    """The KV of a request whose prompt is split.
+class Parts:
+    """The two parts of a prompt's KV.
 
     Attributes:
-        budget: Kept and dropped counts; ``budget.dropped`` is m.
-        complement: The dropped entries, in host memory.
+        budget: Kept and dropped counts.
+        kept: [L, H, n] int32 on the CPU, the prompt positions of the draft part.
+        layout: How the row lists them.
         insertable: ``Req.skip_radix_cache_insert`` as it was, negated: whether the
             finished request may enter the prefix tree once its row is whole again.
-        span: Staging slots held for the next verification.
-        transfer: The copy into ``span``.
-        loaded: The copy is complete.
+        shadow: Row of the table that lists the draft part and the decode slots, where
+            the request's own row lists more; -1 for none.
+        listed: Decode slots listed in the shadow row.
+        parked_slots: Slots held when it was parked.
     """
 
     budget: Budget
-    complement: Complement
+    kept: torch.Tensor
+    layout: Layout
     insertable: bool
-    span: Span | None = None
-    transfer: Transfer | None = None
-    loaded: bool = False
+    shadow: int = -1
+    listed: int = 0
+    parked_slots: int = 0
 
     @property
-    def staged(self) -> Staged:
-        """Where the complement is on its way to the device."""
-        if self.span is None:
-            return Staged.ABSENT
-        return Staged.READY if self.loaded else Staged.LOADING
+    def head(self) -> int:
+        """Slots the own row lists before the decode slots."""
+        budget = self.budget
+        return {
+            Layout.WHOLE: budget.offered,
+            Layout.BESIDE: budget.offered + budget.kept,
+            Layout.PERMUTED: budget.offered,
+            Layout.KEPT: budget.kept,
+            Layout.PARKED: 0,
+        }[self.layout]
 
 
 @dataclass(slots=True)
@@ -59,13 +88,11 @@ class RequestState:
             asked for; other requests are decoded plainly, by SGLang's sampler.
         eligible: The request may be split when there is room (greedy, long enough).
         stops: Token ids that end the request.
-        launches: Decode iterations launched since the prefill.
         drafts: Tokens drafted since the last verification.
-        closed: A stop token was drafted; drafting beyond it is wasted.
-        target: Drafts after which a verification is wanted.
-        waited: Iterations left out of the forward in a row.
-        parts: The two parts once the prompt is split; None while decoding plainly.
-        broken: The complement was lost; the request only waits for its abort.
+        parts: The two parts once the prompt was split; None before.
+        drafting: Drafts are made on the draft part; else decoded plainly on the whole.
+        planned: The runtime knows the request.
+        lost: The complement is damaged; the request is to prefill again.
     """
 
     req: Any
@@ -76,20 +103,31 @@ class RequestState:
     greedy: bool
     eligible: bool
     stops: frozenset[int]
-    launches: int = 0
     drafts: list[int] = field(default_factory=list)
-    closed: bool = False
-    target: int = 0
-    waited: int = 0
-    parts: TwoParts | None = None
-    broken: bool = False
+    parts: Parts | None = None
+    drafting: bool = False
+    planned: bool = False
+    lost: bool = False
+
+    @property
+    def rid(self) -> str:
+        """Request id."""
+        rid: str = self.req.rid
+        return rid
+
+    @property
+    def layout(self) -> Layout:
+        """How the own row lists the prompt."""
+        return self.parts.layout if self.parts else Layout.WHOLE
 
     @property
     def row_length(self) -> int:
-        """Committed slots of the row: F while plain, F - m once split."""
+        """Committed slots of the own row."""
         if self.parts is None:
             return self.verified
-        return self.verified - self.parts.budget.dropped
+        if self.parts.layout is Layout.PARKED:
+            return 0
+        return self.verified - self.parts.budget.offered + self.parts.head
 
     @property
     def remaining(self) -> int:
@@ -97,44 +135,18 @@ class RequestState:
         limit: int = self.req.sampling_params.max_new_tokens
         return max(0, limit - self.emitted)
 
-    def view(self, draft_length: int, splittable: bool) -> RowView:
-        """Describe the request to the planner.
-
-        Args:
-            draft_length: Most tokens drafted between verifications.
-            splittable: The prompt may be split in this iteration.
-        """
-        drafts = len(self.drafts)
-        # A verification of d drafts emits up to d + 1 tokens.
-        cap = drafts if self.closed else min(draft_length, self.remaining - 1)
-        return RowView(
-            rid=self.req.rid,
-            phase=Phase.PLAIN if self.parts is None else Phase.DRAFTING,
-            drafts=drafts,
-            target=self.target,
-            cap=max(0, cap),
-            staged=self.parts.staged if self.parts else Staged.ABSENT,
-            complement=self.parts.budget.dropped if self.parts else 0,
-            splittable=splittable,
-            waited=self.waited,
-            over=self.broken or self.remaining == 0,
-        )
-
-    def draft(self, token: int) -> None:
-        """Record one drafted token."""
+    def draft(self, token: int) -> bool:
+        """Record one drafted token; say whether it would end the request."""
         self.drafts.append(token)
-        self.closed = token in self.stops
+        return token in self.stops
 
-    def accept(self, tokens: list[int], draft_length: int) -> None:
+    def accept(self, tokens: list[int]) -> None:
         """Record verified tokens and start the next round.
 
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
-            draft_length: Target of the next round.
         """
         self.verified += len(tokens)
         self.emitted += len(tokens)
         self.pending = tokens[-1]
         self.drafts = []
-        self.closed = False
-        self.target = draft_length

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from vericache_sglang.engine.calibration import starting_coefficients
 from vericache_sglang.engine.eligibility import draftable, stop_tokens
 from vericache_sglang.engine.mixed import MixedForward
 from vericache_sglang.engine.query_tails import attention_layers
-from vericache_sglang.engine.residence import Residence
+from vericache_sglang.engine.residence import PLAIN_ROOM, Residence
+from vericache_sglang.engine.row_edit import room
 from vericache_sglang.engine.sampling import one_token_logprobs
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
-from vericache_sglang.engine.state import RequestState
-from vericache_sglang.scheduling.plan import Limits, Plain, Plan
-from vericache_sglang.scheduling.stagger import first_target, plan_iteration
+from vericache_sglang.engine.state import Layout, RequestState
+from vericache_sglang.errors import TransferError
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.iteration_model import IterationModel, Work
+from vericache_sglang.scheduling.plan import Plain, Plan, Shape, Wait, World
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.scheduling.settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,20 +33,22 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
 
-MAX_SPLITS = 2
-"""Prompts split in one iteration: a split costs about one pass over the prompt's KV."""
+logger = logging.getLogger(__name__)
 
-PLAIN_ROOM = 3
-"""Slots a plain row uses before the next allocation: a late token and two more."""
+IDLE_SECONDS = 2e-4
+"""Pause of an iteration in which every request waits for its reload."""
+
+OBSERVE_EVERY = 8
+"""Iterations between two samples of the iteration's time while nobody drafts."""
 
 
 class VeriCacheWorker(BaseSpecWorker):
     """See ``BaseSpecWorker``; target and drafter are the same model runner.
 
     Owns the truth about every decoding request (``RequestState``). Per iteration: poll
-    reloads, plan, start reloads, one forward, accept, split. SGLang's scheduler sees
-    rows as long as the table says and accept lengths between 0 (drafting or waiting)
-    and d + 1 (verified).
+    reloads, have the runtime plan, start reloads, one forward, accept, make the plan's
+    moves. SGLang's scheduler sees rows as long as the table says and accept lengths
+    between 0 (drafting or waiting) and d + 1 (verified).
 
     Args:
         config: Frozen settings.
@@ -66,8 +74,8 @@ class VeriCacheWorker(BaseSpecWorker):
         self.device = self.model_runner.device
         self._overlap = not server_args.disable_overlap_schedule
         self._states: dict[str, RequestState] = {}
-        self._newcomers = 0
-        self._seconds = 0.0
+        self._launched = 0.0
+        self._work: Work | None = None
 
     @property
     def draft_worker(self) -> None:
@@ -82,14 +90,25 @@ class VeriCacheWorker(BaseSpecWorker):
     ) -> None:
         """See ``BaseSpecWorker``; runs before attention backends read the row table."""
         self.req_to_token_pool = req_to_token_pool
+        self._max_running: int = req_to_token_pool.size
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        layers = attention_layers(self.model_runner.model)
+        start = starting_coefficients(pool, layers, self._config.draft_length)
+        self.runtime = Runtime(
+            _settings(self._config, pool),
+            Estimates(iteration=IterationModel(start)),
+        )
         self.residence = Residence(
             self._config,
+            self.runtime.estimates,
             req_to_token_pool,
             token_to_kv_pool_allocator,
-            attention_layers(self.model_runner.model)[0].tp_q_head_num,
+            layers[0].tp_q_head_num,
         )
-        self._mixed = MixedForward(self._config, self.residence, self._target_worker)
+        self._mixed = MixedForward(
+            self._config, self.residence, self.runtime, self._target_worker
+        )
         # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
         req_to_token_pool.vericache_on_free = self.release
 
@@ -109,6 +128,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._decode(batch)
         else:
+            self._work = None  # the time until the next decode is not one iteration's
             result = self._prefill(batch)
         result.next_draft_input = VeriCacheSpecInput(len(batch.reqs))
         if on_publish is not None:
@@ -121,7 +141,7 @@ class VeriCacheWorker(BaseSpecWorker):
         Looked up by name in ``batch_result_processor.py``, right before the release.
         """
         state = self._states.get(req.rid)
-        if state is not None and state.parts is not None and not state.broken:
+        if state is not None and state.parts is not None and not state.lost:
             self.residence.join(state, self._tree_cache)
 
     def release(self, req: Req) -> None:
@@ -130,11 +150,12 @@ class VeriCacheWorker(BaseSpecWorker):
         state = self._states.pop(req.rid, None)
         if state is None:
             return
+        self.runtime.leave(req.rid)
         if state.parts is not None:
             # A retracted request prefills again and is an ordinary one until split.
             req.skip_radix_cache_insert = not state.parts.insertable
-        self.residence.release(state)
-        self.residence.check(self._states)
+            self.residence.release(state)
+            self.residence.check(self._states)
 
     def clear_cache_pool(self) -> None:
         """Forget everything; SGLang has flushed its caches and nothing runs."""
@@ -143,7 +164,17 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def report(self) -> dict[str, int | float]:
         """Return counters and what is held now, for ``GET /get_server_info``."""
-        return {**self.residence.report(), "running": len(self._states)}
+        return {
+            **self.residence.report(),
+            **self.runtime.report(),
+            "kv_read_bytes_per_s": self._read_rate(),
+            "running": len(self._states),
+        }
+
+    def _read_rate(self) -> float:
+        """Return the rate at which forwards read KV, as the iterations show it."""
+        read_s = self.runtime.estimates.iteration.coefficients.per_read_s
+        return self.residence.geometry.token_bytes / read_s if read_s else 0.0
 
     # -- prefill ----------------------------------------------------------------
 
@@ -171,7 +202,8 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _new_state(self, req: Req, token: int, length: int) -> RequestState:
         greedy = draftable(req)
-        req.vericache_room = PLAIN_ROOM
+        req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
+        req.vericache_parked_slots = 0
         return RequestState(
             req=req,
             prompt=length,
@@ -179,14 +211,17 @@ class VeriCacheWorker(BaseSpecWorker):
             pending=token,
             emitted=len(req.output_ids) + 1,
             greedy=greedy,
-            eligible=greedy and self.residence.splitter.budget(length) is not None,
+            eligible=greedy
+            # Host memory that lost its KV once is not asked again.
+            and not getattr(req, "vericache_distrusted", False)
+            and self.residence.splitter.budget(length) is not None,
             stops=stop_tokens(req),
         )
 
     # -- one decode iteration ---------------------------------------------------
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        began = time.perf_counter()
+        self._observe_last()
         self.residence.counters.note_iteration(len(batch.reqs))
         # A batch with a grammar processes the last result between choosing the batch
         # and running it, so a request may have ended, and lost its row, already.
@@ -197,82 +232,124 @@ class VeriCacheWorker(BaseSpecWorker):
         }
         states = list(seats.values())
         all_here = len(states) == len(batch.reqs)
-        if all_here and not any(state.parts or state.eligible for state in states):
+        for state in states:
+            if state.eligible and not state.planned:
+                self._arrive(state)
+        if all_here and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: no slower than plain SGLang.
             return self._run_plain(batch, states)
-        self._abort_broken(states)
-        plan = self._plan(states)
-        for stage_in in plan.stage_ins:
-            self.residence.reloads.start(self._states[stage_in.rid])
-        if all_here and all(isinstance(action, Plain) for action in plan.rows):
+        plan = self._plan(batch, len(states))
+        actions = {
+            i: plan.rows.get(state.rid) or Plain(state.rid)
+            for i, state in seats.items()
+        }
+        for i, state in seats.items():
+            if state.lost or not state.remaining:
+                actions[i] = Wait(state.rid)
+        if all_here and all(isinstance(action, Plain) for action in actions.values()):
             result = self._run_plain(batch, states)
         else:
-            result = self._mixed.run(batch, seats, plan)
-        self._split(plan, batch.tree_cache)
-        for state in states:
-            state.launches += 1
-        drafting = sum(state.parts is not None for state in states)
-        self.residence.counters.peak_drafting = max(
-            self.residence.counters.peak_drafting, drafting
+            result, self._work = self._mixed.run(batch, seats, actions)
+            if self._work is None:
+                time.sleep(IDLE_SECONDS)
+        self._make_moves(plan, batch)
+        self._publish(result, seats, len(batch.reqs))
+        return result
+
+    def _arrive(self, state: RequestState) -> None:
+        """Hand a request to the runtime; its prompt is whole on the device."""
+        state.planned = True
+        budget = self.residence.splitter.budget(state.prompt)
+        if budget is None:
+            return
+        # Slots the prefix tree owns are never permuted.
+        beside = not self._tree_cache.disable
+        self.runtime.arrive(
+            Shape(
+                rid=state.rid,
+                prompt=state.prompt,
+                kept=budget.kept,
+                dropped=budget.dropped,
+                copies=budget.kept if beside else 0,
+                remaining=state.remaining,
+                # Under overlap the prefill's result (the tree insertion) is processed
+                # only after the first decode was launched.
+                ready_in=1 if self._overlap else 0,
+            )
         )
-        lengths = torch.ones(len(batch.reqs), dtype=torch.int64)
+
+    def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
+        arrived, failed = self.residence.reloads.poll()
+        self.residence.poll_outgoing()
+        for rid in failed:
+            self._note_failure(rid)
+        plan = self.runtime.plan(
+            World(
+                free_slots=room(batch.tree_cache),
+                host_slots=self.residence.host_slots,
+                rows=rows,
+                blocked=bool(batch.batch_is_full) and rows < self._max_running,
+                arrived=tuple(arrived),
+                failed=tuple(failed),
+            )
+        )
+        for stage_in in plan.stage_ins:
+            key = self.residence.staging_key(stage_in.rid)
+            self.residence.reloads.start(stage_in.rid, key)
+        self.residence.counters.note_drafting(self.runtime.drafting)
+        return plan
+
+    def _note_failure(self, rid: str) -> None:
+        """Count a failed reload; the second in a row costs the request its KV."""
+        if self.runtime.gives_up(rid):
+            self._lose(self._states[rid])
+
+    def _lose(self, state: RequestState) -> None:
+        """Have the scheduler send a request back to prefill; nothing wrong was emitted.
+
+        Read by the hook on the scheduler (patches: managers_scheduler_retraction).
+        """
+        logger.error("VeriCache: %s prefills again, its host copy is lost", state.rid)
+        self.runtime.leave(state.rid)
+        state.lost = True
+        state.req.vericache_lost = True
+        state.req.vericache_distrusted = True
+        self.residence.counters.reprefills += 1
+
+    def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> None:
+        for move in plan.moves:
+            state = self._states.get(move.rid)
+            if state is None or state.lost:
+                continue
+            try:
+                made = self.residence.make(move, state, batch.tree_cache)
+            except TransferError as error:
+                logger.error("VeriCache: %s: %s", state.rid, error)
+                self._lose(state)
+                continue
+            if not made:
+                self.runtime.refused(move)
+                continue
+            on_host = state.layout is Layout.KEPT
+            group = self.residence.staging_key(state.rid) if on_host else ""
+            self.runtime.moved(move, group)
+            batch.batch_is_full = False  # ask again whether somebody fits
+
+    def _publish(
+        self, result: GenerationBatchResult, seats: dict[int, RequestState], rows: int
+    ) -> None:
+        lengths = torch.ones(rows, dtype=torch.int64)
         for i, state in seats.items():
             lengths[i] = state.row_length
         result.new_seq_lens = lengths.to(self.device)
-        elapsed = time.perf_counter() - began
-        self._seconds = (
-            0.8 * self._seconds + 0.2 * elapsed if self._seconds else elapsed
-        )
-        return result
 
-    def _abort_broken(self, states: list[RequestState]) -> None:
-        for rid in self.residence.reloads.poll(states):
-            state = self._states[rid]
-            self.residence.reloads.end(state)
-            state.broken = True
-            state.req.to_finish = FINISH_ABORT(
-                "VeriCache: the host copy of this request's KV is damaged"
-            )
-
-    def _plan(self, states: list[RequestState]) -> Plan:
-        config, reloads = self._config, self.residence.reloads
-        # Under overlap the prefill's result (the tree insertion) is processed only
-        # after the first decode was launched.
-        settled = 1 if self._overlap else 0
-        longest = max((s.parts.budget.dropped for s in states if s.parts), default=0)
-        views = [
-            state.view(
-                config.draft_length,
-                splittable=state.eligible
-                and state.parts is None
-                and state.launches >= settled
-                and state.remaining > 1,
-            )
-            for state in states
-        ]
-        limits = Limits(
-            max_verifies=config.max_verifies,
-            max_splits=MAX_SPLITS,
-            staging_spans=reloads.region.free_spans(),
-            lead=reloads.lead(longest, self._seconds, config.draft_length),
-        )
-        return plan_iteration(views, limits)
-
-    def _split(self, plan: Plan, tree_cache: Any) -> None:
-        if not plan.splits:
-            return
-        drafting = sum(state.parts is not None for state in self._states.values())
-        for split in plan.splits:
-            state = self._states[split.rid]
-            if not self.residence.split(state, tree_cache):
-                continue
-            drafting += 1
-            # One round may be committed late (overlap), the next one is written.
-            state.req.vericache_room = 2 * (self._config.draft_length + 1)
-            state.target = first_target(
-                self._newcomers, drafting, self._config.draft_length
-            )
-            self._newcomers += 1
+    def _observe_last(self) -> None:
+        """Learn from the last iteration, launch to launch, if it was a decode too."""
+        now = time.perf_counter()
+        if self._work is not None:
+            self.runtime.estimates.iteration.observe(self._work, now - self._launched)
+            self._work = None
+        self._launched = now
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState]
@@ -290,9 +367,13 @@ class VeriCacheWorker(BaseSpecWorker):
         batch.seq_lens_sum = None
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.spec_info = None
+        counted = self.residence.counters.iterations
+        if self.runtime.tracks or counted % OBSERVE_EVERY == 0:
+            reads = sum(state.verified for state in states) + len(states)
+            self._work = Work(len(states), reads, reads)
         result = self._target_worker.forward_batch_generation(batch)
         for state, token in zip(states, result.next_token_ids.tolist(), strict=True):
-            state.accept([token], self._config.draft_length)
+            state.accept([token])
         one_token_logprobs(result.logits_output)
         result.accept_lens = torch.ones(
             len(states), dtype=torch.int32, device=self.device
@@ -302,3 +383,17 @@ class VeriCacheWorker(BaseSpecWorker):
         result.num_non_draft_tokens_per_req = 1
         self.residence.counters.plain_rows += len(states)
         return result
+
+
+def _settings(config: VeriCacheConfig, pool: Any) -> RuntimeSettings:
+    slot = pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes
+    return RuntimeSettings(
+        pacing=config.pacing,
+        residency=config.residency,
+        draft_length=config.draft_length,
+        max_verifies=config.max_verifies,
+        staging_slots=pool.staging_tokens,
+        token_bytes=slot * pool.layer_num,
+        horizon=config.horizon,
+        page=pool.page_size,
+    )

@@ -17,7 +17,6 @@ class Account(Enum):
 
     KEPT_SLOTS = "kept_slots"
     STAGING_SLOTS = "staging_slots"
-    HOST_BYTES = "host_bytes"
 
 
 class Ledger:
@@ -44,13 +43,12 @@ class Ledger:
         """Return what all requests together hold."""
         return sum(self._books[account].values())
 
-    def check(self, living: Collection[str], staging_used: int, host_used: int) -> None:
+    def check(self, living: Collection[str], staging_used: int) -> None:
         """Compare the books with the world.
 
         Args:
-            living: Ids of requests that may hold something.
+            living: Who may hold something: requests, and complements being staged.
             staging_used: Slots the staging region says are taken.
-            host_used: Bytes the host store says are taken.
 
         Raises:
             InvariantError: A dead request still holds something, or a total is off.
@@ -59,12 +57,8 @@ class Ledger:
             dead = sorted(rid for rid in book if book[rid] and rid not in living)
             if dead:
                 raise InvariantError(f"{account.value} held by dead requests {dead}")
-        counted = {
-            Account.STAGING_SLOTS: staging_used,
-            Account.HOST_BYTES: host_used,
-        }
-        for account, used in counted.items():
-            if self.total(account) != used:
-                raise InvariantError(
-                    f"{account.value}: booked {self.total(account)}, in use {used}"
-                )
+        booked = self.total(Account.STAGING_SLOTS)
+        if booked != staging_used:
+            raise InvariantError(
+                f"staging_slots: booked {booked}, in use {staging_used}"
+            )

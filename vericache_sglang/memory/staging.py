@@ -1,4 +1,4 @@
-"""The staging region: contiguous slots a complement occupies while it is verified."""
+"""The staging region: slots a complement occupies while it is verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vericache_sglang.errors import InvariantError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A taken piece of the region.
+    """Consecutive slots.
 
     Attributes:
         start: First slot, an index into the KV pool.
@@ -19,54 +19,139 @@ class Span:
     start: int
     slots: int
 
+    @property
+    def end(self) -> int:
+        """The slot behind the last one."""
+        return self.start + self.slots
 
-class StagingRegion:
-    """First-fit spans over slots that SGLang's allocator never sees.
 
-    Deterministic: the same calls in the same order give the same spans on every rank.
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """What one ``take`` handed out. Compared by identity: slots are leased again.
 
-    Args:
-        start: First slot of the region in the KV pool.
-        slots: Size, in slots; 0 means nothing can be staged.
+    Attributes:
+        pieces: Disjoint spans in address order, each of whole pages.
     """
 
-    def __init__(self, start: int, slots: int) -> None:
+    pieces: tuple[Span, ...]
+
+    @property
+    def slots(self) -> int:
+        """Slots taken: what was asked for, rounded up to whole pages."""
+        return sum(piece.slots for piece in self.pieces)
+
+    def first(self, slots: int) -> tuple[Span, ...]:
+        """Return the spans of the first ``slots`` slots, in the order they are filled.
+
+        Raises:
+            InvariantError: The lease is smaller.
+        """
+        if slots > self.slots:
+            raise InvariantError(f"{slots} slots in a lease of {self.slots}")
+        spans = []
+        for piece in self.pieces:
+            if slots <= 0:
+                break
+            spans.append(Span(piece.start, min(piece.slots, slots)))
+            slots -= piece.slots
+        return tuple(spans)
+
+
+class StagingRegion:
+    """Leases of slots that SGLang's allocator never sees, in as few pieces as it takes.
+
+    The order of slots inside a row is free, so a lease may lie in pieces and no room
+    is lost to fragmentation. Deterministic: the same calls in the same order give the
+    same leases on every rank.
+
+    Args:
+        start: First slot of the region in the KV pool, at a page boundary.
+        slots: Size, in slots; a broken page at the end stays unused, 0 stages nothing.
+        page: Page size, in slots; >= 1.
+
+    Raises:
+        InvariantError: ``start`` is inside a page.
+    """
+
+    def __init__(self, start: int, slots: int, page: int = 1) -> None:
+        if start % page:
+            raise InvariantError(f"staging starts at slot {start}, pages are {page}")
         self.start = start
-        self.slots = slots
-        self._free: list[Span] = [Span(start, slots)] if slots else []
+        self.page = page
+        self.slots = slots // page * page
+        self._spans: list[Span] = [Span(start, self.slots)] if self.slots else []
+        self._free = self.slots
+        self._leases: set[Lease] = set()
+
+    @property
+    def free(self) -> int:
+        """Slots nobody holds, a multiple of the page size."""
+        return self._free
 
     @property
     def used(self) -> int:
         """Slots taken now."""
-        return self.slots - sum(span.slots for span in self._free)
+        return self.slots - self._free
 
     def free_spans(self) -> tuple[int, ...]:
         """Return the sizes of the free spans in address order, in slots."""
-        return tuple(span.slots for span in self._free)
+        return tuple(span.slots for span in self._spans)
 
-    def take(self, slots: int) -> Span | None:
-        """Take the first free piece of ``slots`` >= 1 slots; None when none is left."""
-        for i, span in enumerate(self._free):
-            if span.slots < slots:
-                continue
-            rest = Span(span.start + slots, span.slots - slots)
-            self._free[i : i + 1] = [rest] if rest.slots else []
-            return Span(span.start, slots)
-        return None
+    def take(self, slots: int) -> Lease | None:
+        """Lease slots; O(n log n) in the free spans.
 
-    def give(self, span: Span) -> None:
-        """Return a span that ``take`` handed out; merges it with free neighbours.
+        Args:
+            slots: Slots wanted, >= 1; rounded up to whole pages.
+
+        Returns:
+            The smallest single span that is large enough, else the largest spans and
+            the smallest one that holds the rest; the lower address where two are
+            equal. None only where fewer slots are free.
 
         Raises:
-            InvariantError: The span overlaps a free one: it was given back twice.
+            InvariantError: ``slots`` is below 1.
         """
-        spans = sorted([*self._free, span], key=lambda piece: piece.start)
+        if slots < 1:
+            raise InvariantError(f"a lease of {slots} slots")
+        rest = -(-slots // self.page) * self.page
+        if rest > self._free:
+            return None
+        lease = Lease(self._cut(rest))
+        self._free -= lease.slots
+        self._leases.add(lease)
+        return lease
+
+    def give(self, lease: Lease) -> None:
+        """Return a lease that ``take`` handed out; merges it with free neighbours.
+
+        Raises:
+            InvariantError: It was given back before, or comes from elsewhere; the
+                region stays as it was.
+        """
+        if lease not in self._leases:
+            raise InvariantError(f"staging slots {lease} were given back twice")
+        self._leases.remove(lease)
         merged: list[Span] = []
-        for piece in spans:
-            if merged and merged[-1].start + merged[-1].slots > piece.start:
-                raise InvariantError(f"staging slots {span} were given back twice")
-            if merged and merged[-1].start + merged[-1].slots == piece.start:
+        for span in sorted([*self._spans, *lease.pieces], key=lambda span: span.start):
+            if merged and merged[-1].end == span.start:
                 last = merged.pop()
-                piece = Span(last.start, last.slots + piece.slots)
-            merged.append(piece)
-        self._free = merged
+                span = Span(last.start, last.slots + span.slots)
+            merged.append(span)
+        self._spans = merged
+        self._free += lease.slots
+
+    def _cut(self, slots: int) -> tuple[Span, ...]:
+        """Take ``slots`` free slots out of the free spans."""
+        largest = sorted(self._spans, key=lambda span: (-span.slots, span.start))
+        taken: list[Span] = []
+        while largest[len(taken)].slots < slots:
+            taken.append(largest[len(taken)])
+            slots -= taken[-1].slots
+        fitting = [span for span in largest[len(taken) :] if span.slots >= slots]
+        last = min(fitting, key=lambda span: (span.slots, span.start))
+        left = Span(last.start + slots, last.slots - slots)
+        gone = {*taken, last}
+        spans = [left if span is last else span for span in self._spans]
+        self._spans = [span for span in spans if span.slots and span not in gone]
+        pieces = [*taken, Span(last.start, slots)]
+        return tuple(sorted(pieces, key=lambda piece: piece.start))

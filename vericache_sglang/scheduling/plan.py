@@ -1,4 +1,4 @@
-"""What the planner sees of a request, and the frozen records it answers with."""
+"""What the runtime is told of the world, and the frozen records it answers with."""
 
 from __future__ import annotations
 
@@ -6,65 +6,101 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Phase(Enum):
-    """How a request is being decoded.
+class Residency(Enum):
+    """Where a request's complement is: in exactly one place.
 
-    PLAIN rows hold their whole KV on the device and emit one exact token an iteration;
-    DRAFTING rows hold the draft part, the complement lives on the host.
+    DEVICE: in the KV pool; verifying is free. HOST: in host memory; a verification
+    stages it first. PARKED: the draft part has left the device too; nothing runs.
     """
 
-    PLAIN = "plain"
-    DRAFTING = "drafting"
-
-
-class Staged(Enum):
-    """Where a drafting request's complement is on its way to the device."""
-
-    ABSENT = "absent"
-    LOADING = "loading"
-    READY = "ready"
+    DEVICE = "device"
+    HOST = "host"
+    PARKED = "parked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowView:
-    """One running request as the planner sees it, in batch order.
+class Shape:
+    """What the runtime needs to know of a request when its decoding starts.
 
     Attributes:
         rid: Request id.
-        phase: Plain or drafting.
-        drafts: Tokens drafted since the last verification.
-        target: Drafts after which a verification is wanted, in tokens.
-        cap: Most drafts worth having now, in tokens: the draft length, the tokens the
-            request may still emit, or ``drafts`` once a stop token was drafted.
-        staged: Whether the complement is on the device.
-        complement: Complement length, in slots; what staging it takes.
-        splittable: A plain row whose prompt may be split in two parts now.
-        waited: Iterations this row has been left out while asking to be verified.
-        over: Nothing is left to decode; only the request's end is not processed yet.
+        prompt: Prompt tokens, T.
+        kept: Slots of the draft part once split, n.
+        dropped: Slots of the complement once split, m.
+        copies: Slots a split on the device takes beyond the prompt's own.
+        remaining: Tokens it may still emit, >= 0.
+        ready_in: Decode iterations before its prompt may be split.
     """
 
     rid: str
-    phase: Phase
-    drafts: int = 0
-    target: int = 0
-    cap: int = 0
-    staged: Staged = Staged.ABSENT
-    complement: int = 0
-    splittable: bool = False
-    waited: int = 0
-    over: bool = False
+    prompt: int
+    kept: int
+    dropped: int
+    copies: int = 0
+    remaining: int
+    ready_in: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Decode one token on the full KV, which is on the device."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What changed outside since the last plan, and how much room there is.
 
-    rid: str
+    Attributes:
+        free_slots: KV slots free or evictable on the device.
+        host_slots: KV slots that still fit the host budget.
+        rows: Running requests, those included that are never drafted for.
+        blocked: Requests wait for device memory.
+        arrived: Requests whose complement is staged now.
+        failed: Requests whose reload failed.
+    """
+
+    free_slots: int
+    host_slots: int
+    rows: int
+    blocked: bool = False
+    arrived: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split the prompt's KV: draft part stays, complement goes to the host."""
+    """Split the prompt's KV in two parts, the complement going to ``residency``."""
+
+    rid: str
+    residency: Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """Give the draft part's copies up; decode plainly on the whole KV."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Move the complement from the device to the host."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Move the complement from the host to the device."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Move what is left on the device to the host; the request pauses."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Bring a parked request's device part back; it goes on without a prefill."""
 
     rid: str
 
@@ -77,58 +113,50 @@ class StageIn:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """Decode one token on the full KV, which is on the device."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """Decode one token on the draft row."""
+    """Decode one token on the draft part."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Run the drafted tokens over the verify row; the complement is staged."""
+    """Run the drafted tokens over both parts; the complement is on the device."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Leave the request out of this forward: drafts full, reload late."""
+    """Leave the request out of this forward: drafts full, reload late, or parked."""
 
     rid: str
 
 
-Action = Plain | Split | StageIn | Draft | Verify | Wait
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one iteration may spend.
-
-    Attributes:
-        max_verifies: Verify rows in one forward.
-        max_splits: Prompts split in one iteration.
-        staging_spans: Sizes of the free spans of the staging region, in slots, in
-            address order.
-        lead: Iterations a reload is started before its verification is due.
-    """
-
-    max_verifies: int
-    max_splits: int
-    staging_spans: tuple[int, ...]
-    lead: int
+Move = Split | Unsplit | Offload | Pin | Park | Resume
+RowAction = Plain | Draft | Verify | Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One iteration: preparations first, then exactly one row action per request.
+    """One iteration: reloads first, then one forward, then the moves.
 
     Attributes:
-        splits: Prompts to split after the forward; such a row is decoded plainly in
-            this iteration and drafts from the next one on.
+        iteration: Counts up by one per plan.
         stage_ins: Reloads to start before the forward.
-        rows: Plain, Draft, Verify or Wait, one per request, in batch order.
+        rows: One action per request that arrived, by request id.
+        moves: Changes of residency to make after the forward, in order; the executor
+            answers each with ``Runtime.moved`` or ``Runtime.refused``.
     """
 
-    splits: tuple[Split, ...]
+    iteration: int
     stage_ins: tuple[StageIn, ...]
-    rows: tuple[Plain | Draft | Verify | Wait, ...]
+    rows: dict[str, RowAction]
+    moves: tuple[Move, ...]

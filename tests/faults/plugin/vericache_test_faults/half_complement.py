@@ -9,7 +9,7 @@ from vericache_sglang.engine.rows import MixedRows
 
 def install():
     """Overwrite the first half of the staged slots in every shadow row."""
-    right = MixedRows._list_verify_row
+    right = MixedRows._whole_row
 
     def wrong(self, own, state):
         shadow = right(self, own, state)
@@ -17,4 +17,4 @@ def install():
         self._table[shadow][kept : kept + dropped // 2] = 1
         return shadow
 
-    MixedRows._list_verify_row = wrong
+    MixedRows._whole_row = wrong

@@ -1,8 +1,8 @@
 """A released request's complement stays in host memory."""
 
-from vericache_sglang.memory.complement import HostStore
+from vericache_sglang.memory.host_store import HostStore
 
 
 def install():
     """Forget to drop."""
-    HostStore.drop = lambda self, rid: None
+    HostStore.drop = lambda self, rid: 0

@@ -1,0 +1,30 @@
+"""Hook on ``sglang/srt/managers/schedule_policy.py``: room for parked requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def running_request_offset(original: Hook, adder: Any, req: Any) -> Any:
+    """Add the slots a parked request will want back before anyone new gets them."""
+    return original(adder, req) + getattr(req, "vericache_parked_slots", 0)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.managers.schedule_policy.PrefillAdder."
+                "_get_running_request_total_token_offset"
+            ),
+            kind="around",
+            args=("self", "req"),
+            reason="Admission counts what running requests will still take; a parked "
+            "one takes all of its slots again, or newcomers would starve it.",
+            remove_when="SGLang asks its spec worker what running requests need.",
+        ),
+        running_request_offset,
+    ),
+)

@@ -1,0 +1,154 @@
+"""Appendix A.2: path costs by hand, the program against all of its corners."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.planning.hardware import Machine
+from vericache_sglang.planning.inter import (
+    BASELINE_PATHS,
+    PATHS,
+    Cluster,
+    constraints,
+    fixed_point,
+    path_costs,
+    solve,
+)
+
+HAND = Cluster(
+    machine=Machine(
+        name="round numbers",
+        memory_bytes=14.5,
+        hbm_bytes_per_s=4,
+        link_bytes_per_s=1,
+        flops_per_s=1,
+    ),
+    local=1,
+    remote=4,
+    local_bytes_per_s=1.0,
+    remote_bytes_per_s=0.25,
+    weight_bytes=8,
+    kv_full_bytes=2,
+    compressed=0.25,
+    output_tokens=10,
+    draft_length=4,
+    acceptance_rate=0.5,
+)
+
+
+def corners(cluster, costs):
+    """Best tokens/s over every corner of the constraints; shares no code with scipy."""
+    rows, limits = constraints(cluster, costs)
+    size = len(costs)
+    planes = np.vstack([np.array(rows), -np.eye(size)])
+    bounds = np.concatenate([limits, np.zeros(size)])
+    best = 0.0
+    for chosen in combinations(range(len(planes)), size):
+        picked = planes[list(chosen)]
+        if abs(np.linalg.det(picked)) < 1e-12:
+            continue
+        point = np.linalg.solve(picked, bounds[list(chosen)])
+        if np.all(planes @ point <= bounds + 1e-9 * (1 + abs(bounds))):
+            best = max(best, float(point.sum()))
+    return best * cluster.output_tokens
+
+
+def test_slots_and_shares_of_gpu_time():
+    assert HAND.slots == 3  # (14.5 - 8) / 2
+    assert HAND.token_s(2) == pytest.approx((8 / 2 + 2) / 4)
+
+
+def test_path_costs_by_hand():
+    # Local B = 2: a token takes 1.5 s of GPU and 3 s to a request. Remote B = 1: 2.5 s
+    # both. Loads: 2 s near; far 8 s, of it 2 s compressed and 6 s rest.
+    found = {
+        path: tuple(
+            (cost.net, pytest.approx(cost.gpu), pytest.approx(cost.mem))
+            for cost in costs
+        )
+        for path, costs in path_costs(HAND, 2, 1).items()
+    }
+    nothing = (0, 0, 0)
+    drafts = (2, 50, 2 + 50)  # 10 / 0.5 = 20 drafts
+    # The rest arrives after 6 s: 2.4 drafts, 1.2 tokens; 8.8 tokens are left.
+    streaming = (8, 28, 2 + 6 + 22)
+    assert found == {
+        "B1": ((2, 15, 2 + 30), nothing),
+        "B2": (nothing, (8, 25, 8 + 25)),
+        "P1-cached": ((2, 7.5, 2 + 50), drafts),  # 5 rounds
+        "P1-stateless": ((10, 7.5, 5 * (2 + 3)), drafts),
+        "P2-cached": ((2, 1.5, 2 + 6), streaming),  # 1 round
+        "P2-stateless": ((2, 1.5, 2 + 3), streaming),
+    }
+
+
+clusters = st.builds(
+    lambda near, far, output, rate, remote: replace(
+        HAND,
+        local_bytes_per_s=near,
+        remote_bytes_per_s=far,
+        output_tokens=output,
+        acceptance_rate=rate,
+        remote=remote,
+    ),
+    near=st.floats(0.5, 8),
+    far=st.floats(0.02, 2),
+    output=st.integers(1, 60),
+    rate=st.floats(0.2, 1),
+    remote=st.integers(0, 6),
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(cluster=clusters)
+def test_program_reaches_the_best_corner(cluster):
+    mix = fixed_point(cluster, PATHS)
+    assert 1 <= mix.local_batch <= cluster.slots
+    assert 1 <= mix.remote_batch <= cluster.slots
+    if mix.converged:
+        table = path_costs(cluster, mix.local_batch, mix.remote_batch)
+        best = corners(cluster, [table[path] for path in PATHS])
+        # The batches are known to a part in a thousand.
+        assert mix.tokens_per_s == pytest.approx(best, rel=5e-3)
+
+
+@settings(deadline=None, max_examples=25)
+@given(cluster=clusters)
+def test_more_paths_never_lose(cluster):
+    plain, free = solve(cluster, BASELINE_PATHS), solve(cluster)
+    assert free.converged or not plain.converged
+    if plain.converged:
+        assert free.tokens_per_s >= plain.tokens_per_s
+
+
+def test_pure_local_serving_by_hand():
+    # A link that never binds: the GPU runs batches of 3, 3 tokens per 14 bytes read.
+    alone = replace(HAND, remote=0, local_bytes_per_s=1e6)
+    mix = solve(alone, ["B1"])
+    assert mix.converged
+    assert mix.local_batch == pytest.approx(3, rel=1e-2)
+    assert mix.tokens_per_s == pytest.approx(3 / (14 / 4), rel=1e-2)
+
+
+def test_a_slow_network_leaves_small_batches():
+    slow = replace(HAND, remote=0, local_bytes_per_s=0.05)
+    mix = solve(slow, ["B1"])
+    # 40 s a load, 0.25 tokens/s: (8 / B + 2) / 4 = 4 gives B = 8 / 14, at least 1.
+    assert mix.tokens_per_s == pytest.approx(0.25)
+    assert mix.local_batch == 1
+
+
+def test_impossible_clusters_are_refused():
+    for change in (
+        {"kv_full_bytes": 7},
+        {"local": 0},
+        {"acceptance_rate": 0.0},
+        {"compressed": 1.5},
+    ):
+        with pytest.raises(ConfigError):
+            replace(HAND, **change)

@@ -1,0 +1,127 @@
+"""``python -m vericache_sglang.plan``: report, files, refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vericache_sglang.config import load_config
+from vericache_sglang.plan import main
+from vericache_sglang.planning.paper.report import page
+
+ROOT = Path(__file__).parents[2]
+QWEN = ["--model", "qwen3-32b", "--gpu", "rtx-pro-6000"]
+LONG = [*QWEN, "--context", "24000", "--output", "512"]
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        status = main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_report_names_settings_speed_limits_and_memory(run):
+    status, out, err = run(*LONG)
+    assert (status, err) == (0, "")
+    for words in (
+        "VeriCache, expected 2.",
+        "--vericache-keep 0.",
+        "--vericache-draft-length ",
+        "--vericache-staging-tokens ",
+        "--vericache-host-gb ",
+        "Binds: ",
+        "Bound: ",
+        "full KV:   3 requests of ",
+        "Assumed: acceptance of Qwen-32B",
+    ):
+        assert words in out
+
+
+def test_saved_settings_are_the_printed_ones(run, tmp_path):
+    path = tmp_path / "planned.yaml"
+    status, out, _ = run(*LONG, "--keep", "0.2", "--save", path)
+    assert status == 0
+    config = load_config(path, {})
+    assert config.keep == 0.2
+    assert f"--vericache-draft-length {config.draft_length} " in out
+    assert f"--vericache-host-gb {config.host_gb:g}\n" in out
+    assert f"Saved: {path}" in out
+
+
+def test_plot_is_written(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    path = tmp_path / "curve.png"
+    status, out, _ = run(*LONG, "--keep", "0.2", "0.3", "--plot", path)
+    assert (status, f"Drawn: {path}" in out) == (0, True)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plain_serving_is_recommended_and_not_saved(run, tmp_path):
+    h200 = ["--model", "llama-3.1-8b", "--gpu", "h200"]
+    slow = [*h200, "--context", "24000", "--output", "512", "--accept", "0.9"]
+    status, out, _ = run(*slow)
+    assert status == 0
+    assert "Serve plainly" in out
+    assert "--disable-vericache" in out
+    status, _, err = run(*slow, "--save", tmp_path / "x.yaml")
+    assert status == 2
+    assert "--save" in err
+
+
+def test_the_demo_model_is_planned_from_its_folder(run):
+    folder = ROOT / "configs" / "demo-model"
+    status, out, _ = run(
+        *("--model", folder, "--gpu", "l40s", "--context", 8000, "--output", 64)
+    )
+    assert status == 0
+    assert str(folder) in out
+
+
+def test_datasheet_rates_change_the_answer(run):
+    assert run(*LONG)[1] != run(*LONG, "--datasheet")[1]
+    assert "2x rtx-pro-6000" in run(*LONG, "--devices", 2)[1]
+    assert "at most 2 requests" in run(*LONG, "--concurrency", 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--model, --gpu, --context, --output"),
+        ([*LONG, "--gpu", "h300"], "rtx-pro-6000"),
+        ([*LONG, "--model", "qwen9"], "qwen3-32b"),
+        ([*LONG, "--keep", "0"], "--keep"),
+        ([*LONG, "--keep", "1.5"], "--keep"),
+        ([*LONG, "--accept", "1.5"], "--accept"),
+        ([*LONG, "--context", "0"], "--context"),
+        ([*LONG, "--output", "-1"], "--output"),
+        ([*LONG, "--concurrency", "0"], "--concurrency"),
+        ([*LONG, "--devices", "0"], "--devices"),
+        ([*LONG, "--context", "9000000"], "--context"),
+        ([*LONG, "--save", "/no/such/folder/x.yaml"], "--save"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_values_name_the_flag(run, arguments, words):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_paper_prints_the_page_and_needs_nothing_else(run):
+    assert run("--paper") == (0, page(), "")
+
+
+def test_module_runs_without_torch_or_sglang():
+    check = (
+        "import sys, vericache_sglang.plan; "
+        "print(sorted({'torch', 'sglang', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0)

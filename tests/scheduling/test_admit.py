@@ -1,0 +1,238 @@
+"""Admission by hand: small rings whose every window can be written down."""
+
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.scheduling.admit import (
+    Admission,
+    Demand,
+    Reload,
+    candidates,
+    reload_of,
+)
+from vericache_sglang.scheduling.ring import WINDOW, Ring
+
+W = 10
+LIMITS = {"link": 10, "staging": 8, "verify": 2}
+
+
+def fresh(windows=W):
+    rings = {name: Ring(windows, limit) for name, limit in LIMITS.items()}
+    return Admission(rings, windows), rings
+
+
+def reload(span=2, link=6, slots=4, extra=1, rows=1):
+    return Reload(
+        span=span,
+        demands=(Demand("link", link), Demand("staging", slots, extra)),
+        point=(Demand("verify", rows),),
+    )
+
+
+def levels(rings):
+    return {
+        name: [ring.used(ring.now + i) for i in range(ring.windows)]
+        for name, ring in rings.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("anchor", "lowest", "highest", "order"),
+    [
+        (3, 1, 5, [3, 2, 4, 1, 5]),
+        (9, 1, 4, [4, 3, 2, 1]),
+        (0, 2, 4, [2, 3, 4]),
+        (2, 2, 2, [2]),
+        (2, 3, 2, []),
+    ],
+    ids=["inside", "above", "below", "one", "none"],
+)
+def test_candidates_go_outwards_from_the_anchor(anchor, lowest, highest, order):
+    assert list(candidates(anchor, lowest, highest)) == order
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "span", "amount"),
+    [
+        (0, 1, 0),
+        (1_000, 1, WINDOW // 2),
+        (2_000, 1, WINDOW),
+        (2_001, 2, 500_250),
+        (6_001, 4, 750_125),
+    ],
+    ids=["nothing", "half", "exactly-one", "just-over", "several"],
+)
+def test_a_reload_is_spread_over_whole_windows(bytes_, span, amount):
+    # 1 MB/s for 2 ms: 2000 bytes a window.
+    made = reload_of(bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7)
+    assert (made.span, made.demands[0]) == (span, Demand("link", amount))
+    assert made.demands[1:] == (Demand("staging", 7, 1),)
+    assert made.point == (Demand("verify", 1),)
+
+
+@given(st.integers(0, 10**12), st.floats(1e6, 2e12), st.floats(1e-5, 10))
+def test_a_reload_gets_its_link_time_and_no_window_more_than_there_is(size, rate, t):
+    made = reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
+    amount = made.demands[0].amount
+    needed = size / (rate * t)
+    assert amount <= WINDOW
+    assert amount * made.span >= needed * WINDOW * (1 - 1e-12)
+    assert abs(made.span - max(1, ceil(needed))) <= (needed % 1 < 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "t"),
+    [(-1, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0), (1, float("nan"), 1.0)],
+)
+def test_a_reload_without_a_link_is_refused(size, rate, t):
+    with pytest.raises(InvariantError, match="bytes/s"):
+        reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("span", "demands", "point"),
+    [
+        (0, (), ()),
+        (1, (Demand("link", -1),), ()),
+        (1, (Demand("staging", 1, -1),), ()),
+        (1, (), (Demand("verify", 1, 1),)),
+        (1, (Demand("link", 1), Demand("link", 1)), ()),
+        (1, (Demand("link", 1),), (Demand("link", 1),)),
+    ],
+    ids=["span", "amount", "extra", "long-point", "twice", "twice-in-point"],
+)
+def test_a_malformed_reload_is_refused(span, demands, point):
+    with pytest.raises(InvariantError):
+        Reload(span, demands, point)
+
+
+def test_an_empty_horizon_gives_the_anchor():
+    admission, rings = fresh()
+    made = admission.admit("a", reload(), anchor=5)
+    assert (made.first, made.deadline, made.leader) == (4, 5, None)
+    assert levels(rings) == {
+        "link": [0, 0, 0, 0, 6, 6, 0, 0, 0, 0],
+        "staging": [0, 0, 0, 0, 4, 4, 4, 0, 0, 0],
+        "verify": [0, 0, 0, 0, 0, 0, 1, 0, 0, 0],
+    }
+
+
+def test_a_taken_anchor_sends_the_next_ones_around_it():
+    admission, _ = fresh()
+    # Link spans [4, 5], then [2, 3] since d = 4 and d = 6 overlap, then [6, 7].
+    given_ = [admission.admit(rid, reload(slots=1), 5).deadline for rid in "abc"]
+    assert given_ == [5, 3, 7]
+
+
+def test_full_verify_windows_move_a_request_that_needs_no_link():
+    admission, _ = fresh()
+    free = Reload(1, (), (Demand("verify", 2),))
+    assert [admission.admit(rid, free, 4).deadline for rid in "abc"] == [4, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "deadline"),
+    [({"highest": 3}, 3), ({"lowest": 7}, 7), ({"lowest": 4, "highest": 3}, None)],
+)
+def test_the_callers_bounds_hold(bounds, deadline):
+    made = fresh()[0].admit("a", reload(), 5, **bounds)
+    assert (made and made.deadline) == deadline
+
+
+def test_the_horizon_bounds_the_verification_and_the_hold_too():
+    assert fresh()[0].admit("a", reload(extra=3), anchor=99).deadline == W - 1 - 3
+    assert fresh()[0].admit("a", Reload(1, ()), anchor=99).deadline == W - 1
+    assert fresh()[0].admit("a", reload(span=W - 1), anchor=1) is None
+
+
+def test_a_reservation_stays_known_when_past_and_until_cancelled():
+    admission, rings = fresh()
+    made = admission.admit("a", reload(), anchor=2)
+    for _ in range(W):
+        admission.slide()
+    assert admission.reservation("a") == made
+    assert admission.cancel("a") == made
+    assert admission.cancel("a") is None
+    assert admission.reservation("a") is None
+    assert not any(map(any, levels(rings).values()))
+
+
+def test_misuse_is_refused():
+    admission, _ = fresh()
+    admission.admit("a", reload(), 5)
+    with pytest.raises(InvariantError, match="a is admitted twice"):
+        admission.admit("a", reload(), 5)
+    with pytest.raises(InvariantError, match="unknown ring 'disk'; known: link"):
+        admission.admit("b", Reload(1, (Demand("disk", 1),)), 5)
+    with pytest.raises(InvariantError, match="ring twice"):
+        admission.share("b", "a", (Demand("link", 1),))
+    with pytest.raises(InvariantError, match="every ring has 9 windows"):
+        Admission({"link": Ring(8, 1)}, 9)
+    late = Ring(8, 1)
+    late.slide()
+    with pytest.raises(InvariantError, match="same window"):
+        Admission({"link": late, "staging": Ring(8, 1)}, 8)
+
+
+ROW = (Demand("verify", 1),)
+
+
+def test_a_sharer_takes_the_leaders_window_and_no_link_time():
+    admission, rings = fresh()
+    admission.admit("a", reload(), 5)
+    before = levels(rings)
+    made = admission.share("b", "a", ROW)
+    assert (made.deadline, made.leader, made.first) == (5, "a", 4)
+    after = levels(rings)
+    assert (after["link"], after["staging"]) == (before["link"], before["staging"])
+    assert after["verify"][6] == 2
+
+
+def test_a_sharer_in_a_later_window_extends_the_hold_and_gives_it_back():
+    admission, rings = fresh()
+    admission.admit("a", reload(), 5)
+    made = admission.share("b", "a", (Demand("verify", 2),))
+    assert made.deadline == 6
+    assert levels(rings)["staging"] == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0]
+    admission.cancel("b")
+    assert levels(rings)["staging"] == [0, 0, 0, 0, 4, 4, 4, 0, 0, 0]
+
+
+def test_a_full_staging_region_stops_a_sharer():
+    admission, rings = fresh()
+    admission.admit("a", reload(), 5)
+    rings["staging"].reserve(7, 7, 8)
+    assert admission.share("b", "a", (Demand("verify", 2),)) is None
+    assert admission.share("b", "a", ROW).deadline == 5
+
+
+def test_a_leader_that_leaves_hands_its_transfer_to_the_oldest_sharer():
+    admission, rings = fresh()
+    admission.admit("a", reload(rows=0), 5)
+    admission.share("b", "a", ROW)
+    assert admission.share("c", "b", ROW).leader == "a"
+    admission.cancel("a")
+    assert admission.reservation("b").leader is None
+    assert admission.reservation("c").leader == "b"
+    assert levels(rings)["link"][4:6] == [6, 6]
+    admission.cancel("b")
+    admission.cancel("c")
+    assert not any(map(any, levels(rings).values()))
+
+
+def test_nothing_is_shared_once_it_was_given_back():
+    admission, _ = fresh()
+    admission.admit("a", reload(), 2)
+    assert admission.share("b", "nobody", ROW) is None
+    for _ in range(3):
+        admission.slide()
+    assert admission.share("b", "a", ROW).deadline == 3
+    admission.cancel("b")
+    admission.slide()
+    assert admission.share("b", "a", ROW) is None
+    admission.admit("d", Reload(1, (Demand("link", 1),)), 2)
+    assert admission.share("e", "d", ROW) is None, "no ring holds what was moved"

@@ -1,0 +1,190 @@
+"""Acceptance, draft length and patience against sums and exhaustive search."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.scheduling.acceptance import (
+    Acceptance,
+    Prior,
+    expected_accepted,
+)
+from vericache_sglang.scheduling.draft_length import (
+    Patience,
+    RoundCost,
+    best_length,
+    gain,
+)
+
+PROBABILITIES = st.floats(0, 1) | st.sampled_from([0.0, 0.9, 0.99, 1 - 1e-9, 1.0])
+COSTS = st.builds(
+    RoundCost,
+    plain_s=st.just(1.0),
+    draft_s=st.floats(0.01, 2),
+    verify_s=st.floats(0, 30),
+    verify_token_s=st.floats(0, 1),
+    reload_s=st.just(0.0) | st.floats(0, 300),
+)
+COST = RoundCost(1.0, 0.25, 1.0, 0.05, 0.0)
+
+
+@given(PROBABILITIES, st.integers(0, 300))
+def test_the_expected_drafts_are_the_sum_of_powers(p, length):
+    by_hand = sum(p**i for i in range(1, length + 1))
+    assert expected_accepted(p, length) == pytest.approx(by_hand, rel=1e-9, abs=1e-12)
+
+
+def test_a_new_request_is_the_prior():
+    assert Acceptance(Prior()).p == pytest.approx(0.95)
+    assert Acceptance(Prior(0.5)).expected(2) == pytest.approx(0.75)
+
+
+def test_a_wrong_draft_counts_once_and_those_behind_it_not_at_all():
+    short, long = Acceptance(Prior()), Acceptance(Prior())
+    short.observe(4, 3)
+    long.observe(64, 3)
+    assert short.p == long.p
+    # Three of four, and the prior's 4 tokens with its own update of 76 in 80.
+    shared = (76 * 63 / 64 + 3) / (80 * 63 / 64 + 4)
+    assert short.p == pytest.approx((3 + 4 * shared) / 8)
+
+
+def test_the_last_rounds_decide():
+    estimate, kept, trials = Acceptance(Prior()), 0.0, 0.0
+    for age, accepted in enumerate(reversed([16] * 50 + [0] * 8)):
+        kept += 0.875**age * accepted
+        trials += 0.875**age * max(1, accepted)
+    for accepted in [16] * 50 + [0] * 8:
+        estimate.observe(16, accepted)
+    # The prior's 4 tokens lie between nothing and all accepted.
+    assert kept / (trials + 4) < estimate.p < (kept + 4) / (trials + 4)
+
+
+def test_a_round_without_a_wrong_draft_has_no_failure():
+    estimate = Acceptance(Prior())
+    estimate.observe(4, 4)
+    shared = (76 * 63 / 64 + 4) / (80 * 63 / 64 + 4)
+    assert estimate.p == pytest.approx((4 + 4 * shared) / 8)
+
+
+@pytest.mark.parametrize(("start", "later"), [(0.98, 0.5), (0.3, 0.95)])
+def test_a_request_that_changes_is_followed(start, later):
+    found = []
+    for seed in range(20):
+        rnd, estimate = Random(seed), Acceptance(Prior())
+        for p in [start] * 100 + [later] * 40:
+            accepted = 0
+            while accepted < 32 and rnd.random() < p:
+                accepted += 1
+            estimate.observe(32, accepted)
+        found.append(estimate.p)
+    # The prior still remembers the first hundred rounds.
+    assert sum(found) / 20 == pytest.approx(later, abs=0.12)
+
+
+def test_one_request_teaches_the_others():
+    prior = Prior()
+    teacher, newcomer = Acceptance(prior), Acceptance(prior)
+    for _ in range(200):
+        teacher.observe(8, 1)
+    assert prior.p == pytest.approx(0.5, abs=0.05)
+    assert newcomer.p == prior.p
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1)), max_size=40))
+def test_an_estimate_is_a_probability(rounds):
+    estimate = Acceptance(Prior())
+    for drafted, part in rounds:
+        estimate.observe(drafted, int(drafted * part))
+        assert 0.0 <= estimate.p <= 1.0
+
+
+def test_a_round_without_drafts_says_nothing():
+    estimate = Acceptance(Prior())
+    estimate.observe(0, 0)
+    assert estimate.p == Prior().p
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [(4, 5), (4, -1), (-1, -1)])
+def test_impossible_rounds_are_refused(drafted, accepted):
+    with pytest.raises(InvariantError, match="drafts accepted"):
+        Acceptance(Prior()).observe(drafted, accepted)
+    with pytest.raises(InvariantError, match="cannot start"):
+        Prior(1.5)
+
+
+def test_a_gain_by_hand():
+    # 0.5 + 0.25 + 1 tokens for 2 drafts, a verification and its 3 tokens.
+    assert gain(0.5, COST, 2) == pytest.approx(1.75 / (0.5 + 1.0 + 0.15))
+    dear = replace(COST, reload_s=7.0)
+    assert gain(0.5, dear, 2) == pytest.approx(1.75 / 7.0)
+
+
+@given(PROBABILITIES, COSTS, st.integers(1, 256))
+@example(1.0, RoundCost(1.0, 1.0, 0.0, 0.0, 5.0), 64)
+@example(0.8, RoundCost(1.0, 1.0, 0.0, 0.0, 5.0), 64)
+def test_the_choice_is_nearly_as_good_as_the_best(p, cost, most):
+    choice = best_length(p, cost, most)
+    assert 1 <= choice.length <= most
+    assert choice.gain == gain(p, cost, choice.length)
+    best = max(gain(p, cost, length) for length in range(1, most + 1))
+    assert choice.gain >= best / 1.03
+
+
+@given(PROBABILITIES, PROBABILITIES, COSTS, st.integers(1, 256))
+def test_better_drafts_never_gain_less(p, other, cost, most):
+    low, high = sorted((p, other))
+    low, high = (best_length(each, cost, most).gain for each in (low, high))
+    assert high >= low * (1 - 1e-9)
+
+
+@given(PROBABILITIES, COSTS, st.floats(0, 300), st.integers(1, 256))
+def test_a_dearer_reload_never_gains_more(p, cost, reload_s, most):
+    dearer = replace(cost, reload_s=cost.reload_s + reload_s)
+    choice = best_length(p, dearer, most)
+    best = max(gain(p, cost, length) for length in range(1, most + 1))
+    assert choice.gain <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("p", "most", "length"),
+    [(0.0, 64, 1), (1.0, 64, 64), (1.0, 50, 50), (0.9, 1, 1)],
+    ids=["never-right", "always-right", "off-the-grid", "one"],
+)
+def test_the_ends(p, most, length):
+    assert best_length(p, COST, most).length == length
+
+
+def test_of_two_equals_the_shorter_is_drafted():
+    # Nothing is ever accepted and the reload outlasts every round: all gain the same.
+    assert best_length(0.0, replace(COST, reload_s=1000.0), 64).length == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"plain_s": 0.0},
+        {"draft_s": 0.0},
+        {"verify_s": -1.0},
+        {"reload_s": float("nan")},
+    ],
+)
+def test_impossible_costs_are_refused(wrong):
+    with pytest.raises(InvariantError, match="out of bounds"):
+        replace(COST, **wrong)
+
+
+def test_a_draft_is_at_least_one_token():
+    with pytest.raises(InvariantError, match=">= 1 token, got 0"):
+        best_length(0.9, COST, 0)
+
+
+def test_patience_doubles_and_starts_over():
+    patience = Patience()
+    assert [patience.wait() for _ in range(7)] == [64, 128, 256, 512, 1024, 1024, 1024]
+    patience.reset()
+    assert patience.wait() == 64

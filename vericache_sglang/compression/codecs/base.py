@@ -1,0 +1,333 @@
+"""The interface of a codec: what a KV layer's draft part and residual hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from vericache_sglang.errors import CompressionError
+from vericache_sglang.registry import Registry
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of every tensor of a part, by field name."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors of a part, by field name."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of KV that codecs take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecNeeds:
+    """What a codec asks of the runtime; static, read once at boot.
+
+    Attributes:
+        artifact: Kind of calibration file the codec is built from; "" is none.
+        rope: ``bind`` must be called with the model's rotation, and ``encode`` with
+            the positions of the keys.
+        resid_in: ``encode`` wants ``sinks`` found in the layer's input.
+        token_align: Cut points and counts that are multiples of this many tokens
+            encode the same tokens the same way, wherever the cut.
+        head_coupled: One code depends on all KV heads, so all must be on one rank.
+    """
+
+    artifact: str = ""
+    rope: bool = False
+    resid_in: bool = False
+    token_align: int = 1
+    head_coupled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Everything the size of a part depends on.
+
+    Attributes:
+        heads: H, KV heads.
+        tokens: T, slots of each head, >= 1.
+        key_dim: D, elements of one key.
+        value_dim: Dv, elements of one value.
+        dtype: Of the KV: bfloat16, float16 or float32.
+        exact_tokens: Slots whose keys and values the draft part holds exactly.
+        escapes: Elements whose exponent the residual lists (``split-planes``).
+    """
+
+    heads: int
+    tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    exact_tokens: int = 0
+    escapes: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Numbers in keys and values together."""
+        return self.heads * self.tokens * (self.key_dim + self.value_dim)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the keys and values as they are."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The draft part or the residual of one layer; opaque to the runtime.
+
+    Attributes:
+        codec: ``Codec.identity`` of who wrote it.
+        extent: Of the KV it came from.
+        layer: Layer index.
+        positions: As given to ``encode``. The runtime owns them: not in ``nbytes``.
+        tensors: By field name, as ``Codec.draft_layout`` or ``residual_layout`` say.
+    """
+
+    codec: str
+    extent: Extent
+    layer: int
+    positions: torch.Tensor | None
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def bits(self) -> float:
+        """Measured bits per element of the KV, every overhead included."""
+        return 8 * self.nbytes / self.extent.elements
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """The checked arguments of one ``encode``; see there."""
+
+    extent: Extent
+    keys: torch.Tensor
+    values: torch.Tensor
+    layer: int
+    positions: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+class Rotation(Protocol):
+    """The model's rotary embedding, as a function."""
+
+    def __call__(
+        self, keys: torch.Tensor, positions: torch.Tensor, *, inverse: bool = False
+    ) -> torch.Tensor:
+        """Rotate keys [H, T, D] at positions [T] or [H, T]; float32 in and out."""
+
+
+class Codec(ABC):
+    """Turns one layer's KV into a draft part and a residual, and back.
+
+    Shapes: H = KV heads, T = tokens (slots), D and Dv = head dims of keys and values.
+    The draft part alone decodes to an approximation; with the residual it gives back
+    every bit. A codec is a frozen dataclass of its parameters and keeps no state.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    @property
+    def identity(self) -> str:
+        """Name, version and parameters: equal identities read each other's parts."""
+        given = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if field.metadata.get("identity", True)
+        ]
+        return f"{self.name}@{self.version}({','.join(given)})"
+
+    @property
+    def needs(self) -> CodecNeeds:
+        """What the runtime must bring; default: nothing."""
+        return CodecNeeds()
+
+    def bind(self, rope: Rotation) -> Codec:
+        """Return a codec that knows the model's rotation; default: it needs none."""
+        return self
+
+    @abstractmethod
+    def draft_layout(self, extent: Extent) -> Layout:
+        """Return the fields of the draft part.
+
+        Raises:
+            CompressionError: ``extent`` cannot be encoded; the message says why.
+        """
+
+    def residual_layout(self, extent: Extent) -> Layout:
+        """Return the fields of the residual; default: the whole KV."""
+        heads, tokens = extent.heads, extent.tokens
+        return {
+            "keys": (extent.dtype, (heads, tokens, extent.key_dim)),
+            "values": (extent.dtype, (heads, tokens, extent.value_dim)),
+        }
+
+    def draft_bits(self, extent: Extent) -> float:
+        """Return the bits per element that stay, scales and escapes included."""
+        return 8 * _layout_bytes(self.draft_layout(extent)) / extent.elements
+
+    def residual_bits(self, extent: Extent) -> float:
+        """Return the bits per element that a verify transfers."""
+        return 8 * _layout_bytes(self.residual_layout(extent)) / extent.elements
+
+    def transfer_fraction(self, extent: Extent) -> float:
+        """Return the residual's bytes over those of the KV."""
+        return _layout_bytes(self.residual_layout(extent)) / extent.raw_bytes
+
+    def encode(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        layer: int = 0,
+        positions: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[Part, Part]:
+        """Encode one layer.
+
+        Args:
+            keys: [H, T, D] post-RoPE, a dtype of ``FLOATS``; not modified.
+            values: [H, T, Dv], dtype and device of ``keys``; not modified.
+            layer: Layer index, for codecs with tables per layer.
+            positions: [T] or [H, T] integers, where each key was rotated to; None:
+                unknown, refused where ``needs.rope``.
+            sinks: [n] integers, slots to keep exact, ascending and unique; None: the
+                codec's own rule. Ignored by codecs that have no exact tokens.
+
+        Returns:
+            Draft part and residual. A part may refer to the given tensors.
+
+        Raises:
+            CompressionError: Shapes, dtypes or positions are not as above.
+        """
+        extent = check_kv(keys, values)
+        if positions is None:
+            if self.needs.rope:
+                raise CompressionError(f"{self.name}: positions of the keys are needed")
+        elif positions.shape not in (keys.shape[1:2], keys.shape[:2]):
+            raise CompressionError(
+                f"positions must be [{extent.tokens}] or [{extent.heads}, "
+                f"{extent.tokens}], got {tuple(positions.shape)}"
+            )
+        source = Source(extent, keys, values, layer, positions, sinks)
+        extent, draft, residual = self._encode(source)
+        parts = (
+            Part(self.identity, extent, layer, positions, tensors)
+            for tensors in (draft, residual)
+        )
+        return next(parts), next(parts)
+
+    def decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Approximate the KV from the draft part alone.
+
+        Returns:
+            Keys [H, T, D] post-RoPE and values [H, T, Dv] in the KV's dtype.
+
+        Raises:
+            CompressionError: Another codec's part, or a field of the wrong shape.
+        """
+        self._check("draft", draft, self.draft_layout(draft.extent))
+        return self._decode(draft)
+
+    def join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Restore the KV: every bit, NaN payloads included.
+
+        Returns:
+            Keys [H, T, D] and values [H, T, Dv] as they were given to ``encode``.
+
+        Raises:
+            CompressionError: Parts of another codec or of different KV, or a field
+                of the wrong shape.
+        """
+        self._check("draft", draft, self.draft_layout(draft.extent))
+        self._check("residual", residual, self.residual_layout(residual.extent))
+        if (draft.extent, draft.layer) != (residual.extent, residual.layer):
+            raise CompressionError(
+                f"{self.name}: draft of layer {draft.layer}, {draft.extent}, and "
+                f"residual of layer {residual.layer}, {residual.extent}, "
+                "do not belong together"
+            )
+        return self._join(draft, residual)
+
+    @abstractmethod
+    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+        """Return the final extent and the fields of draft part and residual."""
+
+    @abstractmethod
+    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``decode``; the part is checked."""
+
+    def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``join``; default: the residual is the whole KV."""
+        return residual.tensors["keys"], residual.tensors["values"]
+
+    def _check(self, kind: str, part: Part, layout: Layout) -> None:
+        """Compare a part with the layout its extent asks for.
+
+        Raises:
+            CompressionError: Naming the field that differs.
+        """
+        if part.codec != self.identity:
+            raise CompressionError(
+                f"{kind} was written by {part.codec}, not by {self.identity}"
+            )
+        found = {name: (t.dtype, tuple(t.shape)) for name, t in part.tensors.items()}
+        for name in sorted(set(layout) | set(found)):
+            if layout.get(name) != found.get(name):
+                raise CompressionError(
+                    f"{self.name} {kind}: field {name!r} should be "
+                    f"{layout.get(name, 'absent')}, is {found.get(name, 'absent')}"
+                )
+
+
+CODECS: Registry[Callable[..., Codec]] = Registry("codec")
+"""Codec classes by name; keyword arguments are their parameters."""
+
+
+def _layout_bytes(layout: Layout) -> int:
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
+
+
+def check_kv(keys: torch.Tensor, values: torch.Tensor) -> Extent:
+    """Check the KV of one layer: see ``Codec.encode``.
+
+    Returns:
+        Its extent, without exact tokens and escapes.
+
+    Raises:
+        CompressionError: Naming the argument and what it should have been.
+    """
+    for field, entries in (("keys", keys), ("values", values)):
+        if entries.dim() != 3 or 0 in entries.shape:
+            raise CompressionError(
+                f"{field} must be [heads, tokens, dim], got {tuple(entries.shape)}"
+            )
+        if entries.dtype not in FLOATS:
+            raise CompressionError(
+                f"{field} must be bfloat16, float16 or float32, got {entries.dtype}"
+            )
+    if keys.shape[:2] != values.shape[:2] or keys.dtype != values.dtype:
+        raise CompressionError(
+            f"values {tuple(values.shape)} {values.dtype} do not go with "
+            f"keys {tuple(keys.shape)} {keys.dtype}"
+        )
+    heads, tokens, key_dim = keys.shape
+    return Extent(
+        heads=heads,
+        tokens=tokens,
+        key_dim=key_dim,
+        value_dim=values.shape[2],
+        dtype=keys.dtype,
+    )

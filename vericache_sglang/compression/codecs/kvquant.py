@@ -1,0 +1,219 @@
+"""KVQuant: keys before RoPE, non-uniform codes, outliers apart (arXiv:2401.18079)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from vericache_sglang.compression.codecs.base import (
+    CODECS,
+    Codec,
+    CodecNeeds,
+    Extent,
+    Layout,
+    Part,
+    Rotation,
+    Source,
+    Tensors,
+)
+from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
+from vericache_sglang.compression.codecs.nuq import (
+    CodedRows,
+    Scale,
+    decode_rows,
+    encode_rows,
+    inner_range,
+)
+from vericache_sglang.compression.codecs.packing import pack, packed_bytes, unpack
+from vericache_sglang.compression.codecs.rows import (
+    as_heads,
+    as_rows,
+    before_rope,
+    behind_rope,
+)
+from vericache_sglang.compression.codecs.sinks import (
+    blend,
+    other_slots,
+    sink_fields,
+    sink_layout,
+)
+from vericache_sglang.errors import CompressionError
+
+
+@CODECS.register("kvquant")
+@dataclass(frozen=True, eq=False)
+class KVQuant(Codec):
+    """Code books of a calibration; keys scaled per channel, values per token.
+
+    A row is one slot of all KV heads, C = H * D numbers; keys are turned back to what
+    they were before RoPE. A number is mapped to about [-1, 1] and becomes the index of
+    the nearest entry of its layer's book. Key channels are mapped by their calibrated
+    thresholds, values by the range of their own row without its outliers (sections 3.1
+    to 3.4 of the paper).
+
+    Where we depart from the official code: outliers are capped. A row has ``cap * C``
+    places, filled with what lies furthest out; what finds no place gets the end of the
+    book, and a place to spare makes one more number exact. So rows have one size.
+
+    Attributes:
+        tables: Thresholds and books of every layer.
+        cap: Places in a row as a share of C, in [0, 1], rounded up.
+        sinks: Tokens at positions below this stay exact where ``encode`` is not told.
+        rope: The model's rotation, from ``bind``.
+
+    Raises:
+        CompressionError: A parameter is out of its bounds.
+    """
+
+    name: ClassVar[str] = "kvquant"
+
+    tables: KVQuantTables = field(metadata={"read": KVQuantTables.read})
+    cap: float = 0.0125
+    sinks: int = 4
+    rope: Rotation | None = field(default=None, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cap <= 1:
+            raise CompressionError(f"kvquant: cap must be in [0, 1], got {self.cap}")
+        if self.sinks < 0:
+            raise CompressionError(f"kvquant: sinks must be >= 0, got {self.sinks}")
+
+    @property
+    def needs(self) -> CodecNeeds:
+        """See ``Codec.needs``: rows run over all heads."""
+        return CodecNeeds(artifact=KVQuantTables.KIND, rope=True, head_coupled=True)
+
+    def bind(self, rope: Rotation) -> KVQuant:
+        """See ``Codec.bind``."""
+        return dataclasses.replace(self, rope=rope)
+
+    def draft_layout(self, extent: Extent) -> Layout:
+        """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.
+
+        Raises:
+            CompressionError: The tables are for keys of another width.
+        """
+        columns = extent.heads * extent.key_dim
+        if columns != self.tables.columns:
+            raise CompressionError(
+                f"{self.tables.source}: field 'key_low' is for {self.tables.columns} "
+                f"columns, the keys have {columns}"
+            )
+        rows = extent.tokens - extent.exact_tokens
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "value_offset": (extent.dtype, (rows, 1)),
+            "value_reach": (extent.dtype, (rows, 1)),
+        }
+        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
+            columns = extent.heads * dim
+            places = (rows, self._places(columns))
+            width = packed_bytes(columns, self.tables.bits)
+            layout[f"{part}_codes"] = (torch.uint8, (rows, width))
+            layout[f"{part}_columns"] = (_column_dtype(columns), places)
+            layout[f"{part}_exact"] = (extent.dtype, places)
+        return {**layout, **sink_layout(extent)}
+
+    def _places(self, columns: int) -> int:
+        return math.ceil(self.cap * columns - 1e-9)  # without float dust
+
+    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+        self.tables.check_layer(source.layer)
+        draft = dict(sink_fields(source, self._default_sinks(source)))
+        extent = dataclasses.replace(
+            source.extent, exact_tokens=len(draft["sink_slots"])
+        )
+        self.draft_layout(extent)
+        others = other_slots(draft["sink_slots"], extent.tokens)
+        rows = as_rows(before_rope(self.rope, source))[others]
+        scale = self.tables.key_scale(source.layer, rows.device)
+        distance = scale.normalized(rows).abs()
+        draft |= self._coded("key", source, rows, scale, distance)
+        rows = as_rows(source.values.to(torch.float32))[others]
+        exact_scale, _, distance = inner_range(rows, self.tables.outliers)
+        draft["value_offset"] = exact_scale.offset.to(extent.dtype)
+        draft["value_reach"] = exact_scale.reach.to(extent.dtype)
+        scale = _value_scale(draft)
+        draft |= self._coded("value", source, rows, scale, distance)
+        return extent, draft, {"keys": source.keys, "values": source.values}
+
+    def _coded(
+        self,
+        part: str,
+        source: Source,
+        rows: torch.Tensor,
+        scale: Scale,
+        distance: torch.Tensor,
+    ) -> Tensors:
+        """Return the fields of key or value rows [N, C]."""
+        columns = rows.shape[1]
+        book = self._book(part, source.layer, rows.device)
+        coded = encode_rows(rows, scale, book, distance, self._places(columns))
+        return {
+            f"{part}_codes": pack(coded.codes, self.tables.bits),
+            f"{part}_columns": coded.columns.to(_column_dtype(columns)),
+            f"{part}_exact": coded.exact.to(source.extent.dtype),
+        }
+
+    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors, heads = draft.tensors, draft.extent.heads
+        self.tables.check_layer(draft.layer)
+        device = tensors["key_codes"].device
+        scale = self.tables.key_scale(draft.layer, device)
+        keys = as_heads(self._rows("key", draft, scale), heads)
+        keys = behind_rope(self.rope, keys, draft)
+        scale = _value_scale(tensors)
+        values = as_heads(self._rows("value", draft, scale), heads)
+        dtype, sinks = draft.extent.dtype, tensors["sink_slots"]
+        return (
+            blend(keys.to(dtype), tensors["sink_keys"], sinks),
+            blend(values.to(dtype), tensors["sink_values"], sinks),
+        )
+
+    def _rows(self, part: str, draft: Part, scale: Scale) -> torch.Tensor:
+        """Return the rows [N, C] that ``_coded`` wrote, float32."""
+        tensors, extent = draft.tensors, draft.extent
+        dim = extent.key_dim if part == "key" else extent.value_dim
+        packed = tensors[f"{part}_codes"]
+        coded = CodedRows(
+            unpack(packed, self.tables.bits, extent.heads * dim),
+            tensors[f"{part}_columns"].to(torch.int64) & 0xFFFF,
+            tensors[f"{part}_exact"].to(torch.float32),
+        )
+        return decode_rows(coded, scale, self._book(part, draft.layer, packed.device))
+
+    def _book(self, part: str, layer: int, device: torch.device) -> torch.Tensor:
+        tables = self.tables
+        books = tables.key_books if part == "key" else tables.value_books
+        return books[layer].to(device)
+
+    def _default_sinks(self, source: Source) -> torch.Tensor:
+        """Return the slots that hold a first position in every head."""
+        if source.sinks is not None:
+            return source.sinks
+        if source.positions is None:
+            raise CompressionError("kvquant: positions of the keys are needed")
+        positions = source.positions.expand(source.extent.heads, source.extent.tokens)
+        return (positions < self.sinks).all(0).nonzero()[:, 0]
+
+
+def _column_dtype(columns: int) -> torch.dtype:
+    """Return the integer that names a column: one byte, or two without a sign.
+
+    Raises:
+        CompressionError: Two bytes are too few.
+    """
+    if columns > 1 << 16:
+        raise CompressionError(f"kvquant: rows of {columns} numbers exceed 65536")
+    return torch.uint8 if columns <= 1 << 8 else torch.int16
+
+
+def _value_scale(fields: Tensors) -> Scale:
+    """Return the scale of value rows as it is stored."""
+    return Scale(
+        fields["value_offset"].to(torch.float32),
+        fields["value_reach"].to(torch.float32),
+    )

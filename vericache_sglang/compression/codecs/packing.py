@@ -1,0 +1,138 @@
+"""Bit packing: codes of 1 to 8 bits, without gaps, along the last dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from vericache_sglang.errors import CompressionError
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` codes of ``bits`` bits take: rounded up."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Write codes one after the other, little-endian.
+
+    Bit j of code i becomes bit ``i * bits + j`` of its row, bit 0 being the lowest of
+    byte 0; bits behind the last code are zero. Eight codes fill ``bits`` bytes.
+
+    Args:
+        codes: [..., n] uint8, values below ``2**bits``.
+        bits: Width of a code, 1 to 8.
+
+    Returns:
+        [..., ceil(n * bits / 8)] uint8; with 8 bits the codes themselves.
+
+    Raises:
+        CompressionError: Wrong dtype or width, or a code that does not fit.
+    """
+    _check(codes, bits, "codes")
+    if bits == 8:
+        return codes
+    if codes.numel() and int(codes.max()) >> bits:
+        raise CompressionError(f"codes: {int(codes.max())} needs more than {bits} bits")
+    *rows, count = codes.shape
+    octets = -(-count // 8)
+    padded = functional.pad(codes, (0, octets * 8 - count)).view(*rows, octets, 8)
+    words = torch.zeros(*rows, octets, 1, dtype=torch.int64, device=codes.device)
+    for place in range(8):
+        words |= padded[..., place : place + 1].to(torch.int64) << place * bits
+    # The lowest byte of a word comes first on every machine torch runs on.
+    packed = words.view(torch.uint8)[..., :bits].reshape(*rows, octets * bits)
+    return packed[..., : packed_bytes(count, bits)].contiguous()
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Read what ``pack`` wrote.
+
+    Args:
+        packed: [..., ceil(count * bits / 8)] uint8.
+        bits: Width of a code, 1 to 8.
+        count: n, codes in a row.
+
+    Returns:
+        [..., n] uint8; with 8 bits ``packed`` itself.
+
+    Raises:
+        CompressionError: Wrong dtype or width, or rows that hold another count.
+    """
+    _check(packed, bits, "packed")
+    *rows, length = packed.shape
+    if length != packed_bytes(count, bits):
+        raise CompressionError(
+            f"packed: {count} codes of {bits} bits are "
+            f"{packed_bytes(count, bits)} bytes, got rows of {length}"
+        )
+    if bits == 8:
+        return packed
+    octets = -(-count // 8)
+    padded = functional.pad(packed, (0, octets * bits - length))
+    padded = functional.pad(padded.view(*rows, octets, bits), (0, 8 - bits))
+    words = padded.view(torch.int64)
+    codes = packed.new_empty(*rows, octets, 8)
+    mask = (1 << bits) - 1
+    for place in range(8):
+        codes[..., place : place + 1] = (words >> place * bits) & mask
+    return codes.view(*rows, octets * 8)[..., :count].contiguous()
+
+
+def pack_wide(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Write codes of any width: their low bytes as planes, then the other bits packed.
+
+    Args:
+        codes: [..., n] int16 or int32, values in [0, 2**bits).
+        bits: Width of a code, 0 to 15 or 31.
+
+    Returns:
+        [..., ceil(n * bits / 8)] uint8: n lowest bytes, n second bytes and so on, then
+        the top ``bits % 8`` bits as ``pack`` writes them.
+    """
+    planes = [(codes >> 8 * plane & 0xFF).to(torch.uint8) for plane in range(bits // 8)]
+    if bits % 8:
+        top = (codes >> bits // 8 * 8).to(torch.uint8)
+        planes.append(pack(top, bits % 8))
+    if not planes:
+        return codes.new_empty(*codes.shape[:-1], 0, dtype=torch.uint8)
+    return torch.cat(planes, dim=-1)
+
+
+def unpack_wide(
+    packed: torch.Tensor, bits: int, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read what ``pack_wide`` wrote.
+
+    Args:
+        packed: [..., ceil(count * bits / 8)] uint8.
+        bits: Width of a code, 0 to 15 or 31.
+        count: n, codes in a row.
+        dtype: int16 or int32.
+
+    Returns:
+        [..., n] of ``dtype``.
+    """
+    whole = bits // 8
+    codes = packed.new_zeros(*packed.shape[:-1], count, dtype=dtype)
+    for plane in range(whole):
+        part = packed[..., plane * count : (plane + 1) * count]
+        codes |= part.to(dtype) << 8 * plane
+    if bits % 8:
+        top = unpack(packed[..., whole * count :], bits % 8, count)
+        codes |= top.to(dtype) << 8 * whole
+    return codes
+
+
+def _check(rows: torch.Tensor, bits: int, field: str) -> None:
+    """Refuse what is no row of bytes, and widths that are no width.
+
+    Raises:
+        CompressionError: See above.
+    """
+    if not 1 <= bits <= 8:
+        raise CompressionError(f"bits must be 1 to 8, got {bits}")
+    if rows.dtype != torch.uint8 or rows.dim() == 0:
+        raise CompressionError(
+            f"{field} must be rows of uint8, got {rows.dtype} {tuple(rows.shape)}"
+        )

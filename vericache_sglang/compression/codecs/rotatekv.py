@@ -1,0 +1,241 @@
+"""RotateKV: rotated, reordered, then quantized per token (arXiv:2501.16383)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from vericache_sglang.compression.codecs.base import (
+    CODECS,
+    Codec,
+    CodecNeeds,
+    Extent,
+    Layout,
+    Part,
+    Rotation,
+    Source,
+    Tensors,
+)
+from vericache_sglang.compression.codecs.packing import pack, packed_bytes, unpack
+from vericache_sglang.compression.codecs.rotatekv_tables import (
+    RotateKVTables,
+    rotate_heads,
+)
+from vericache_sglang.compression.codecs.rows import (
+    as_heads,
+    as_rows,
+    before_rope,
+    behind_rope,
+)
+from vericache_sglang.compression.codecs.sinks import (
+    blend,
+    other_slots,
+    sink_fields,
+    sink_layout,
+)
+from vericache_sglang.errors import CompressionError
+
+ZERO_LIMIT = (1 << 15) - 1
+"""Largest zero point that is stored, in steps."""
+
+
+class Affine(NamedTuple):
+    """Numbers as ``step * (code - zero)``, in groups of g.
+
+    Attributes:
+        codes: [..., n, g] uint8.
+        step: [..., n], > 0 for finite numbers.
+        zero: [..., n] int16.
+    """
+
+    codes: torch.Tensor
+    step: torch.Tensor
+    zero: torch.Tensor
+
+
+def quantize(
+    groups: torch.Tensor, bits: int, clip: float, levels: int, dtype: torch.dtype
+) -> Affine:
+    """Quantize with a step and an integer zero point per group.
+
+    Both ends of the range are multiplied by ``clip`` first, which also moves a range
+    that does not hold 0; a constant group is exact where ``clip`` is 1.
+
+    Args:
+        groups: [..., n, g] float32.
+        bits: Width of a code, 1 to 8.
+        clip: Part of the range that is represented, in (0, 1].
+        levels: Steps in the range; ``2**bits - 1`` is all the codes can tell apart.
+        dtype: Of the stored step.
+    """
+    high, low = groups.amax(-1) * clip, groups.amin(-1) * clip
+    spread = (high - low) / levels
+    # All numbers (nearly) equal: one step away from zero, or zero itself.
+    flat = low.abs().where(low != 0, 1.0)
+    step = spread.where(spread * ZERO_LIMIT > low.abs(), flat).to(dtype)
+    wide = step.to(torch.float32)
+    zero = (-low / wide).round().clamp(-ZERO_LIMIT, ZERO_LIMIT)
+    numbers = (groups / wide[..., None]).round() + zero[..., None]
+    codes = numbers.clamp(0, (1 << bits) - 1).nan_to_num(0)
+    return Affine(codes.to(torch.uint8), step, zero.nan_to_num(0).to(torch.int16))
+
+
+def dequantize(affine: Affine) -> torch.Tensor:
+    """Return the numbers of ``quantize``, [..., n, g] float32."""
+    steps = affine.codes.to(torch.float32) - affine.zero[..., None]
+    return steps * affine.step[..., None].to(torch.float32)
+
+
+@CODECS.register("rotatekv")
+@dataclass(frozen=True, eq=False)
+class RotateKV(Codec):
+    """Outliers spread by a rotation, so that 2 bits per number do.
+
+    A row is one slot of all KV heads. Keys are turned back to what they were before
+    RoPE, groups of heads are rotated together (Walsh-Hadamard), channels are put in
+    the calibrated order, and ``group`` neighbours share step and zero point (sections
+    4.1 and 4.2 of the paper; the code rotates first, then reorders). Values are rotated
+    head by head. Sinks are exact: the paper finds them by the layer's input
+    (``massive_slots``).
+
+    Attributes:
+        tables: Order of the rotated channels of every layer.
+        bits: Width of a code, 2 to 8; the paper has 2, 3 and 4.
+        group: Channels that share step and zero point.
+        clip: Part of a group's range that is represented, in (0, 1]; the official
+            presets have 0.8 for 2 bits, 1.0 for 3 and 4.
+        published_levels: Divide the range by ``bits**2 - 1`` as the official code does,
+            not by ``2**bits - 1``; they differ for 3 bits (8 and 7).
+        rope: The model's rotation, from ``bind``.
+
+    Raises:
+        CompressionError: A parameter is out of its bounds.
+    """
+
+    name: ClassVar[str] = "rotatekv"
+
+    tables: RotateKVTables = field(metadata={"read": RotateKVTables.read})
+    bits: int = 2
+    group: int = 128
+    clip: float = 0.8
+    published_levels: bool = False
+    rope: Rotation | None = field(default=None, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise CompressionError(f"rotatekv: bits must be 2 to 8, got {self.bits}")
+        if self.group < 1:
+            raise CompressionError(f"rotatekv: group must be >= 1, got {self.group}")
+        if not 0 < self.clip <= 1:
+            raise CompressionError(f"rotatekv: clip must be in (0, 1], got {self.clip}")
+
+    @property
+    def needs(self) -> CodecNeeds:
+        """See ``Codec.needs``: heads are mixed."""
+        return CodecNeeds(
+            artifact=RotateKVTables.KIND, rope=True, resid_in=True, head_coupled=True
+        )
+
+    def bind(self, rope: Rotation) -> RotateKV:
+        """See ``Codec.bind``."""
+        return dataclasses.replace(self, rope=rope)
+
+    def draft_layout(self, extent: Extent) -> Layout:
+        """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.
+
+        Raises:
+            CompressionError: Groups do not divide a row.
+        """
+        rows = extent.tokens - extent.exact_tokens
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
+            columns = extent.heads * dim
+            if columns % self.group:
+                raise CompressionError(
+                    f"rotatekv: group {self.group} does not divide the {columns} "
+                    f"columns of the {part}s"
+                )
+            groups = (rows, columns // self.group)
+            width = packed_bytes(columns, self.bits)
+            layout[f"{part}_codes"] = (torch.uint8, (rows, width))
+            layout[f"{part}_step"] = (extent.dtype, groups)
+            layout[f"{part}_zero"] = (torch.int16, groups)
+        return {**layout, **sink_layout(extent)}
+
+    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+        none = torch.empty(0, dtype=torch.int32)
+        sinks = none if source.sinks is None else source.sinks
+        draft = dict(sink_fields(source, sinks))
+        slots = draft["sink_slots"]
+        extent = dataclasses.replace(source.extent, exact_tokens=len(slots))
+        self.draft_layout(extent)
+        order = self._order(source.layer, extent, slots.device)
+        others = other_slots(slots, extent.tokens)
+        rows = as_rows(before_rope(self.rope, source))[others]
+        rows = rotate_heads(rows, extent.key_dim, self.tables.rotated_heads)
+        draft |= self._coded("key", rows[:, order], extent)
+        rows = as_rows(source.values.to(torch.float32))[others]
+        draft |= self._coded("value", rotate_heads(rows, extent.value_dim, 1), extent)
+        return extent, draft, {"keys": source.keys, "values": source.values}
+
+    def _coded(self, part: str, rows: torch.Tensor, extent: Extent) -> Tensors:
+        """Return the fields of key or value rows [N, C]."""
+        levels = (1 << self.bits) - 1
+        if self.published_levels:
+            levels = self.bits**2 - 1
+        groups = rows.view(len(rows), -1, self.group)
+        affine = quantize(groups, self.bits, self.clip, levels, extent.dtype)
+        return {
+            f"{part}_codes": pack(affine.codes.flatten(1), self.bits),
+            f"{part}_step": affine.step,
+            f"{part}_zero": affine.zero,
+        }
+
+    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        extent, tensors = draft.extent, draft.tensors
+        sinks = tensors["sink_slots"]
+        order = self._order(draft.layer, extent, sinks.device)
+        rows = self._rows("key", draft, extent.heads * extent.key_dim)
+        rows = torch.empty_like(rows).index_copy_(1, order, rows)
+        rows = rotate_heads(rows, extent.key_dim, self.tables.rotated_heads)
+        keys = behind_rope(self.rope, as_heads(rows, extent.heads), draft)
+        rows = self._rows("value", draft, extent.heads * extent.value_dim)
+        values = as_heads(rotate_heads(rows, extent.value_dim, 1), extent.heads)
+        return (
+            blend(keys.to(extent.dtype), tensors["sink_keys"], sinks),
+            blend(values.to(extent.dtype), tensors["sink_values"], sinks),
+        )
+
+    def _rows(self, part: str, draft: Part, columns: int) -> torch.Tensor:
+        """Return the rows [N, C] that ``_coded`` wrote, float32."""
+        codes = unpack(draft.tensors[f"{part}_codes"], self.bits, columns)
+        affine = Affine(
+            codes.view(len(codes), columns // self.group, self.group),
+            draft.tensors[f"{part}_step"],
+            draft.tensors[f"{part}_zero"],
+        )
+        return dequantize(affine).flatten(1)
+
+    def _order(self, layer: int, extent: Extent, device: torch.device) -> torch.Tensor:
+        """Return the order [C] of a layer's rotated key channels."""
+        self.tables.check(layer, extent.heads * extent.key_dim)
+        return self.tables.order[layer].to(device)
+
+
+def massive_slots(hidden: torch.Tensor, entries: int = 20) -> torch.Tensor:
+    """Find attention sinks by the massive activations of a layer's input.
+
+    Args:
+        hidden: [T, d], what enters the layer: the residual stream.
+        entries: Largest absolute numbers to look at; several may be of one token.
+
+    Returns:
+        [n] int64, n <= ``entries``, slots ascending and unique.
+    """
+    sizes = hidden.abs().flatten()
+    top = sizes.topk(min(entries, len(sizes))).indices
+    slots: torch.Tensor = (top // hidden.shape[1]).unique()
+    return slots

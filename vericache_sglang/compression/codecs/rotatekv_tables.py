@@ -1,0 +1,137 @@
+"""RotateKV's calibration: every layer's order of rotated channels, as a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vericache_sglang.compression.codecs.artifact import (
+    Artifact,
+    read_artifact,
+    write_artifact,
+)
+from vericache_sglang.compression.codecs.hadamard import hadamard
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotateKVTables:
+    """What a calibration found; L layers, C columns (KV heads times head dim).
+
+    Attributes:
+        source: File, for messages.
+        digest: Of the file; equal digests are equal tables.
+        rotated_heads: KV heads that were rotated together.
+        order: [L, C] int64, the rotated channel that comes first, second and so on.
+    """
+
+    KIND: ClassVar[str] = "rotatekv-tables"
+
+    source: Path
+    digest: str
+    rotated_heads: int
+    order: torch.Tensor
+
+    def __str__(self) -> str:
+        return self.digest
+
+    @staticmethod
+    def read(path: Path | str) -> RotateKVTables:
+        """Read and check a calibration file.
+
+        Raises:
+            CompressionError: The file is missing, truncated, of another kind, or the
+                field ``order`` is missing, of a wrong shape or no permutation; the
+                message names file and field.
+        """
+        return _tables_of(read_artifact(path, RotateKVTables.KIND))
+
+    def check(self, layer: int, columns: int) -> None:
+        """Refuse a layer or a width that was not calibrated.
+
+        Raises:
+            CompressionError: Naming the file.
+        """
+        layers, width = self.order.shape
+        if not 0 <= layer < layers or columns != width:
+            raise CompressionError(
+                f"{self.source}: field 'order' is for {layers} layers of {width} "
+                f"columns; layer {layer} of {columns} is asked for"
+            )
+
+
+def rotate_heads(rows: torch.Tensor, dim: int, together: int) -> torch.Tensor:
+    """Transform groups of heads; the inverse of itself.
+
+    Args:
+        rows: [T, H * D] float.
+        dim: D, a power of two.
+        together: Heads of a group, a power of two that divides H.
+
+    Returns:
+        [T, H * D].
+
+    Raises:
+        CompressionError: Heads are left over, or a group is no power of two.
+    """
+    width = dim * together
+    if rows.shape[1] % width:
+        raise CompressionError(
+            f"rotatekv: {rows.shape[1] // dim} heads cannot be rotated {together} "
+            "at a time"
+        )
+    return hadamard(rows.reshape(len(rows), -1, width)).reshape(rows.shape)
+
+
+def calibrate_order(keys: torch.Tensor, dim: int, together: int) -> torch.Tensor:
+    """Order the rotated channels of one layer by their sum, smallest first.
+
+    So channels that lean the same way share a quantization group, as the official code
+    does it: the sum is signed.
+
+    Args:
+        keys: [N, C] float, calibration rows before RoPE, attention sinks left out.
+        dim: D.
+        together: KV heads rotated together.
+
+    Returns:
+        [C] int64, a permutation; of equal sums the lower channel first.
+    """
+    sums = rotate_heads(keys.to(torch.float64), dim, together).sum(0)
+    return sums.sort(stable=True).indices
+
+
+def write_tables(
+    path: Path | str, orders: Sequence[torch.Tensor], rotated_heads: int
+) -> RotateKVTables:
+    """Write the orders of a model's layers to one file and read it back."""
+    tensors = {"order": torch.stack(list(orders))}
+    notes = {"rotated_heads": str(rotated_heads)}
+    return _tables_of(write_artifact(path, RotateKVTables.KIND, tensors, notes))
+
+
+def _tables_of(artifact: Artifact) -> RotateKVTables:
+    """Check the fields.
+
+    Raises:
+        CompressionError: See ``RotateKVTables.read``.
+    """
+    order = artifact.tensor("order", torch.int64, (None, None))
+    channels = torch.arange(order.shape[1])
+    if not torch.equal(order.sort(dim=1).values, channels.expand_as(order)):
+        raise CompressionError(
+            f"{artifact.path}: field 'order' is not a permutation in every layer"
+        )
+    rotated_heads = int(artifact.note("rotated_heads"))
+    if rotated_heads < 1:
+        raise CompressionError(
+            f"{artifact.path}: metadata 'rotated_heads' must be >= 1, "
+            f"is {rotated_heads}"
+        )
+    return RotateKVTables(artifact.path, artifact.digest, rotated_heads, order)

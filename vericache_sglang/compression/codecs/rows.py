@@ -1,0 +1,75 @@
+"""Rows over all heads, as codecs that mix heads want them, and keys before RoPE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.compression.codecs.sinks import other_slots
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.codecs.base import Part, Rotation, Source
+
+
+def as_rows(entries: torch.Tensor) -> torch.Tensor:
+    """Put the heads of a slot side by side: [H, T, D] to [T, H * D]."""
+    return entries.transpose(0, 1).flatten(1)
+
+
+def as_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Cut rows [T, H * D] into heads [H, T, D], the inverse of ``as_rows``."""
+    return rows.view(len(rows), heads, -1).transpose(0, 1)
+
+
+def before_rope(rope: Rotation | None, source: Source) -> torch.Tensor:
+    """Return the keys as they were before RoPE.
+
+    Args:
+        rope: The model's rotation.
+        source: Keys and their positions.
+
+    Returns:
+        [H, T, D] float32.
+
+    Raises:
+        CompressionError: Rotation or positions are missing.
+    """
+    keys = source.keys.to(torch.float32)
+    bound, positions = _bound(rope, source.positions)
+    return bound(keys, positions, inverse=True)
+
+
+def behind_rope(rope: Rotation | None, keys: torch.Tensor, draft: Part) -> torch.Tensor:
+    """Rotate decoded keys to where they stood.
+
+    Args:
+        rope: The model's rotation.
+        keys: [H, T - n, D] float32, without the n sinks of the part.
+        draft: The part they come from.
+
+    Returns:
+        [H, T - n, D] float32.
+
+    Raises:
+        CompressionError: Rotation or positions are missing.
+    """
+    bound, positions = _bound(rope, draft.positions)
+    others = other_slots(draft.tensors["sink_slots"], draft.extent.tokens)
+    return bound(keys, positions.to(others.device)[..., others])
+
+
+def _bound(
+    rope: Rotation | None, positions: torch.Tensor | None
+) -> tuple[Rotation, torch.Tensor]:
+    """Refuse what is missing.
+
+    Raises:
+        CompressionError: See above.
+    """
+    if rope is None:
+        raise CompressionError("rope: the codec was not bound to the model's rotation")
+    if positions is None:
+        raise CompressionError("positions of the keys are needed")
+    return rope, positions

@@ -1,0 +1,98 @@
+"""Tokens that a draft part holds exactly (attention sinks), beside its codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.compression.codecs.floats import FORMATS
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.codecs.base import Extent, Layout, Source, Tensors
+
+
+def sink_layout(extent: Extent) -> Layout:
+    """Return the fields of ``extent.exact_tokens`` exact tokens."""
+    rows = (extent.heads, extent.exact_tokens)
+    return {
+        "sink_slots": (torch.int32, (extent.exact_tokens,)),
+        "sink_keys": (extent.dtype, (*rows, extent.key_dim)),
+        "sink_values": (extent.dtype, (*rows, extent.value_dim)),
+    }
+
+
+def sink_fields(source: Source, sinks: torch.Tensor) -> Tensors:
+    """Copy the exact tokens of one layer.
+
+    Args:
+        source: The layer.
+        sinks: [n] integers on any device.
+
+    Returns:
+        The fields of ``sink_layout``.
+
+    Raises:
+        CompressionError: The sinks are not ascending, unique and in [0, T).
+    """
+    slots = _checked(sinks, source.extent.tokens).to(source.keys.device)
+    return {
+        "sink_slots": slots,
+        "sink_keys": take(source.keys, slots),
+        "sink_values": take(source.values, slots),
+    }
+
+
+def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return sinks as int32.
+
+    Args:
+        sinks: [n] integers.
+        tokens: T, slots there are.
+
+    Raises:
+        CompressionError: They are not ascending, unique and in [0, T).
+    """
+    slots = sinks.to(torch.int64)
+    bounded = sinks.dim() == 1 and bool(((slots >= 0) & (slots < tokens)).all())
+    if not bounded or not bool((slots.diff() > 0).all()):
+        raise CompressionError(
+            f"sinks must be ascending slots in [0, {tokens}), got {sinks.tolist()}"
+        )
+    return slots.to(torch.int32)
+
+
+def other_slots(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the slots of [0, T) that are no sinks, ascending, int64."""
+    mask = torch.ones(tokens, dtype=torch.bool, device=sinks.device)
+    mask[sinks.to(torch.int64)] = False
+    return mask.nonzero()[:, 0]
+
+
+def take(entries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return [H, n, D], the given slots of [H, T, D], bit for bit."""
+    # torch's gather may rewrite NaN payloads of bfloat16, so integers are moved.
+    bits = entries.view(FORMATS[entries.dtype].integer)
+    return bits.index_select(1, slots.to(torch.int64)).view(entries.dtype)
+
+
+def blend(
+    others: torch.Tensor, exact: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Put exact tokens between the others, the inverse of two ``take``.
+
+    Args:
+        others: [H, T - n, D], the slots that are no sinks.
+        exact: [H, n, D], dtype of ``others``.
+        sinks: [n] slots.
+
+    Returns:
+        [H, T, D].
+    """
+    integer = FORMATS[exact.dtype].integer
+    tokens = others.shape[1] + exact.shape[1]
+    bits = exact.new_empty(exact.shape[0], tokens, exact.shape[2]).view(integer)
+    bits[:, other_slots(sinks, tokens)] = others.view(integer)
+    bits[:, sinks.to(torch.int64)] = exact.view(integer)
+    return bits.view(exact.dtype)

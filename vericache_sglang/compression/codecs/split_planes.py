@@ -1,0 +1,246 @@
+"""Split planes: the high bits of the KV stay, the low bits travel, nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from vericache_sglang.compression.codecs.base import (
+    CODECS,
+    Codec,
+    CodecNeeds,
+    Extent,
+    Layout,
+    Part,
+    Source,
+    Tensors,
+)
+from vericache_sglang.compression.codecs.floats import (
+    FORMATS,
+    Numbers,
+    put_together,
+    take_apart,
+)
+from vericache_sglang.compression.codecs.packing import (
+    pack,
+    pack_wide,
+    packed_bytes,
+    unpack,
+    unpack_wide,
+)
+from vericache_sglang.errors import CompressionError
+
+
+class Plane(NamedTuple):
+    """What the draft part says about keys or values, [H, T, D] integers.
+
+    Attributes:
+        sign: 0 or 1.
+        exponent: Biased; of no meaning where escaped.
+        top: The highest mantissa bits.
+        escaped: bool, where the residual has the exponent.
+    """
+
+    sign: torch.Tensor
+    exponent: torch.Tensor
+    top: torch.Tensor
+    escaped: torch.Tensor
+
+
+@CODECS.register("split-planes")
+@dataclass(frozen=True)
+class SplitPlanes(Codec):
+    """An exact recoding of the KV into a draft plane and a residual plane.
+
+    A block shares the largest exponent of its finite numbers: ``block`` tokens of one
+    channel for keys, whose channels differ in size; one token of one head for values.
+    A number becomes, from the top bit: sign, ``exponent_bits`` of distance to the
+    shared exponent, ``mantissa_bits`` of mantissa. The largest distance is an escape:
+    the number is too small for the code, infinite or NaN. The residual holds the other
+    mantissa bits of every number and the exponents of the escaped ones, in the order
+    of [H, T, D], keys first; the draft plane says where they belong, so they need no
+    index. Besides the shared exponents no bit is stored that the KV does not have.
+
+    Drafts take the middle of the numbers that share a code: the error of a normal one
+    is at most ``2**-(mantissa_bits + 1)`` of its power of two. An escaped one is
+    drafted as zero of its sign, and a subnormal one is cut, so that zeros stay zeros.
+    Drafts are finite whatever the KV.
+
+    Attributes:
+        exponent_bits: E, 1 to 7.
+        mantissa_bits: M, >= 0, with 1 + E + M <= 8.
+        block: Tokens of a channel that share an exponent, >= 1; the last block of a
+            part may be shorter.
+
+    Raises:
+        CompressionError: A parameter is out of its bounds.
+    """
+
+    name: ClassVar[str] = "split-planes"
+
+    exponent_bits: int = 4
+    mantissa_bits: int = 3
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.exponent_bits <= 7:
+            raise CompressionError(
+                f"{self.name}: exponent_bits must be 1 to 7, got {self.exponent_bits}"
+            )
+        if not 0 <= self.mantissa_bits <= 7 - self.exponent_bits:
+            raise CompressionError(
+                f"{self.name}: mantissa_bits must be 0 to {7 - self.exponent_bits} "
+                f"beside {self.exponent_bits} exponent bits, got {self.mantissa_bits}"
+            )
+        if self.block < 1:
+            raise CompressionError(
+                f"{self.name}: block must be >= 1 token, got {self.block}"
+            )
+
+    @property
+    def needs(self) -> CodecNeeds:
+        """See ``Codec.needs``: blocks start at multiples of ``block`` tokens."""
+        return CodecNeeds(token_align=self.block)
+
+    def draft_layout(self, extent: Extent) -> Layout:
+        """See ``Codec.draft_layout``; fixed by the shape, whatever the numbers.
+
+        A token's codes are whole bytes of their own, as a pool of slots wants them.
+        """
+        rows = (extent.heads, extent.tokens)
+        blocks = -(-extent.tokens // self.block)
+        width = FORMATS[extent.dtype].exponent
+        shapes = {
+            "key_codes": (*rows, packed_bytes(extent.key_dim, self._code_bits)),
+            "key_shared": (extent.heads, blocks, packed_bytes(extent.key_dim, width)),
+            "value_codes": (*rows, packed_bytes(extent.value_dim, self._code_bits)),
+            "value_shared": (extent.heads, packed_bytes(extent.tokens, width)),
+        }
+        return {field: (torch.uint8, shape) for field, shape in shapes.items()}
+
+    def residual_layout(self, extent: Extent) -> Layout:
+        """See ``Codec.residual_layout``; grows with ``extent.escapes``."""
+        rows = (extent.heads, extent.tokens)
+        form = FORMATS[extent.dtype]
+        rest = form.mantissa - self.mantissa_bits
+        shapes: dict[str, tuple[int, ...]] = {
+            "key_rest": (*rows, packed_bytes(extent.key_dim, rest)),
+            "value_rest": (*rows, packed_bytes(extent.value_dim, rest)),
+            "escapes": (packed_bytes(extent.escapes, form.exponent),),
+        }
+        return {field: (torch.uint8, shape) for field, shape in shapes.items()}
+
+    @property
+    def _code_bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def _escape(self) -> int:
+        return (1 << self.exponent_bits) - 1
+
+    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+        form = FORMATS[source.extent.dtype]
+        rest = form.mantissa - self.mantissa_bits
+        draft, residual, escapes = {}, {}, []
+        for field, entries in (("key", source.keys), ("value", source.values)):
+            numbers = take_apart(entries)
+            finite = numbers.exponent.where(numbers.exponent != form.non_finite, 0)
+            if field == "key":
+                shared = self._key_blocks(finite).amax(2)
+                distance = self._over_tokens(shared, entries.shape[1])
+            else:
+                shared = finite.amax(2)
+                distance = shared[..., None]
+            draft[f"{field}_shared"] = pack(shared.to(torch.uint8), form.exponent)
+            distance = distance - numbers.exponent
+            escaped = (distance < 0) | (distance >= self._escape)
+            codes = numbers.sign << self.exponent_bits
+            codes |= distance.masked_fill(escaped, self._escape)
+            codes <<= self.mantissa_bits
+            codes |= numbers.mantissa >> rest
+            draft[f"{field}_codes"] = pack(codes.to(torch.uint8), self._code_bits)
+            low = numbers.mantissa & (1 << rest) - 1
+            residual[f"{field}_rest"] = pack_wide(low, rest)
+            escapes.append(numbers.exponent[escaped].to(torch.uint8))
+        exponents = torch.cat(escapes)
+        residual["escapes"] = pack(exponents, form.exponent)
+        extent = dataclasses.replace(source.extent, escapes=exponents.numel())
+        return extent, draft, residual
+
+    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        form = FORMATS[draft.extent.dtype]
+        rest = form.mantissa - self.mantissa_bits
+        results = []
+        for plane in self._planes(draft):
+            exponent = plane.exponent.masked_fill(plane.escaped, 0)
+            mantissa = (plane.top << rest).masked_fill(plane.escaped, 0)
+            mantissa |= (exponent > 0).to(form.integer) << rest - 1
+            numbers = Numbers(plane.sign, exponent, mantissa)
+            results.append(put_together(numbers, draft.extent.dtype))
+        return results[0], results[1]
+
+    def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        extent, tensors = draft.extent, residual.tensors
+        form = FORMATS[extent.dtype]
+        rest = form.mantissa - self.mantissa_bits
+        planes = self._planes(draft)
+        counts = [int(plane.escaped.count_nonzero()) for plane in planes]
+        if sum(counts) != extent.escapes:
+            raise CompressionError(
+                f"{self.name} draft: field 'key_codes' or 'value_codes' has "
+                f"{sum(counts)} escapes, the residual lists {extent.escapes}"
+            )
+        exponents = unpack(tensors["escapes"], form.exponent, extent.escapes)
+        results = []
+        for field, plane, listed in zip(
+            ("key", "value"), planes, exponents.split(counts), strict=True
+        ):
+            exponent = plane.exponent.masked_scatter(
+                plane.escaped, listed.to(form.integer)
+            )
+            low = unpack_wide(
+                tensors[f"{field}_rest"], rest, exponent.shape[2], form.integer
+            )
+            numbers = Numbers(plane.sign, exponent, plane.top << rest | low)
+            results.append(put_together(numbers, extent.dtype))
+        return results[0], results[1]
+
+    def _planes(self, draft: Part) -> tuple[Plane, Plane]:
+        """Read the draft part: keys, then values."""
+        extent, tensors = draft.extent, draft.tensors
+        form = FORMATS[extent.dtype]
+        shared = unpack(tensors["key_shared"], form.exponent, extent.key_dim)
+        keys = self._over_tokens(shared, extent.tokens).to(form.integer)
+        shared = unpack(tensors["value_shared"], form.exponent, extent.tokens)
+        values = shared[..., None].to(form.integer)
+        return (
+            self._plane(tensors["key_codes"], keys, extent.key_dim),
+            self._plane(tensors["value_codes"], values, extent.value_dim),
+        )
+
+    def _plane(self, packed: torch.Tensor, shared: torch.Tensor, dim: int) -> Plane:
+        """Read codes [H, T, bytes] against shared exponents that broadcast to them."""
+        codes = unpack(packed, self._code_bits, dim).to(shared.dtype)
+        distance = codes >> self.mantissa_bits & self._escape
+        return Plane(
+            sign=codes >> self._code_bits - 1,
+            exponent=shared - distance,
+            top=codes & (1 << self.mantissa_bits) - 1,
+            escaped=distance == self._escape,
+        )
+
+    def _key_blocks(self, exponents: torch.Tensor) -> torch.Tensor:
+        """Cut [H, T, D] into [H, blocks, block, D], the last one filled with zeros."""
+        heads, tokens, dim = exponents.shape
+        blocks = -(-tokens // self.block)
+        missing = blocks * self.block - tokens
+        filled = functional.pad(exponents, (0, 0, 0, missing))
+        return filled.view(heads, blocks, self.block, dim)
+
+    def _over_tokens(self, shared: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Repeat [H, blocks, D] for every token of a block: [H, T, D]."""
+        return shared.repeat_interleave(self.block, dim=1)[:, :tokens]

@@ -1,0 +1,57 @@
+"""Where KV can be: the pool, its row table and host memory, passed around as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.memory.splitting import as_bits
+
+if TYPE_CHECKING:
+    import torch
+
+    from vericache_sglang.engine.state import RequestState
+    from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.memory.host_store import HostStore
+    from vericache_sglang.memory.transfers import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Everything that holds or lists KV.
+
+    Attributes:
+        geometry: Shapes of the pool.
+        pool: The staged KV pool (``k_buffer`` and ``v_buffer`` per layer,
+            [slots, H, D]).
+        table: ``req_to_token``, [rows, width] int32.
+        host: Complements and parked images.
+        transfers: What copies between pool and host.
+    """
+
+    geometry: KVGeometry
+    pool: Any
+    table: torch.Tensor
+    host: HostStore
+    transfers: Transfers
+
+    def row(self, state: RequestState) -> torch.Tensor:
+        """Return a request's own row of the table, [width] int32."""
+        return self.table[state.req.kv.req_pool_idx]
+
+    def put(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write entries of one layer into the pool, bit by bit.
+
+        Args:
+            layer: Layer index.
+            slots: [S] int64, unique.
+            keys: [S, H, D], on any device.
+            values: [S, H, Dv].
+        """
+        for buffer, entries in (
+            (self.pool.k_buffer[layer], keys),
+            (self.pool.v_buffer[layer], values),
+        ):
+            as_bits(buffer)[slots] = as_bits(entries).to(buffer.device)

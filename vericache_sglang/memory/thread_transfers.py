@@ -1,0 +1,190 @@
+"""A memcpy thread: the host link of a machine without a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.link import Link, copy_layer, numbered, raise_failure
+from vericache_sglang.memory.splitting import as_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.link import Blocks, Booking, Move
+    from vericache_sglang.memory.parked import ParkedImage
+    from vericache_sglang.memory.staging import Lease, Span
+
+
+@dataclass(slots=True, eq=False)
+class ThreadTransfer:
+    """See ``Transfer``; a copy the link's thread makes layer by layer."""
+
+    nbytes: int
+    seconds: float = 0.0
+    layers_done: int = 0
+    _stopped: Event = field(default_factory=Event, init=False)
+    _future: Future[None] = field(default_factory=Future, init=False)
+
+    def done(self) -> bool:
+        """See ``Transfer.done``."""
+        if not self._future.done():
+            return False
+        raise_failure(self._future)
+        return True
+
+    def cancel(self) -> None:
+        """See ``Transfer.cancel``; waits at most for one layer's memcpy."""
+        self._stopped.set()
+        if not self._future.cancel():
+            self._future.exception()
+
+    def run_on(
+        self,
+        thread: ThreadPoolExecutor,
+        link: Link,
+        layers: int,
+        copy: Callable[[int], None],
+    ) -> None:
+        """Queue the copy: ``copy(layer)`` for every layer, at the pace of ``link``."""
+        self._future = thread.submit(self._run, link, layers, copy)
+
+    def _run(self, link: Link, layers: int, copy: Callable[[int], None]) -> None:
+        began = asked = perf_counter()
+        behind = 0.0
+        for layer in range(layers):
+            booking = link.book(self.nbytes // layers, asked)
+            behind += booking.begin - asked
+            asked = booking.end
+            copy_layer(copy, layer)
+            if self._stopped.wait(max(0.0, booking.end - perf_counter())):
+                raise TransferError(f"cancelled in layer {layer}")
+            self.layers_done = layer + 1
+        self.seconds = perf_counter() - began - behind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BookedTransfer:
+    """See ``Transfer``; a copy the caller has made, waiting for the link to agree.
+
+    Attributes:
+        nbytes: See ``Transfer``.
+        layers: Layers copied.
+        booking: When the link carries them.
+        copy_seconds: Time the memcpy itself took.
+    """
+
+    nbytes: int
+    layers: int
+    booking: Booking
+    copy_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """See ``Transfer.seconds``."""
+        booked = self.booking.end - self.booking.begin
+        return max(self.copy_seconds, booked) if self.done() else 0.0
+
+    @property
+    def layers_done(self) -> int:
+        """See ``Transfer.layers_done``."""
+        if self.done():
+            return self.layers
+        begin, end = self.booking
+        return max(0, int(self.layers * (perf_counter() - begin) / (end - begin)))
+
+    def done(self) -> bool:
+        """See ``Transfer.done``; never fails, the caller saw failures already."""
+        return perf_counter() >= self.booking.end
+
+    def cancel(self) -> None:
+        """See ``Transfer.cancel``; every byte was written before this existed."""
+
+
+class ThreadTransfers:
+    """See ``Transfers``.
+
+    Args:
+        key_buffers: One [slots, H, D] tensor per layer.
+        value_buffers: One [slots, H, Dv] tensor per layer.
+        link_gbps: Emulated bandwidth in GB/s (1e9 bytes); 0 copies at full speed.
+    """
+
+    def __init__(
+        self,
+        key_buffers: Sequence[torch.Tensor],
+        value_buffers: Sequence[torch.Tensor],
+        link_gbps: float,
+    ) -> None:
+        self._keys = key_buffers
+        self._values = value_buffers
+        self._link = Link(link_gbps)
+        # One thread: a link carries one copy at a time, in the order they were asked.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
+
+    def start(self, complement: Complement, lease: Lease) -> ThreadTransfer:
+        """See ``Transfers.start``."""
+        pieces = lease.first(complement.slots)
+        return self._queue(
+            complement, lambda buffer, source: _copy_pieces(buffer, source, pieces)
+        )
+
+    def restore(self, image: ParkedImage, slots: torch.Tensor) -> ThreadTransfer:
+        """See ``Transfers.restore``."""
+        image.require_places(slots)
+        index = slots.numpy()
+
+        def scatter(buffer: torch.Tensor, source: torch.Tensor) -> None:
+            as_bits(buffer).numpy()[index] = as_bits(source).numpy()
+
+        return self._queue(image, scatter)
+
+    def save(self, blocks: Blocks, image: HostImage) -> BookedTransfer:
+        """See ``Transfers.save``; copies in the caller's thread.
+
+        Only the emulated link's time passes behind the caller's back: copies asked
+        for later start after it.
+        """
+        nbytes = image.nbytes_layer * image.layers
+        booking = self._link.book(nbytes, perf_counter())
+        seconds = 0.0
+        for layer, (keys, values) in numbered(blocks, image.layers):
+            began = perf_counter()
+            image.write(layer, keys, values)
+            seconds += perf_counter() - began
+        return BookedTransfer(nbytes, image.layers, booking, seconds)
+
+    def close(self) -> None:
+        """See ``Transfers.close``."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _queue(self, image: HostImage, move: Move) -> ThreadTransfer:
+        def copy(layer: int) -> None:
+            image.verify(layer)
+            move(self._keys[layer], image.keys[layer])
+            move(self._values[layer], image.values[layer])
+
+        transfer = ThreadTransfer(image.nbytes_layer * image.layers)
+        transfer.run_on(self._thread, self._link, image.layers, copy)
+        return transfer
+
+
+def _copy_pieces(
+    buffer: torch.Tensor, source: torch.Tensor, pieces: Sequence[Span]
+) -> None:
+    """Fill ``pieces`` of a layer's buffer with ``source``, one memcpy each."""
+    # numpy's copy is one memcpy without the interpreter lock; a torch copy would start
+    # a second team of OpenMP threads beside the forward.
+    target, rows = as_bits(buffer).numpy(), as_bits(source).numpy()
+    filled = 0
+    for piece in pieces:
+        target[piece.start : piece.end] = rows[filled : filled + piece.slots]
+        filled += piece.slots

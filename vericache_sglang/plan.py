@@ -1,0 +1,142 @@
+"""Recommend settings: ``python -m vericache_sglang.plan --model M --gpu G ...``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vericache_sglang.config.files import to_yaml
+from vericache_sglang.errors import ConfigError, VeriCacheError
+from vericache_sglang.planning.acceptance import Acceptance, Geometric, MissByKeep
+from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
+from vericache_sglang.planning.models import CATALOGUE, find_model
+from vericache_sglang.planning.paper.report import page
+from vericache_sglang.planning.plot import Curve, draw
+from vericache_sglang.planning.recommend import (
+    DEFAULT_ACCEPTANCE,
+    KEEPS,
+    Recommendation,
+    Workload,
+    recommend,
+    speedup_curve,
+)
+from vericache_sglang.planning.summary import summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan or the paper's table; returns the exit status.
+
+    Args:
+        argv: Command-line arguments; None takes the process's own.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        print(page() if args.paper else _plan(args), end="" if args.paper else "\n")
+    except VeriCacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vericache_sglang.plan",
+        description="Arithmetic, not a measurement: settings and expected speedup.",
+    )
+    add = parser.add_argument
+    models = ", ".join(CATALOGUE)
+    add("--model", metavar="DIR|NAME", help=f"folder with a config.json, or {models}")
+    add("--gpu", metavar="NAME", help=", ".join(GPUS))
+    add("--devices", type=int, default=1, metavar="N", help="GPUs of one server")
+    add("--context", type=int, metavar="N", help="prompt length, in tokens")
+    add("--output", type=int, metavar="N", help="answer length, in tokens")
+    add("--concurrency", type=int, metavar="N", help="most requests at once")
+    add("--keep", type=float, nargs="+", metavar="C", help="keep shares to try")
+    add(
+        "--accept",
+        type=float,
+        metavar="P",
+        help="probability that a draft is accepted, at the one --keep, else at 0.25",
+    )
+    add("--datasheet", action="store_true", help="datasheet rates, not measured ones")
+    add("--save", type=Path, metavar="YAML", help="write the settings to this file")
+    add("--plot", type=Path, metavar="PNG", help="draw speedup over draft length")
+    add("--paper", action="store_true", help="print the paper's figures beside ours")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> str:
+    missing = [
+        f"--{name}"
+        for name in ("model", "gpu", "context", "output")
+        if getattr(args, name) is None
+    ]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be given (or --paper alone)")
+    model = find_model(args.model)
+    machine = machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet)
+    workload = Workload(
+        context_tokens=args.context,
+        output_tokens=args.output,
+        concurrency=args.concurrency,
+    )
+    keeps = _keeps(args.keep)
+    acceptance, assumed = _acceptance(args.accept, keeps)
+    result = recommend(model, machine, workload, acceptance=acceptance, keeps=keeps)
+    notes = [summary(result, model, machine, workload), f"Assumed: {assumed}"]
+    if args.plot is not None:
+        shown = sorted({keeps[0], result.keep, keeps[-1]})
+        curves = [
+            Curve(
+                f"keep {keep:g}",
+                speedup_curve(model, machine, workload, keep, acceptance),
+            )
+            for keep in shown
+        ]
+        draw(curves, f"{model.name} on {machine.name}", args.plot)
+        notes.append(f"Drawn: {args.plot}")
+    if args.save is not None:
+        _save(result, args.save)
+        notes.append(f"Saved: {args.save}")
+    return "\n".join(notes)
+
+
+def _keeps(given: list[float] | None) -> tuple[float, ...]:
+    if given is None:
+        return KEEPS
+    if not all(0 < keep <= 1 for keep in given):
+        raise ConfigError(f"--keep must be > 0 and <= 1, got {given}")
+    return tuple(given)
+
+
+def _acceptance(
+    survival: float | None, keeps: tuple[float, ...]
+) -> tuple[Acceptance, str]:
+    carried = "carried to other keep shares as (1 - c) / c"
+    if survival is None:
+        published = f"p = {DEFAULT_ACCEPTANCE.survival:.3f}, 19 of 30 drafts"
+        return DEFAULT_ACCEPTANCE, (
+            f"acceptance of Qwen-32B with KVzip at keep 0.25 ({published}), "
+            f"{carried}; measure your own and give --accept"
+        )
+    if len(keeps) == 1:
+        return Geometric(survival), f"each draft is accepted with p = {survival:g}"
+    return MissByKeep(survival), f"p = {survival:g} at keep 0.25, {carried}"
+
+
+def _save(result: Recommendation, path: Path) -> None:
+    if result.config is None:
+        raise ConfigError("--save: nothing to save, plain serving is recommended")
+    try:
+        path.write_text(to_yaml(result.config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save: {path} cannot be written: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

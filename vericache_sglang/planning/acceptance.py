@@ -1,0 +1,164 @@
+"""How many drafted tokens survive a verification: the curves gamma(x, c).
+
+arXiv:2605.17613 draws gamma(x, c) and gives a few points of it in words: at c = 1/4 and
+x = 30, "~23" accepted drafts on Llama-70B (its rate stays "above ~0.8") and "~19" on
+Qwen-32B (section 4.2). Everything else here is an assumption: that each draft survives
+with one probability, independent of its position, and how that one depends on c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vericache_sglang.errors import ConfigError
+
+
+class Acceptance(Protocol):
+    """Expected drafts accepted in one round; gamma(x, c) times x."""
+
+    def accepted(self, draft_length: int, keep: float) -> float:
+        """Return the accepted drafts, without the verifier's own token.
+
+        Args:
+            draft_length: x, in tokens, >= 1.
+            keep: c, share of the KV that drafts read, in (0, 1].
+
+        Returns:
+            A number in [0, draft_length].
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Geometric:
+    """Each draft survives with the same probability, whatever the keep share.
+
+    Attributes:
+        survival: p in [0, 1]; E[accepted] = p + p^2 + ... + p^x.
+    """
+
+    survival: float
+
+    def __post_init__(self) -> None:
+        _check_survival(self.survival)
+
+    def accepted(self, draft_length: int, keep: float) -> float:
+        """See ``Acceptance.accepted``; ``keep`` is not looked at."""
+        return _geometric_sum(self.survival, draft_length)
+
+
+@dataclass(frozen=True, slots=True)
+class MissByKeep:
+    """Geometric, with a miss probability proportional to (1 - c) / c: an assumption.
+
+    It is 0 where everything is kept and grows without bound as nothing is; a curve
+    measured on your own model should replace it.
+
+    Attributes:
+        survival: p at ``at_keep``, in [0, 1].
+        at_keep: Keep share ``survival`` belongs to, in (0, 1).
+    """
+
+    survival: float
+    at_keep: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_survival(self.survival)
+        if not 0 < self.at_keep < 1:
+            raise ConfigError(f"at_keep must be in (0, 1), got {self.at_keep}")
+
+    def accepted(self, draft_length: int, keep: float) -> float:
+        """See ``Acceptance.accepted``."""
+        scale = ((1 - keep) / keep) / ((1 - self.at_keep) / self.at_keep)
+        survival = max(0.0, 1 - (1 - self.survival) * scale)
+        return _geometric_sum(survival, draft_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Tabulated:
+    """Measured points, joined by straight lines from (0, 0); flat after the last.
+
+    Attributes:
+        points: (draft length, accepted drafts), draft lengths rising from above 0.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        lengths = [0, *(length for length, _ in self.points)]
+        if not self.points or lengths != sorted(set(lengths)):
+            raise ConfigError("an acceptance table needs rising draft lengths above 0")
+        if any(not 0 <= count <= length for length, count in self.points):
+            raise ConfigError("an acceptance table holds more accepted than drafted")
+
+    def accepted(self, draft_length: int, keep: float) -> float:
+        """See ``Acceptance.accepted``; ``keep`` is not looked at."""
+        before, low = 0, 0.0
+        for length, count in self.points:
+            if draft_length <= length:
+                return low + (count - low) * (draft_length - before) / (length - before)
+            before, low = length, count
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class EndingAnswers:
+    """Another curve, where the last round of an answer is cut short by its end.
+
+    An answer ends anywhere in its last round, so half a round is lost on average.
+
+    Attributes:
+        curve: Acceptance inside an answer.
+        output_tokens: Length of each answer, in tokens, >= 1.
+    """
+
+    curve: Acceptance
+    output_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.output_tokens < 1:
+            raise ConfigError(f"--output must be >= 1 token, got {self.output_tokens}")
+
+    def accepted(self, draft_length: int, keep: float) -> float:
+        """See ``Acceptance.accepted``; a mean over the rounds of one answer."""
+        full_round = self.curve.accepted(draft_length, keep) + 1
+        rounds = max(1.0, self.output_tokens / full_round + 0.5)
+        return max(0.0, self.output_tokens / rounds - 1)
+
+
+def survival_for(accepted: float, draft_length: int) -> float:
+    """Return the p whose geometric curve has ``accepted`` drafts at ``draft_length``.
+
+    Raises:
+        ConfigError: ``accepted`` is outside [0, draft_length].
+    """
+    if not 0 <= accepted <= draft_length:
+        raise ConfigError(f"{accepted} of {draft_length} drafts cannot be accepted")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _geometric_sum(middle, draft_length) < accepted:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _geometric_sum(survival: float, draft_length: int) -> float:
+    if survival == 1:
+        return float(draft_length)
+    # Rounding may carry the closed form past x for p just below 1.
+    total = survival * (1 - survival**draft_length) / (1 - survival)
+    return min(total, float(draft_length))
+
+
+def _check_survival(survival: float) -> None:
+    if not 0 <= survival <= 1:
+        raise ConfigError(f"--accept must be in [0, 1], got {survival}")
+
+
+PUBLISHED_LLAMA_70B = survival_for(23, 30)
+"""p of "~23 of 30" at c = 1/4, Llama-70B (arXiv:2605.17613 section 4.2)."""
+
+PUBLISHED_QWEN_32B = survival_for(19, 30)
+"""p of "~19 of 30" at c = 1/4, Qwen-32B (arXiv:2605.17613 section 4.2)."""

@@ -1,0 +1,307 @@
+"""Throughput of one server that drafts, verifies and reloads (appendix A.1).
+
+arXiv:2605.17613, equations kv_avg, mem_constraint, t_gpu, t_xfer, load_constraint and
+opt. One departure: as printed, t_xfer divides by the cycles per load l although
+load_constraint already holds the link to one reload at a time, so that bytes move
+faster than the link carries them (10 requests, x = 29, l = 3: three times as fast). By
+default a reload takes bytes / link here, as in the paper's own Eq. (t_iter), and l is
+what follows from it; ``printed_transfer`` computes the printed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vericache_sglang.planning.acceptance import Acceptance
+    from vericache_sglang.planning.hardware import Machine
+    from vericache_sglang.planning.requests import Requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What does not change while settings are searched.
+
+    Attributes:
+        machine: Rates and memory.
+        weight_bytes: M.
+        requests: Their KV sizes and how many there may be at once.
+        acceptance: gamma(x, c) times x.
+        flops_per_token: Of a forward pass, attention left out; 0 ignores compute.
+        staging_bytes: Device memory set aside for reloads; None charges their mean,
+            as the paper does.
+        most_verifies: Offloaded requests verified in one iteration; None: no limit.
+        printed_transfer: Compute t_xfer as printed; see the module.
+    """
+
+    machine: Machine
+    weight_bytes: float
+    requests: Requests
+    acceptance: Acceptance
+    flops_per_token: float = 0.0
+    staging_bytes: float | None = None
+    most_verifies: int | None = None
+    printed_transfer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The knobs of the paper's optimisation.
+
+    Attributes:
+        resident: B_g, requests whose full KV stays on the device.
+        offloaded: B_c, requests whose full KV is reloaded to verify.
+        draft_length: x, in tokens; 0 decodes on the full KV without drafting.
+        keep: c, in (0, 1].
+        transfer_fraction: Part of the full KV a verification reloads: 1 - c where the
+            KV is split in two, 1 for a lossy codec; >= 0.
+    """
+
+    resident: int
+    offloaded: int
+    draft_length: int
+    keep: float
+    transfer_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a choice gives.
+
+    Attributes:
+        choice: The knobs.
+        hbm_s: Device memory time of one iteration (T_gpu of the paper).
+        compute_s: Arithmetic time of one iteration.
+        link_s: Link time of one iteration (T_xfer).
+        cycles_per_load: l, iterations one reload spans; 0 where nothing is reloaded.
+        used_bytes: Device memory in use, by the memory constraint's left side.
+        accepted: Drafts accepted in a round, of ``choice.draft_length``.
+        tokens_per_s: Throughput of all requests.
+        binds: What more of would help: "hbm", "link", "compute" or "memory".
+    """
+
+    choice: Choice
+    hbm_s: float
+    compute_s: float
+    link_s: float
+    cycles_per_load: int
+    used_bytes: float
+    accepted: float
+    tokens_per_s: float
+    binds: str
+
+    @property
+    def requests(self) -> int:
+        """B, requests running at once."""
+        return self.choice.resident + self.choice.offloaded
+
+    @property
+    def iteration_s(self) -> float:
+        """T_iter; reads, arithmetic and transfers overlap."""
+        return max(self.hbm_s, self.compute_s, self.link_s)
+
+
+TransferFraction = Callable[[float], float]
+
+
+def split_complement(keep: float) -> float:
+    """Return the transfer fraction of KV split in two parts: what is not kept."""
+    return 1 - keep
+
+
+def mean_share(keep: float, draft_length: int) -> float:
+    """Return KV_avg / KV_full, Eq. (kv_avg): x iterations at c, one at 1."""
+    return (draft_length * keep + 1) / (draft_length + 1)
+
+
+def used_bytes(server: Server, choice: Choice) -> float:
+    """Return the left side of Eq. (mem_constraint), in bytes."""
+    resident = server.requests.kv_bytes(choice.resident)
+    both = server.requests.kv_bytes(choice.resident + choice.offloaded)
+    staging, share = _footprint(server, choice.keep, choice.draft_length)
+    if not choice.offloaded:
+        staging = 0.0
+    return server.weight_bytes + staging + resident + (both - resident) * share
+
+
+def estimate(server: Server, choice: Choice) -> Estimate:
+    """Return times, memory and throughput of one choice; 0 requests give 0 tokens.
+
+    The choice is taken as it is; ``search`` only proposes ones that fit.
+    """
+    x, total = choice.draft_length, choice.resident + choice.offloaded
+    machine, kv_all = server.machine, server.requests.kv_bytes(total)
+    accepted = server.acceptance.accepted(x, choice.keep) if x else 0.0
+    share = mean_share(choice.keep, x) if x else 1.0
+    hbm_s = (server.weight_bytes + kv_all * share) / machine.hbm_bytes_per_s
+    # Beside one token a drafting request, each verification runs x drafts and one.
+    passes = total * ((x / (x + 1) + 1) if x else 1)
+    compute_s = passes * server.flops_per_token / machine.flops_per_s
+    gpu_s = max(hbm_s, compute_s)
+    link_s, cycles = _transfer(server, choice, gpu_s)
+    tokens = total * (accepted + 1) / (x + 1)
+    return Estimate(
+        choice=choice,
+        hbm_s=hbm_s,
+        compute_s=compute_s,
+        link_s=link_s,
+        cycles_per_load=cycles,
+        used_bytes=used_bytes(server, choice),
+        accepted=accepted,
+        tokens_per_s=tokens / max(gpu_s, link_s),
+        binds=_binding(server, choice, (hbm_s, compute_s, link_s)),
+    )
+
+
+def full_kv(server: Server) -> Estimate:
+    """Return the baseline: as many full KVs as fit, one exact token an iteration."""
+    room = server.machine.memory_bytes - server.weight_bytes
+    return estimate(
+        server,
+        Choice(
+            resident=server.requests.fitting(room),
+            offloaded=0,
+            draft_length=0,
+            keep=1.0,
+            transfer_fraction=0.0,
+        ),
+    )
+
+
+def resident_drafts(server: Server, keep: float, lengths: Iterable[int]) -> Estimate:
+    """Return the best of sparse drafts over resident full KV, as SparseSpec has it."""
+    count = full_kv(server).requests
+    return max(
+        (
+            estimate(
+                server,
+                Choice(
+                    resident=count,
+                    offloaded=0,
+                    draft_length=x,
+                    keep=keep,
+                    transfer_fraction=0.0,
+                ),
+            )
+            for x in lengths
+        ),
+        key=lambda found: found.tokens_per_s,
+    )
+
+
+def search(
+    server: Server,
+    keeps: Iterable[float],
+    lengths: Iterable[int],
+    *,
+    resident: Iterable[int] | None = None,
+    transfer_fraction: TransferFraction = split_complement,
+) -> Estimate:
+    """Return the choice of highest throughput, Eq. (opt).
+
+    Every (c, x, B_g) is tried. Throughput rises with B_c until the link is the longer
+    of the two and never rises after, so only that B_c, its neighbour and the most that
+    fits are tried (exact for equal requests, near it for mixed ones).
+
+    Args:
+        server: See there.
+        keeps: Candidates for c, each in (0, 1].
+        lengths: Candidates for x, each >= 1.
+        resident: Candidates for B_g; None tries every count that fits. ``[0]`` is a
+            server that offloads all.
+        transfer_fraction: From c to the part of the full KV that is reloaded.
+
+    Returns:
+        The best estimate; of equal ones the first. Of 0 tokens/s if nothing fits.
+    """
+    counts = list(range(full_kv(server).requests + 1) if resident is None else resident)
+    lengths = list(lengths)
+    return max(
+        (
+            estimate(server, choice)
+            for keep in keeps
+            for x in lengths
+            for held in counts
+            for choice in _choices(server, keep, x, held, transfer_fraction(keep))
+        ),
+        key=lambda found: found.tokens_per_s,
+    )
+
+
+def most_offloaded(server: Server, keep: float, draft_length: int, held: int) -> int:
+    """Return the largest B_c that memory, link slots and the concurrency allow."""
+    staging, share = _footprint(server, keep, draft_length)
+    taken = server.weight_bytes + server.requests.kv_bytes(held)
+    room = server.machine.memory_bytes - taken - staging
+    count = server.requests.fitting(room, share, skip=held)
+    if server.most_verifies is not None:
+        count = min(count, server.most_verifies * (draft_length + 1))
+    if server.printed_transfer:  # load_constraint at its smallest l, 1
+        count = min(count, draft_length + 1)
+    return count
+
+
+def _choices(
+    server: Server, keep: float, x: int, held: int, fraction: float
+) -> Iterable[Choice]:
+    def choice(offloaded: int) -> Choice:
+        return Choice(
+            resident=held,
+            offloaded=offloaded,
+            draft_length=x,
+            keep=keep,
+            transfer_fraction=fraction,
+        )
+
+    most = most_offloaded(server, keep, x, held)
+    low, high = 0, most
+    while low < high:  # the first B_c whose transfers outlast the GPU
+        middle = (low + high) // 2
+        found = estimate(server, choice(middle))
+        if found.link_s >= max(found.hbm_s, found.compute_s):
+            high = middle
+        else:
+            low = middle + 1
+    tried = range(most + 1) if server.printed_transfer else {0, low - 1, low, most}
+    return [choice(count) for count in tried if count >= 0]
+
+
+def _footprint(server: Server, keep: float, draft_length: int) -> tuple[float, float]:
+    if server.staging_bytes is None:
+        return 0.0, mean_share(keep, draft_length)
+    return server.staging_bytes, keep
+
+
+def _transfer(server: Server, choice: Choice, gpu_s: float) -> tuple[float, int]:
+    if not choice.offloaded or not choice.transfer_fraction:
+        return 0.0, 0
+    resident = server.requests.kv_bytes(choice.resident)
+    offloaded = server.requests.kv_bytes(choice.resident + choice.offloaded) - resident
+    moved = offloaded * choice.transfer_fraction / (choice.draft_length + 1)
+    link_s = moved / server.machine.link_bytes_per_s
+    if server.printed_transfer:
+        # Largest l that load_constraint allows: t_xfer only falls with l.
+        cycles = max(1, floor((choice.draft_length + 1) / choice.offloaded))
+        return link_s / cycles, cycles
+    one_load_s = link_s * (choice.draft_length + 1) / choice.offloaded
+    return link_s, ceil(one_load_s / max(gpu_s, link_s))
+
+
+def _binding(
+    server: Server, choice: Choice, times_s: tuple[float, float, float]
+) -> str:
+    hbm_s, compute_s, link_s = times_s
+    if link_s >= max(hbm_s, compute_s):
+        return "link"
+    if compute_s > hbm_s:
+        return "compute"
+    # Reads of weights are shared: while they are most of an iteration, one more
+    # request would cost little, if only it had room.
+    weights_s = server.weight_bytes / server.machine.hbm_bytes_per_s
+    grown = "offloaded" if choice.offloaded else "resident"
+    more = replace(choice, **{grown: getattr(choice, grown) + 1})
+    full = used_bytes(server, more) > server.machine.memory_bytes
+    return "memory" if full and weights_s > hbm_s / 2 else "hbm"

@@ -1,0 +1,196 @@
+"""What a model weighs and what a token of its KV weighs, from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vericache_sglang.errors import ConfigError, UnsupportedError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with grouped-query attention, as far as its speed depends on it.
+
+    Attributes:
+        name: What the user called it.
+        layers: Decoder layers.
+        kv_heads: KV heads a layer.
+        head_dim: Elements a head.
+        params: Parameters; an estimate from the shapes, norms included.
+        weight_bytes: Bytes of the weights on the device.
+        element_bytes: Bytes of one KV element.
+    """
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    params: int
+    weight_bytes: int
+    element_bytes: int = 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers, in bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
+
+
+def _catalogued(
+    hidden: int, intermediate: int, layers: int, heads: int, vocab: int
+) -> Mapping[str, object]:
+    # Every catalogued model has 8 KV heads of 128 and untied embeddings.
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+CATALOGUE: Mapping[str, Mapping[str, object]] = {
+    "llama-3.1-8b": _catalogued(4096, 14336, 32, 32, 128256),
+    "llama-3.1-70b": _catalogued(8192, 28672, 80, 64, 128256),
+    "mistral-small-24b": _catalogued(5120, 32768, 40, 32, 131072),
+    "qwen3-8b": _catalogued(4096, 12288, 36, 32, 151936),
+    "qwen3-14b": _catalogued(5120, 17408, 40, 40, 151936),
+    "qwen3-32b": _catalogued(5120, 25600, 64, 64, 151936),
+}
+"""Shapes from each model's published config.json."""
+
+
+def find_model(name: str) -> ModelShape:
+    """Return the model of a folder that holds a config.json, or of the catalogue.
+
+    Raises:
+        ConfigError: Neither; or the folder's config.json lacks a field.
+        UnsupportedError: See ``shape_of``.
+    """
+    folder = Path(name)
+    if (folder / CONFIG).is_file():
+        return read_model(folder)
+    if name.lower() in CATALOGUE:
+        return shape_of(CATALOGUE[name.lower()], name.lower())
+    raise ConfigError(
+        f"--model {name!r} is neither a folder with a {CONFIG} nor a known name; "
+        f"known: {', '.join(CATALOGUE)}"
+    )
+
+
+def read_model(folder: Path) -> ModelShape:
+    """Read a Hugging Face model folder; weights are sized by its files where it can.
+
+    Raises:
+        ConfigError: config.json is not a JSON object, or lacks a field.
+        UnsupportedError: See ``shape_of``.
+    """
+    fields = _json_object(folder / CONFIG)
+    # Multimodal checkpoints keep the decoder's fields one level down.
+    inner = fields.get("text_config")
+    if isinstance(inner, Mapping):
+        fields = {**fields, **inner}
+    return shape_of(fields, str(folder), _stored_bytes(folder))
+
+
+def shape_of(
+    fields: Mapping[str, object], name: str, weight_bytes: int | None = None
+) -> ModelShape:
+    """Build the shape from the fields of a config.json.
+
+    Args:
+        fields: Hugging Face's names.
+        name: First words of any error.
+        weight_bytes: Size of the stored weights; None estimates it from the shapes.
+
+    Raises:
+        ConfigError: A needed field is missing or not a whole number above 0.
+        UnsupportedError: Latent attention (MLA), whose KV has another shape; or a
+            mixture of experts without stored weights to size it by.
+    """
+    if fields.get("kv_lora_rank"):
+        raise UnsupportedError(f"{name}: latent attention (kv_lora_rank) is not served")
+    layers = _whole(fields, "num_hidden_layers", name)
+    heads = _whole(fields, "num_attention_heads", name)
+    hidden = _whole(fields, "hidden_size", name)
+    kv_heads = _whole(fields, "num_key_value_heads", name, heads)
+    head_dim = _whole(fields, "head_dim", name, hidden // heads)
+    kind = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16")
+    if kind not in _ELEMENT_BYTES:
+        raise ConfigError(f"{name}: torch_dtype {kind!r}, known: float32, bfloat16 ...")
+    element_bytes = _ELEMENT_BYTES[kind]
+    if weight_bytes is not None:
+        params = weight_bytes // element_bytes
+    else:
+        params = _estimated_params(fields, name, heads * head_dim, kv_heads * head_dim)
+    return ModelShape(
+        name=name,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        params=params,
+        weight_bytes=weight_bytes or params * element_bytes,
+        element_bytes=element_bytes,
+    )
+
+
+def _estimated_params(
+    fields: Mapping[str, object], name: str, query_dim: int, kv_dim: int
+) -> int:
+    if fields.get("num_experts") or fields.get("num_local_experts"):
+        raise UnsupportedError(
+            f"{name}: a mixture of experts is sized by its files; {INDEX} is missing"
+        )
+    hidden = _whole(fields, "hidden_size", name)
+    attention = 2 * hidden * query_dim + 2 * hidden * kv_dim
+    mlp = 3 * hidden * _whole(fields, "intermediate_size", name)
+    layers = _whole(fields, "num_hidden_layers", name)
+    tables = 1 if fields.get("tie_word_embeddings") else 2
+    embeddings = tables * hidden * _whole(fields, "vocab_size", name)
+    return layers * (attention + mlp + 2 * hidden) + embeddings + hidden
+
+
+def _stored_bytes(folder: Path) -> int | None:
+    if (folder / INDEX).is_file():
+        metadata = _json_object(folder / INDEX).get("metadata")
+        if isinstance(metadata, Mapping) and isinstance(
+            metadata.get("total_size"), (int, float)
+        ):
+            return int(metadata["total_size"])
+    # The header of a safetensors file is a few parts in a million of a real model.
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return sum(sizes) or None
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: {path} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--model: {path} is not a JSON object")
+    return fields
+
+
+def _whole(
+    fields: Mapping[str, object], field: str, name: str, default: int | None = None
+) -> int:
+    value = fields.get(field)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"--model {name}: {CONFIG} needs {field}, a whole number > 0, got {value!r}"
+        )
+    return value

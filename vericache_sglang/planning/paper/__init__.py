@@ -1,0 +1,1 @@
+"""The paper's own figures, recomputed: what agrees, what does not, and why."""

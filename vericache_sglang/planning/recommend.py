@@ -1,0 +1,253 @@
+"""Settings for a model, a GPU and a workload, or the advice to serve plainly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from vericache_sglang.config.schema import STAGING_STEP, VeriCacheConfig
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.planning.acceptance import (
+    PUBLISHED_QWEN_32B,
+    Acceptance,
+    EndingAnswers,
+    MissByKeep,
+)
+from vericache_sglang.planning.bound import Roofline, roofline, speedup_bound
+from vericache_sglang.planning.intra import Estimate, Server, full_kv, search
+from vericache_sglang.planning.requests import equal_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.planning.hardware import Machine
+    from vericache_sglang.planning.models import ModelShape
+
+KEEPS = (0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""Keep shares tried where the user names none."""
+
+LENGTHS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8))
+"""Draft lengths tried, in tokens; every one while it matters, coarser further out."""
+
+VERIFIES = (1, 2, 4, 8)
+"""Candidates for ``max_verifies``; each more takes one complement of staging."""
+
+GIB = 2**30
+
+DEFAULT_ACCEPTANCE = MissByKeep(PUBLISHED_QWEN_32B)
+"""The lower of the two published points, carried to other keep shares; both assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Equal requests, as the command line describes them.
+
+    Attributes:
+        context_tokens: Prompt length, in tokens, >= 1.
+        output_tokens: Answer length, in tokens, >= 1.
+        concurrency: Most requests at once; None: as many as fit.
+
+    Raises:
+        ConfigError: A number is below 1; the message names the flag.
+    """
+
+    context_tokens: int
+    output_tokens: int
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--context", self.context_tokens),
+            ("--output", self.output_tokens),
+            ("--concurrency", self.concurrency),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag} must be >= 1, got {value}")
+
+    @property
+    def mean_tokens(self) -> float:
+        """KV length of a request half-way through its answer, in tokens."""
+        return self.context_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to serve with, and what to expect of it.
+
+    Attributes:
+        config: The settings; None where plain serving is at least as fast.
+        keep: Keep share of ``best``, in share of prompt tokens.
+        best: The fastest settings that were found, recommended or not.
+        plain: The full-KV server on the same machine.
+        bound: ``speedup_bound`` of ``best``, the verifier's own token counted.
+        ceilings: Throughput that each resource allows.
+        staging_bytes: Device memory that ``best`` sets aside.
+    """
+
+    config: VeriCacheConfig | None
+    keep: float
+    best: Estimate
+    plain: Estimate
+    bound: float
+    ceilings: Roofline
+    staging_bytes: float
+
+    @property
+    def speedup(self) -> float:
+        """Throughput of ``best`` over ``plain``."""
+        return self.best.tokens_per_s / self.plain.tokens_per_s
+
+
+def recommend(
+    model: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    *,
+    acceptance: Acceptance = DEFAULT_ACCEPTANCE,
+    keeps: Sequence[float] = KEEPS,
+    lengths: Sequence[int] = LENGTHS,
+) -> Recommendation:
+    """Search our settings for the highest throughput.
+
+    A server that offloads every drafting request's complement, keeps the decoded tokens
+    whole, and sets aside a staging region of one complement per verification of an
+    iteration and one that is arriving; the search has exactly these. Ours also leaves
+    complements on the device while there is room, which can only be faster.
+
+    Raises:
+        ConfigError: Not one full KV fits beside the weights; nor would a draft part
+            with its staging, which is larger.
+    """
+    server, plain = _servers(model, machine, workload, acceptance)
+    found = []
+    for keep in keeps:
+        for verifies in VERIFIES:
+            best, staging = _best(server, workload, model, (keep, verifies), lengths)
+            found.append((best.tokens_per_s, -verifies, keep, best, staging))
+    _, verifies, keep, best, staging = max(found, key=lambda each: each[:2])
+    choice = best.choice
+    result = Recommendation(
+        config=None,
+        keep=keep,
+        best=best,
+        plain=plain,
+        bound=speedup_bound(best.accepted + 1, machine, choice.transfer_fraction),
+        ceilings=roofline(
+            machine,
+            server.requests.mean_kv_bytes,
+            choice.keep,
+            (choice.draft_length, best.accepted),
+            choice.transfer_fraction,
+        ),
+        staging_bytes=staging * model.kv_bytes_per_token,
+    )
+    if result.speedup <= 1:
+        return result
+    config = _settings(result, workload, model, -verifies, staging)
+    return replace(result, config=config)
+
+
+def speedup_curve(
+    model: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    keep: float,
+    acceptance: Acceptance = DEFAULT_ACCEPTANCE,
+) -> tuple[tuple[int, float, float], ...]:
+    """Return (draft length, accepted over drafted, speedup) at one keep share.
+
+    Raises:
+        ConfigError: See ``recommend``.
+    """
+    server, plain = _servers(model, machine, workload, acceptance)
+    points = []
+    for x in LENGTHS:
+        if x > workload.output_tokens:
+            break
+        tried = [
+            _best(server, workload, model, (keep, verifies), [x])[0]
+            for verifies in VERIFIES
+        ]
+        best = max(tried, key=lambda found: found.tokens_per_s)
+        speedup = best.tokens_per_s / plain.tokens_per_s
+        points.append((x, best.accepted / x, speedup))
+    return tuple(points)
+
+
+def _servers(
+    model: ModelShape, machine: Machine, workload: Workload, acceptance: Acceptance
+) -> tuple[Server, Estimate]:
+    """Return the server that is searched, and how it decodes on the full KV.
+
+    KV grows while an answer does; a request counts with its mean length.
+    """
+    kv_bytes = workload.mean_tokens * model.kv_bytes_per_token
+    server = Server(
+        machine=machine,
+        weight_bytes=model.weight_bytes,
+        requests=equal_requests(kv_bytes, workload.concurrency),
+        acceptance=EndingAnswers(acceptance, workload.output_tokens),
+        flops_per_token=2.0 * model.params,
+    )
+    plain = full_kv(server)
+    if not plain.requests:
+        raise ConfigError(
+            f"--gpu {machine.name}: not one request of {workload.context_tokens} "
+            f"tokens fits beside {model.name}; shorten --context or raise --devices"
+        )
+    return server, plain
+
+
+def _best(
+    server: Server,
+    workload: Workload,
+    model: ModelShape,
+    candidate: tuple[float, int],
+    lengths: Sequence[int],
+) -> tuple[Estimate, int]:
+    """Return the best estimate at one keep share and verify count, and its staging."""
+    keep, verifies = candidate
+    complement = _complement_tokens(keep, workload)
+    staging = -(-(verifies + 1) * complement // STAGING_STEP) * STAGING_STEP
+    limited = replace(
+        server,
+        staging_bytes=staging * model.kv_bytes_per_token,
+        most_verifies=verifies,
+    )
+    # Only the prompt is split; what is decoded stays and is read by every draft.
+    moved = complement / workload.mean_tokens
+    best = search(
+        limited,
+        [1 - moved],
+        [x for x in lengths if x <= max(1, workload.output_tokens)],
+        resident=[0],
+        transfer_fraction=lambda _: moved,
+    )
+    return best, staging
+
+
+def _complement_tokens(keep: float, workload: Workload) -> int:
+    return workload.context_tokens - int(keep * workload.context_tokens)
+
+
+def _settings(
+    result: Recommendation,
+    workload: Workload,
+    model: ModelShape,
+    verifies: int,
+    staging_tokens: int,
+) -> VeriCacheConfig:
+    complement = _complement_tokens(result.keep, workload) * model.kv_bytes_per_token
+    host_bytes = max(1, result.best.requests) * complement
+    default = VeriCacheConfig()
+    return VeriCacheConfig(
+        keep=result.keep,
+        draft_length=result.best.choice.draft_length,
+        max_verifies=verifies,
+        min_prompt=min(default.min_prompt, workload.context_tokens),
+        staging_tokens=staging_tokens,
+        # Two more complements than requests, so that a newcomer need not wait for a
+        # finished one's bytes; whole GiB.
+        host_gb=float(ceil((host_bytes + 2 * complement) / GIB)),
+    )

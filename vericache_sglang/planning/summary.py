@@ -1,0 +1,107 @@
+"""A recommendation as a short text for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from vericache_sglang.config.schema import VeriCacheConfig, flag
+from vericache_sglang.planning.recommend import GIB, Recommendation, Workload
+
+if TYPE_CHECKING:
+    from vericache_sglang.planning.hardware import Machine
+    from vericache_sglang.planning.models import ModelShape
+
+_BINDS = {
+    "hbm": "device memory bandwidth: reads of weights and KV",
+    "link": "the host link: reloads for verifications",
+    "memory": "device memory: one more request would be nearly free, but has no room",
+    "compute": "arithmetic",
+}
+
+_FLAGS = (
+    *("keep", "draft_length", "max_verifies", "min_prompt", "staging_tokens"),
+    "host_gb",
+)
+
+
+def flags(config: VeriCacheConfig | None) -> str:
+    """Return the launcher's flags: what was planned, or plain serving."""
+    if config is None:
+        return "--disable-vericache"
+    values = asdict(config)
+    return " ".join(f"{flag(name)} {values[name]:g}" for name in _FLAGS)
+
+
+def summary(
+    result: Recommendation, model: ModelShape, machine: Machine, workload: Workload
+) -> str:
+    """Return verdict, flags, what binds, the bound and the memory picture."""
+    lines = [
+        f"{model.name} on {machine.name}: {workload.context_tokens} tokens of context, "
+        f"{workload.output_tokens} of output, {_asked(workload)}",
+        "",
+        _verdict(result),
+        f"  {flags(result.config)}",
+        "",
+        *_round(result),
+        "",
+        *_memory(result, model, machine, workload),
+    ]
+    return "\n".join(lines)
+
+
+def _asked(workload: Workload) -> str:
+    if workload.concurrency is None:
+        return "as many requests as fit"
+    return f"at most {workload.concurrency} requests at once"
+
+
+def _verdict(result: Recommendation) -> str:
+    best, plain = result.best, result.plain
+    speeds = f"{best.tokens_per_s:.0f} against {plain.tokens_per_s:.0f} tokens/s"
+    if result.config is None:
+        return (
+            "Serve plainly: the best VeriCache settings are expected to reach "
+            f"{result.speedup:.2f}x of full KV ({speeds})"
+        )
+    return f"VeriCache, expected {result.speedup:.2f}x of full KV ({speeds})"
+
+
+def _round(result: Recommendation) -> list[str]:
+    best = result.best
+    if not best.requests:
+        return ["Not one draft part with its staging region fits."]
+    choice = best.choice
+    times = (
+        f"device memory {1e3 * best.hbm_s:.3g} ms, link {1e3 * best.link_s:.3g} ms, "
+        f"arithmetic {1e3 * best.compute_s:.3g} ms"
+    )
+    ceilings = result.ceilings
+    return [
+        f"keep {result.keep:g}: {best.accepted:.1f} of {choice.draft_length} drafts "
+        "accepted a round, over whole answers",
+        f"Binds: {_BINDS[best.binds]}",
+        f"  an iteration: {times}; a reload spans {best.cycles_per_load} iterations",
+        f"Bound: {ceilings.tokens_per_s:.0f} tokens/s (reloads allow "
+        f"{ceilings.link_tokens_per_s:.0f}, reads of KV "
+        f"{ceilings.hbm_tokens_per_s:.0f})",
+        f"  {result.bound:.2f}x of a full-KV server with memory for any batch, which "
+        f"would reach {ceilings.full_kv_tokens_per_s:.0f} tokens/s",
+    ]
+
+
+def _memory(
+    result: Recommendation, model: ModelShape, machine: Machine, workload: Workload
+) -> list[str]:
+    kv = workload.mean_tokens * model.kv_bytes_per_token
+    choice = result.best.choice
+    full, ours = result.plain.requests, result.best.requests
+    return [
+        f"Memory: {machine.memory_bytes / GIB:.1f} GiB usable, weights "
+        f"{model.weight_bytes / GIB:.1f} GiB",
+        f"  full KV:   {full} requests of {kv / GIB:.2f} GiB",
+        f"  VeriCache: {ours} requests of {choice.keep * kv / GIB:.2f} GiB, staging "
+        f"{result.staging_bytes / GIB:.2f} GiB; "
+        f"{choice.transfer_fraction * kv / GIB:.2f} GiB each on the host",
+    ]

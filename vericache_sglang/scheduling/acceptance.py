@@ -1,0 +1,111 @@
+"""How likely a request's next draft is accepted, learned from its verifications."""
+
+from __future__ import annotations
+
+from math import expm1, log
+
+from vericache_sglang.errors import InvariantError
+
+PRIOR_START = 0.95
+"""Assumed before anything was verified: the paper's acceptance rate stays above 0.8 at
+30 drafts (arXiv:2605.17613, section 4.3)."""
+
+PRIOR_TOKENS = 4.0
+"""Tokens the prior counts for in a request's own estimate."""
+
+ROUND_KEEP = 1.0 - 1.0 / 8.0
+"""Share of a request's counts that survives a round: about the last 8 count."""
+
+PRIOR_KEEP = 1.0 - 1.0 / 64.0
+"""The same for the counts over all requests."""
+
+
+class Prior:
+    """Acceptance over all requests, for those that have little of their own.
+
+    Args:
+        start: Acceptance probability per token before the first round, in [0, 1].
+
+    Raises:
+        InvariantError: ``start`` is no probability.
+    """
+
+    def __init__(self, start: float = PRIOR_START) -> None:
+        if not 0.0 <= start <= 1.0:
+            raise InvariantError(f"acceptance cannot start at {start}")
+        # Four rounds of twenty tokens: forgotten once some dozens were seen.
+        self._trials = 80.0
+        self._accepted = start * self._trials
+
+    @property
+    def p(self) -> float:
+        """Acceptance probability per token, in [0, 1]."""
+        return self._accepted / self._trials
+
+    def observe(self, accepted: int, trials: int) -> None:
+        """Count one round of any request; see ``Acceptance.observe``."""
+        self._accepted = PRIOR_KEEP * self._accepted + accepted
+        self._trials = PRIOR_KEEP * self._trials + trials
+
+
+class Acceptance:
+    """One request's acceptance probability per token.
+
+    The mean of a Beta distribution whose counts fade with every round. Drafts behind
+    the first wrong one say nothing, so a round is ``accepted`` successes and at most
+    one failure.
+
+    Args:
+        prior: Shared by all requests; its mean is worth ``PRIOR_TOKENS`` tokens here.
+    """
+
+    __slots__ = ("_accepted", "_prior", "_trials")
+
+    def __init__(self, prior: Prior) -> None:
+        self._prior = prior
+        self._accepted = 0.0
+        self._trials = 0.0
+
+    @property
+    def p(self) -> float:
+        """Acceptance probability per token, in [0, 1]."""
+        weighted = self._accepted + PRIOR_TOKENS * self._prior.p
+        return weighted / (self._trials + PRIOR_TOKENS)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count one verification.
+
+        Args:
+            drafted: Drafts it checked; nothing is counted when 0.
+            accepted: How many of them it kept.
+
+        Raises:
+            InvariantError: ``accepted`` is outside [0, drafted].
+        """
+        if not 0 <= accepted <= drafted:
+            raise InvariantError(f"{accepted} of {drafted} drafts accepted")
+        if not drafted:
+            return
+        trials = accepted + (accepted < drafted)
+        self._accepted = ROUND_KEEP * self._accepted + accepted
+        self._trials = ROUND_KEEP * self._trials + trials
+        self._prior.observe(accepted, trials)
+
+    def expected(self, length: int) -> float:
+        """Return how many of ``length`` >= 0 drafts will be accepted, on average."""
+        return expected_accepted(self.p, length)
+
+
+def expected_accepted(p: float, length: int) -> float:
+    """Return p + p^2 + ... + p^length: draft i counts if all before it were right.
+
+    Args:
+        p: Acceptance probability per token; clamped to [0, 1].
+        length: Drafts, >= 0.
+    """
+    if p <= 0.0:
+        return 0.0
+    if p >= 1.0:
+        return float(length)
+    # expm1 and not 1 - p**length, which loses all digits when p is close to 1.
+    return p * -expm1(length * log(p)) / (1.0 - p)

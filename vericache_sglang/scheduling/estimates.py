@@ -1,0 +1,55 @@
+"""The measured side of every decision, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vericache_sglang.scheduling.acceptance import Prior
+from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
+from vericache_sglang.scheduling.link import LinkEstimate
+
+START_LINK_BYTES_PER_S = 8e9
+"""Assumed until a transfer was measured: a modest PCIe link."""
+
+START_COEFFICIENTS = Coefficients(
+    base_s=5e-3, per_token_s=1e-5, per_read_s=1e-8, per_product_s=1e-9
+)
+"""Assumed until iterations were measured."""
+
+
+@dataclass(slots=True)
+class Estimates:
+    """What the runtime knows of the machine and of the requests in general.
+
+    With several ranks all must see the same values: one rank measures, all plan.
+
+    Attributes:
+        iteration: Time of an iteration, given its work.
+        link: Bandwidth between host and device.
+        prior: Acceptance of requests nobody has verified yet.
+        split_s: Seconds a split takes per prompt token.
+    """
+
+    iteration: IterationModel = field(
+        default_factory=lambda: IterationModel(START_COEFFICIENTS)
+    )
+    link: LinkEstimate = field(
+        default_factory=lambda: LinkEstimate(START_LINK_BYTES_PER_S)
+    )
+    prior: Prior = field(default_factory=Prior)
+    split_s: Ewma = field(default_factory=lambda: Ewma(1e-6, least=0.0, most=1e-2))
+
+    def report(self) -> dict[str, float]:
+        """Return the estimates by name, units in the names."""
+        model = self.iteration.coefficients
+        return {
+            "iteration_s": self.iteration.iteration_s.value,
+            "iteration_base_s": model.base_s,
+            "iteration_per_token_s": model.per_token_s,
+            "iteration_per_slot_read_s": model.per_read_s,
+            "iteration_per_token_slot_s": model.per_product_s,
+            "acceptance_prior": self.prior.p,
+            "split_s_per_token": self.split_s.value,
+            **self.link.report(),
+        }

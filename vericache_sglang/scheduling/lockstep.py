@@ -1,0 +1,82 @@
+"""The paper's two baselines: everyone drafts, then everyone is verified.
+
+Lock-step stages all complements at once and verifies them together; sequential does so
+one request at a time. Both leave the link idle while drafting and the drafts idle while
+loading; they exist to be compared with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.pacing import StagedRoom, Step
+from vericache_sglang.scheduling.plan import Residency
+
+if TYPE_CHECKING:
+    from vericache_sglang.scheduling.settings import RuntimeSettings
+    from vericache_sglang.scheduling.track import Track
+
+
+class LockStep:
+    """See ``Pacing``.
+
+    Args:
+        settings: Draft length, staging, verify rows.
+        at_once: Complements staged and verified together; 1 is the sequential variant.
+    """
+
+    def __init__(self, settings: RuntimeSettings, at_once: int) -> None:
+        self._settings = settings
+        self._at_once = at_once
+        self.room = StagedRoom(settings)
+        self._members: dict[str, Track] = {}
+        self._to_verify: list[Track] = []
+
+    def begin(self, track: Track) -> None:
+        """See ``Pacing.begin``."""
+        self._members[track.rid] = track
+
+    def hurry(self, track: Track) -> None:
+        """See ``Pacing.hurry``: a closed request waits for the others."""
+
+    def end(self, track: Track) -> None:
+        """See ``Pacing.end``."""
+        self._members.pop(track.rid, None)
+        if track in self._to_verify:
+            self._to_verify.remove(track)
+        self.room.give(track)
+
+    def limit(self, track: Track) -> int:
+        """See ``Pacing.limit``: nobody drafts beyond the common round."""
+        return min(track.length, track.cap(self._settings.draft_length))
+
+    def step(self, now: int) -> Step:
+        """See ``Pacing.step``."""
+        step = Step()
+        if not self._to_verify and self._members:
+            drafting = any(
+                track.drafts < track.most for track in self._members.values()
+            )
+            if not drafting:
+                self._to_verify = list(self._members.values())
+        together = self._to_verify[: self._at_once]
+        for track in together:
+            if track.residency is Residency.HOST and not track.staged:
+                if not self.room.take(track):
+                    break
+                step.stage_ins.append(track)
+        # What could not be staged waits for the next batch of the same round.
+        staged = [
+            track
+            for track in together
+            if track.residency is Residency.DEVICE or track.staged
+        ]
+        if staged and all(
+            track.residency is Residency.DEVICE or track.ready for track in staged
+        ):
+            step.verifies = staged[: self._settings.max_verifies]
+        return step
+
+    def report(self) -> dict[str, int | float]:
+        """See ``Pacing.report``."""
+        return {"staging_held_slots": self.room.held}

@@ -1,0 +1,314 @@
+"""Where each complement should be, chosen by the throughput model under the memory.
+
+With room to spare complements stay on the device and verifying is free; under pressure
+the request whose move helps most goes to the host; parking is the last resort. Moves
+have a minimum stay in between, so that nothing swings back and forth, and parked
+requests return in the order they left, before anyone new is let in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.plan import (
+    Move,
+    Offload,
+    Park,
+    Pin,
+    Residency,
+    Resume,
+    Split,
+    Unsplit,
+    World,
+)
+from vericache_sglang.scheduling.throughput import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vericache_sglang.scheduling.settings import RuntimeSettings
+    from vericache_sglang.scheduling.throughput import Throughput
+    from vericache_sglang.scheduling.track import Track
+
+ENTER = 1.08
+"""Predicted gain from which drafting starts: above 1 by what the model may be off."""
+
+LEAVE = 0.98
+"""Predicted gain below which drafting stops; the gap to ``ENTER`` is hysteresis."""
+
+MAX_SPLITS = 2
+"""Prompts split in one iteration: a split costs about one pass over the prompt's KV."""
+
+MIN_STAY = 32
+"""Iterations a request stays where it was moved to, unless memory runs out."""
+
+PIN_ROOM = 1.25
+"""Free slots asked for per slot pinned, so that the next arrival does not undo it."""
+
+RELIEF_EVERY = 16
+"""Iterations between two looks at whether an offload would let waiting requests in."""
+
+PIN_EVERY = 8
+"""Iterations between two looks for a complement to bring back."""
+
+CONSIDERED = 8
+"""Requests with the largest complements that are priced when one is to be moved."""
+
+SETTLED = 2
+"""Iterations without an emission after which nothing about a row is outstanding."""
+
+
+class ResidencyPolicy:
+    """Chooses the moves of one iteration; remembers nothing of its own.
+
+    Args:
+        settings: Forced residency, graph width.
+        throughput: Prices of every alternative.
+    """
+
+    def __init__(self, settings: RuntimeSettings, throughput: Throughput) -> None:
+        self._settings = settings
+        self._throughput = throughput
+
+    def moves(
+        self,
+        tracks: Mapping[str, Track],
+        parked: Mapping[str, Track],
+        candidates: Iterable[Track],
+        now: int,
+        world: World,
+        link_load_s: float,
+    ) -> tuple[Move, ...]:
+        """Return the moves to make after this iteration's forward.
+
+        Args:
+            tracks: Every request the runtime knows.
+            parked: Those of them that are parked, the longest parked first.
+            candidates: Those decoded plainly whose split is to be considered now.
+            now: This iteration.
+            world: Room on device and host.
+            link_load_s: Link time of one reload of every request on the host.
+        """
+        spare = world.free_slots - world.rows * self._round_slots()
+        if spare < 0 or (world.blocked and now % RELIEF_EVERY == 0):
+            relief = self._relief(tracks, now, world, short=spare < 0)
+            if relief is not None:
+                return (relief,)
+        back = self._bring_back(tracks, parked, now, world, spare)
+        if back is not None:
+            return (back,)
+        splits: list[Move] = []
+        for track in candidates:
+            if len(splits) == MAX_SPLITS:
+                break
+            split = self._first_split(track, world, spare, now, link_load_s)
+            if split is not None:
+                splits.append(split)
+                spare -= track.shape.copies
+        return tuple(splits)
+
+    def drafting_pays(
+        self, track: Track, rows: int, link_load_s: float, least: float
+    ) -> bool:
+        """Choose the next round's draft length; say whether its gain is >= ``least``.
+
+        A forced residency drafts whatever the gain.
+
+        Args:
+            track: Its ``length`` is set.
+            rows: Running requests.
+            link_load_s: Link time of one reload of every request on the host.
+            least: Smallest gain worth drafting for.
+        """
+        others_s = 0.0
+        if track.residency is Residency.HOST:
+            others_s = max(0.0, link_load_s - self._throughput.reload_s(track))
+        choice = self._throughput.best(track, track.residency, rows, others_s)
+        track.length = choice.length
+        track.share = self._throughput.drafting(track, track.residency, choice.length)
+        return self._settings.residency != "auto" or choice.gain >= least
+
+    def leave_drafting(self, track: Track, now: int, world: World) -> Move | None:
+        """Return how a request whose drafts do not pay goes back to plain decoding."""
+        if track.residency is Residency.DEVICE:
+            return Unsplit(track.rid)
+        room = PIN_ROOM * track.shape.dropped + world.rows * self._round_slots()
+        if (
+            track.residency is Residency.HOST
+            and world.free_slots >= room
+            and not world.blocked
+            and now - track.moved_at >= MIN_STAY
+        ):
+            return Pin(track.rid)
+        return None
+
+    def _round_slots(self) -> int:
+        return 2 * (self._settings.draft_length + 1) + self._settings.page
+
+    def _first_split(
+        self,
+        track: Track,
+        world: World,
+        spare: int,
+        now: int,
+        link_load_s: float,
+    ) -> Move | None:
+        """Return the split of a plainly decoded request; None puts it off."""
+        forced = self._settings.residency
+        fits_host = track.shape.dropped <= min(
+            world.host_slots, self._settings.staging_slots
+        )
+        if track.remaining < 2:
+            return None
+        if forced == "host":
+            return Split(track.rid, Residency.HOST) if fits_host else None
+        fits_device = track.shape.copies <= spare
+        if forced == "device":
+            return Split(track.rid, Residency.DEVICE) if fits_device else None
+        where = Residency.DEVICE if fits_device else Residency.HOST
+        if where is Residency.HOST and not fits_host:
+            return None
+        others_s = link_load_s if where is Residency.HOST else 0.0
+        choice = self._throughput.best(track, where, world.rows, others_s)
+        if choice.gain >= ENTER and self._amortised(track, choice.gain, world.rows):
+            track.length = choice.length
+            return Split(track.rid, where)
+        track.look_at = now + track.patience.wait()
+        return None
+
+    def _amortised(self, track: Track, gain: float, rows: int) -> bool:
+        """Say whether what is left to decode saves more than the split costs."""
+        plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
+        saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
+        return saved_s > self._throughput.split_s(track)
+
+    def _relief(
+        self, tracks: Mapping[str, Track], now: int, world: World, *, short: bool
+    ) -> Move | None:
+        """Return the move that makes room: offload what helps most, else park."""
+        if self._settings.residency == "device":
+            return None
+        movable = [
+            track
+            for track in tracks.values()
+            if self._may_offload(track, now, world, short)
+        ]
+        movable.sort(key=lambda track: -track.shape.dropped)
+        if movable:
+            batch = [self._share(track) for track in tracks.values()]
+            before = self._throughput.rate(batch)
+            total = Share(
+                sum(share.seconds for share in batch),
+                sum(share.tokens for share in batch),
+                sum(share.link_s for share in batch),
+            )
+            slots = sum(track.slots for track in tracks.values())
+            after, track = max(
+                (
+                    (self._rate_after_offload(track, total, len(tracks), slots), track)
+                    for track in movable[:CONSIDERED]
+                ),
+                key=lambda priced: priced[0],
+            )
+            if short or after >= before:
+                return self._offload(track)
+        return self._park(tracks, now, world) if short else None
+
+    def _may_offload(self, track: Track, now: int, world: World, short: bool) -> bool:
+        stay = now - track.moved_at
+        return (
+            track.residency is Residency.DEVICE
+            and track.settled_at <= now
+            and 0 < track.shape.dropped <= world.host_slots
+            and track.shape.dropped <= self._settings.staging_slots
+            and track.remaining > 1
+            and (short or stay >= MIN_STAY)
+        )
+
+    def _offload(self, track: Track) -> Move:
+        if track.split:
+            return Offload(track.rid)
+        return Split(track.rid, Residency.HOST)
+
+    def _share(self, track: Track) -> Share:
+        if track.residency is Residency.PARKED:
+            return Share(0.0, 0.0)
+        if not track.split:
+            return self._throughput.plain(track)
+        if track.share is None:
+            track.share = self._throughput.drafting(
+                track, track.residency, track.length
+            )
+        return track.share
+
+    def _rate_after_offload(
+        self, track: Track, total: Share, count: int, slots: int
+    ) -> float:
+        """Price the batch with ``track`` on the host and newcomers in its slots.
+
+        Args:
+            track: The request to move.
+            total: Sum of all shares.
+            count: Requests in the batch.
+            slots: Device slots they hold; a newcomer is an average one of them.
+        """
+        grown = 1.0 + track.shape.dropped / max(1, slots)
+        now = self._share(track)
+        length = self._throughput.best(track, Residency.HOST, count).length
+        then = self._throughput.drafting(track, Residency.HOST, length)
+        batch = Share(total.seconds * grown, total.tokens * grown, total.link_s * grown)
+        moved = Share(
+            then.seconds - now.seconds,
+            then.tokens - now.tokens,
+            then.link_s - now.link_s,
+        )
+        return self._throughput.rate((batch, moved))
+
+    def _park(self, tracks: Mapping[str, Track], now: int, world: World) -> Move | None:
+        """Park the request that arrived last; never the only one that runs."""
+        running = [
+            track
+            for track in tracks.values()
+            if track.residency is not Residency.PARKED
+        ]
+        parkable = [
+            track
+            for track in running
+            if track.residency is Residency.HOST
+            and not track.staged
+            and now - track.emitted_at > SETTLED
+            and now - track.moved_at > SETTLED
+            and track.slots <= world.host_slots
+        ]
+        if not parkable or len(running) < 2:
+            return None
+        # Insertion order is arrival order: the oldest finish, so everyone does.
+        return Park(parkable[-1].rid)
+
+    def _bring_back(
+        self,
+        tracks: Mapping[str, Track],
+        parked: Mapping[str, Track],
+        now: int,
+        world: World,
+        spare: int,
+    ) -> Move | None:
+        """Return the longest parked request once it fits, else a complement to pin."""
+        if parked:
+            first = next(iter(parked.values()))
+            alone = len(parked) == len(tracks)
+            stayed = now - first.parked_at >= MIN_STAY or alone
+            room = first.slots + self._round_slots()
+            return Resume(first.rid) if stayed and spare >= room else None
+        if self._settings.residency != "auto" or world.blocked or now % PIN_EVERY:
+            return None
+        for track in tracks.values():
+            if (
+                track.residency is Residency.HOST
+                and not track.staged
+                and track.remaining > self._settings.draft_length
+                and now - track.moved_at >= MIN_STAY
+                and spare >= PIN_ROOM * track.shape.dropped + self._round_slots()
+            ):
+                return Pin(track.rid)
+        return None

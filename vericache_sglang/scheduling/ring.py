@@ -1,0 +1,209 @@
+"""Reserve rings: how much of one resource is promised in each of the next W windows."""
+
+from __future__ import annotations
+
+from itertools import accumulate, repeat
+from operator import le, lt, neg
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WINDOW = 1_000_000
+"""One window (one iteration) of link time, in microwindows: the link ring's limit."""
+
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
+class Ring:
+    """Reserved amounts of one resource in W future windows; integers: sums are exact.
+
+    The T[i] and B[i] of the paper's resource model (arXiv:2605.17613, section 5). A
+    window is one iteration and has an absolute index; ``now`` to ``now + windows - 1``
+    exist. What a unit is depends on the ring: microwindows of link time, KV slots of
+    the staging region, verify rows.
+
+    Args:
+        windows: W, in windows, >= 1.
+        limit: Most that may be reserved in one window, in the ring's unit, >= 0.
+
+    Attributes:
+        windows: W, in windows.
+        limit: Most that may be reserved in one window.
+        now: Absolute index of the current window.
+
+    Raises:
+        InvariantError: ``windows`` or ``limit`` is out of bounds.
+    """
+
+    def __init__(self, windows: int, limit: int) -> None:
+        if windows < 1 or limit < 0:
+            raise InvariantError(f"a ring of {windows} windows of {limit} cannot be")
+        self.windows = windows
+        self.limit = limit
+        self.now = 0
+        # Window w lives at index w % windows; slide() empties the one that leaves.
+        self._used = [0] * windows
+
+    def used(self, window: int) -> int:
+        """Return what is reserved in absolute ``window``; 0 outside the horizon."""
+        if not self.now <= window < self.now + self.windows:
+            return 0
+        return self._used[window % self.windows]
+
+    def room(self, first: int, last: int) -> list[int]:
+        """Return what is free in each of the windows; 0 outside the horizon."""
+        end = self.now + self.windows
+        return [
+            self.limit - self._used[window % self.windows]
+            if self.now <= window < end
+            else 0
+            for window in range(first, last + 1)
+        ]
+
+    def fits(self, first: int, last: int, amount: int) -> bool:
+        """Say whether ``amount`` is free in every window from first to last.
+
+        False when a window is outside the horizon; true when ``first > last``, which
+        names no window.
+        """
+        if first > last:
+            return True
+        if first < self.now or last >= self.now + self.windows:
+            return False
+        return max(self._levels(first, last)) + amount <= self.limit
+
+    def ends(self, amount: int, length: int) -> int:
+        """Find where a span of ``length`` >= 1 windows with ``amount`` free may end.
+
+        Returns:
+            A bit set: bit i is set if and only if ``amount`` fits in the ``length``
+            windows up to ``now + i``. O(W + log(length) * W / 64).
+        """
+        most = self.limit - amount
+        if max(self._used) <= most:
+            free = (1 << self.windows) - 1
+        else:
+            free = _bits(map(most.__ge__, self._horizon()))
+        known = 1
+        while known < length and free:
+            step = min(known, length - known)
+            free &= free << step
+            known += step
+        return free
+
+    def covers(self, amount: int, length: int) -> int:
+        """Find where ``length`` >= 1 windows have ``amount`` free together.
+
+        Returns:
+            A bit set: bit i is set if and only if the ``length`` windows up to
+            ``now + i`` are in the horizon and have ``amount`` free in all. O(W).
+        """
+        most = length * self.limit - amount
+        if most < 0 or length > self.windows:
+            return 0
+        before = [0, *accumulate(self._horizon())]
+        # Used up to a span's end <= used before its start, and what may be in between.
+        free = _bits(map(le, before[length:], map(most.__add__, before)))
+        return free << (length - 1)
+
+    def reserve(self, first: int, last: int, amount: int) -> None:
+        """Take ``amount`` >= 0 of every window from first to last.
+
+        Raises:
+            InvariantError: It does not fit, or a window is outside the horizon; then
+                nothing was taken.
+        """
+        if amount < 0 or not self.fits(first, last, amount):
+            raise InvariantError(
+                f"{amount} does not fit in windows {first} to {last}: "
+                f"room {self.room(first, last)}, now {self.now}"
+            )
+        self._add(first, repeat(amount, last - first + 1))
+
+    def fill(self, first: int, last: int, amount: int) -> tuple[int, ...]:
+        """Take ``amount`` >= 0 in all of what is free, the earliest windows first.
+
+        Returns:
+            What was taken of each window from first to last; see ``take_back``.
+
+        Raises:
+            InvariantError: So much is not free, or a window is outside the horizon;
+                then nothing was taken.
+        """
+        room = self.room(first, last)
+        if amount < 0 or sum(room) < amount or not self.fits(first, last, 0):
+            raise InvariantError(
+                f"{amount} in all is not free in windows {first} to {last}: "
+                f"room {room}, now {self.now}"
+            )
+        left, taken = amount, []
+        for free in room:
+            taken.append(min(free, left))
+            left -= taken[-1]
+        self._add(first, taken)
+        return tuple(taken)
+
+    def release(self, first: int, last: int, amount: int) -> None:
+        """Give ``amount`` >= 0 of every window back; windows already past are ignored.
+
+        Raises:
+            InvariantError: More would be given back than was taken, or a window is
+                beyond the horizon; then nothing was given back.
+        """
+        self.take_back(first, (amount,) * (last - first + 1))
+
+    def take_back(self, first: int, amounts: Sequence[int]) -> None:
+        """Give back one amount >= 0 per window; windows already past are ignored.
+
+        Args:
+            first: Window of the first amount.
+            amounts: What ``fill`` returned.
+
+        Raises:
+            InvariantError: As for ``release``.
+        """
+        ahead = amounts[max(0, self.now - first) :]
+        if not ahead:
+            return
+        first = max(first, self.now)
+        last = first + len(ahead) - 1
+        if (
+            last >= self.now + self.windows
+            or min(ahead) < 0
+            or any(map(lt, self._levels(first, last), ahead))
+        ):
+            raise InvariantError(
+                f"windows {first} to {last} give back {ahead}, they hold "
+                f"{[self.used(window) for window in range(first, last + 1)]}"
+            )
+        self._add(first, map(neg, ahead))
+
+    def slide(self) -> None:
+        """Let the current window leave and an empty one enter at the far end. O(1)."""
+        self._used[self.now % self.windows] = 0
+        self.now += 1
+
+    def _horizon(self) -> list[int]:
+        """Return what every window holds, the current one first."""
+        start = self.now % self.windows
+        return self._used[start:] + self._used[:start]
+
+    def _levels(self, first: int, last: int) -> list[int]:
+        """Return what windows inside the horizon hold; copies slices, not windows."""
+        start, end = first % self.windows, last % self.windows
+        if start <= end:
+            return self._used[start : end + 1]
+        return self._used[start:] + self._used[: end + 1]
+
+    def _add(self, first: int, amounts: Iterable[int]) -> None:
+        for window, amount in enumerate(amounts, first):
+            self._used[window % self.windows] += amount
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    """Return the bit set with bit i set where flag i is."""
+    # Text is the fast way into an int; it has the highest bit first.
+    return int(bytes(flags)[::-1].translate(_DIGITS), 2)

@@ -1,0 +1,362 @@
+"""The paper's execution loop: decides every iteration, acts in none.
+
+The server's engine and the simulator drive the same class: they report what happened
+and perform the plan's records. Plans depend on nothing but what was reported, so ranks
+that report the same reach the same plans.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.acceptance import Acceptance
+from vericache_sglang.scheduling.draft_length import Patience
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.lockstep import LockStep
+from vericache_sglang.scheduling.plan import (
+    Move,
+    Offload,
+    Park,
+    Pin,
+    Plan,
+    Residency,
+    Resume,
+    RowAction,
+    Shape,
+    Split,
+    StageIn,
+    Unsplit,
+    World,
+)
+from vericache_sglang.scheduling.residency import LEAVE, ResidencyPolicy
+from vericache_sglang.scheduling.staggered import Staggered
+from vericache_sglang.scheduling.throughput import Throughput
+from vericache_sglang.scheduling.track import Track
+
+if TYPE_CHECKING:
+    from vericache_sglang.scheduling.pacing import Pacing
+    from vericache_sglang.scheduling.settings import RuntimeSettings
+
+PRICE_EVERY = 64
+"""Iterations after which a draft length is chosen anew."""
+
+PRICE_STEP = 0.25
+"""Relative change of a request's rejections that chooses its draft length anew."""
+
+LEAST_STEP = 0.005
+"""Change of its acceptance that never does."""
+
+MAX_FAILURES = 2
+"""Reloads that may fail in a row before a request's complement is given up."""
+
+
+class Runtime:
+    """Tracks every request that may be drafted for and plans each iteration.
+
+    Args:
+        settings: Fixed settings.
+        estimates: Measured costs; the caller keeps feeding them.
+    """
+
+    def __init__(
+        self, settings: RuntimeSettings, estimates: Estimates | None = None
+    ) -> None:
+        self.settings = settings
+        self.estimates = estimates or Estimates()
+        self.throughput = Throughput(settings, self.estimates)
+        self.policy = ResidencyPolicy(settings, self.throughput)
+        self.pacing = _pacing(settings, self.throughput, self.estimates)
+        self.tracks: dict[str, Track] = {}
+        self.now = 0
+        self.steps_aside = 0
+        self._whole: dict[str, Track] = {}
+        self._parked: dict[str, Track] = {}
+        self._leaving: dict[str, Track] = {}
+        self._host_slots: dict[str, list[int]] = {}
+        self._link_slots = 0
+        self._rows = 1
+
+    # -- what happened ----------------------------------------------------------
+
+    def arrive(self, shape: Shape) -> None:
+        """A request that may be drafted for starts decoding, whole on the device."""
+        track = Track(
+            shape=shape,
+            acceptance=Acceptance(self.estimates.prior),
+            patience=Patience(),
+            remaining=shape.remaining,
+            emitted_at=self.now,
+        )
+        track.settled_at = track.look_at = self.now + 1 + shape.ready_in
+        self.tracks[shape.rid] = self._whole[shape.rid] = track
+
+    def leave(self, rid: str) -> None:
+        """Forget a request: finished, aborted or retracted."""
+        track = self.tracks.pop(rid, None)
+        if track is None:
+            return
+        self.pacing.end(track)
+        self._uncount(track)
+        for group in (self._whole, self._leaving, self._parked):
+            group.pop(rid, None)
+
+    def stop_drafted(self, rid: str) -> None:
+        """A draft ended the request, if it is right: verify soon."""
+        track = self.tracks[rid]
+        track.closed = True
+        track.most = track.drafts
+        self.pacing.hurry(track)
+
+    def verified(self, rid: str, drafted: int, emitted: int) -> None:
+        """A verification is done.
+
+        Args:
+            rid: Request id.
+            drafted: Drafts it checked.
+            emitted: Tokens it emitted: accepted drafts and one of the target's own.
+        """
+        track = self.tracks[rid]
+        self.pacing.end(track)
+        track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
+        track.most = -1
+        track.remaining -= emitted
+        track.emitted += emitted
+        track.emitted_at = self.now
+        if drafted:
+            track.acceptance.observe(drafted, emitted - 1)
+        if track.remaining <= 0:
+            return
+        if self._out_of_date(track):
+            self._price(track)
+            if rid not in self._leaving:
+                track.patience.reset()
+        self._begin(track)
+
+    def moved(self, move: Move, group: str = "") -> None:
+        """The executor has made a move.
+
+        Args:
+            move: One of the last plan's moves.
+            group: What a complement on the host is shared by; "" for nobody.
+        """
+        track = self.tracks[move.rid]
+        track.moved_at = self.now
+        if isinstance(move, Park):
+            self._end(track)
+            track.residency, track.parked_at = Residency.PARKED, self.now
+            self._parked[track.rid] = track
+        elif isinstance(move, Resume):
+            track.residency = Residency.HOST
+            del self._parked[track.rid]
+            self._begin(track)
+        elif isinstance(move, Unsplit):
+            self._to_plain(track)
+        elif isinstance(move, Pin):
+            self._end(track)
+            self._uncount(track)
+            track.residency, track.group = Residency.DEVICE, ""
+            self._begin(track)
+        else:
+            self._split(track, move, group)
+
+    def refused(self, move: Move) -> None:
+        """The executor had no room for a move after all; it may be tried again."""
+        track = self.tracks[move.rid]
+        track.look_at = self.now + track.patience.wait()
+        self._leaving.pop(move.rid, None)
+
+    def gives_up(self, rid: str) -> bool:
+        """Say whether one more failed reload means that the complement is lost."""
+        track = self.tracks.get(rid)
+        return track is not None and track.failures + 1 >= MAX_FAILURES
+
+    @property
+    def drafting(self) -> int:
+        """Requests with two parts."""
+        return len(self.tracks) - len(self._whole)
+
+    # -- what to do -------------------------------------------------------------
+
+    def plan(self, world: World) -> Plan:
+        """Decide one iteration.
+
+        Linear in requests, with a small constant: what is placed in time is looked up
+        by its time, not searched for.
+
+        Args:
+            world: Room, and what arrived since the last plan.
+        """
+        self.now += 1
+        self._rows = max(1, world.rows)
+        self.throughput.refresh()
+        self._note_arrivals(world)
+        step = self.pacing.step(self.now)
+        return Plan(
+            iteration=self.now,
+            stage_ins=tuple(StageIn(track.rid) for track in step.stage_ins),
+            rows=self._actions(step.verifies),
+            moves=self._moves(world),
+        )
+
+    def report(self) -> dict[str, int | float]:
+        """Return estimates, rings and residencies, by name."""
+        count = dict.fromkeys(Residency, 0)
+        drafting = 0
+        for track in self.tracks.values():
+            count[track.residency] += 1
+            drafting += track.split
+        return {
+            **self.estimates.report(),
+            **self.pacing.report(),
+            **{f"requests_{kind.value}": n for kind, n in count.items()},
+            "requests_drafting": drafting,
+            "steps_aside": self.steps_aside,
+        }
+
+    # -- inside -----------------------------------------------------------------
+
+    def _note_arrivals(self, world: World) -> None:
+        for rid in world.arrived:
+            track = self.tracks.get(rid)
+            if track is None or not track.staged:
+                continue
+            track.ready = True
+            if track.closed or track.drafts >= track.most:
+                self.pacing.hurry(track)
+        for rid in world.failed:
+            track = self.tracks.get(rid)
+            if track is not None and track.staged:
+                track.failures += 1
+                self.pacing.end(track)
+                self.pacing.begin(track)
+
+    def _actions(self, verifies: list[Track]) -> dict[str, RowAction]:
+        """Return every request's action and assume that it is performed."""
+        for track in verifies:
+            track.most = -1
+        rows: dict[str, RowAction] = {}
+        for rid, track in self.tracks.items():
+            if track.split:
+                if track.drafts < track.most:
+                    track.drafts += 1
+                    rows[rid] = track.draft
+                else:
+                    track.waited += 1
+                    rows[rid] = track.wait
+            elif track.remaining > 0:
+                track.remaining -= 1
+                track.emitted += 1
+                track.emitted_at = self.now
+                rows[rid] = track.plain
+            else:
+                rows[rid] = track.wait
+        for track in verifies:
+            rows[track.rid] = track.verify
+        return rows
+
+    def _moves(self, world: World) -> tuple[Move, ...]:
+        for track in self._leaving.values():
+            move = self.policy.leave_drafting(track, self.now, world)
+            if move is not None:
+                return (move,)
+        candidates = (
+            track for track in self._whole.values() if track.look_at <= self.now
+        )
+        return self.policy.moves(
+            self.tracks,
+            self._parked,
+            candidates,
+            self.now,
+            world,
+            self._link_load_s(),
+        )
+
+    def _split(self, track: Track, move: Move, group: str) -> None:
+        to_host = isinstance(move, Offload) or (
+            isinstance(move, Split) and move.residency is Residency.HOST
+        )
+        if track.split:
+            self._end(track)
+        else:
+            self._whole.pop(track.rid, None)
+            track.split = True
+        if to_host:
+            track.residency, track.group = Residency.HOST, group
+            self._count(track)
+        self._price(track)
+        self._begin(track)
+
+    def _to_plain(self, track: Track) -> None:
+        self._end(track)
+        track.split = False
+        track.drafts, track.closed, track.most = 0, False, -1
+        track.look_at = self.now + track.patience.wait()
+        # Tried again later as one nobody has verified yet: texts change.
+        track.acceptance = Acceptance(self.estimates.prior)
+        self.steps_aside += 1
+        self._whole[track.rid] = track
+
+    def _out_of_date(self, track: Track) -> bool:
+        """Say whether a round's draft length is to be chosen anew."""
+        return (
+            track.share is None
+            or self.now - track.priced_at >= PRICE_EVERY
+            or abs(track.acceptance.p - track.priced_p)
+            >= PRICE_STEP * (1.0 - track.priced_p) + LEAST_STEP
+        )
+
+    def _price(self, track: Track) -> None:
+        """Choose the next rounds' draft length, or to leave drafting."""
+        pays = self.policy.drafting_pays(track, self._rows, self._link_load_s(), LEAVE)
+        if pays:
+            self._leaving.pop(track.rid, None)
+        else:
+            self._leaving[track.rid] = track
+        track.priced_at, track.priced_p = self.now, track.acceptance.p
+
+    def _begin(self, track: Track) -> None:
+        if track.remaining <= 0:
+            return
+        self.pacing.begin(track)
+        track.most = self.pacing.limit(track)
+        if track.closed or track.most == 0:
+            self.pacing.hurry(track)
+
+    def _end(self, track: Track) -> None:
+        self.pacing.end(track)
+        self._leaving.pop(track.rid, None)
+        track.most, track.share = -1, None
+
+    def _count(self, track: Track) -> None:
+        """Count a complement on the host once for all who share it."""
+        key = track.group or track.rid
+        users = self._host_slots.setdefault(key, [0, track.shape.dropped])
+        users[0] += 1
+        if users[0] == 1:
+            self._link_slots += users[1]
+
+    def _uncount(self, track: Track) -> None:
+        key = track.group or track.rid
+        users = self._host_slots.get(key)
+        if users is None or track.residency is Residency.DEVICE:
+            return
+        users[0] -= 1
+        if not users[0]:
+            del self._host_slots[key]
+            self._link_slots -= users[1]
+
+    def _link_load_s(self) -> float:
+        """Return the link time of one reload of everything on the host, in seconds."""
+        size = self._link_slots * self.settings.token_bytes
+        return self.estimates.link.seconds(
+            int(size * self.settings.transfer_fraction), "in"
+        )
+
+
+def _pacing(
+    settings: RuntimeSettings, throughput: Throughput, estimates: Estimates
+) -> Pacing:
+    if settings.pacing == "staggered":
+        return Staggered(settings, throughput, estimates)
+    at_once = 1 if settings.pacing == "sequential" else settings.max_verifies
+    return LockStep(settings, at_once)

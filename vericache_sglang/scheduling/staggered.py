@@ -1,0 +1,207 @@
+"""Cross-resource staggering: the paper's section 5.2 over three rings.
+
+Every round asks Algorithm 1 for a window; its reload starts at the first window of the
+reservation and its verification runs after the last one. A reload that is late slips:
+the request drafts on up to the graph's width and then waits, the batch is not held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.admit import Admission
+from vericache_sglang.scheduling.pacing import StagedRoom, Step
+from vericache_sglang.scheduling.plan import Residency
+from vericache_sglang.scheduling.reservation import (
+    LINK,
+    STAGING,
+    VERIFY,
+    Demand,
+    Reload,
+    Reservation,
+    reload_of,
+)
+from vericache_sglang.scheduling.ring import WINDOW, Ring
+
+if TYPE_CHECKING:
+    from vericache_sglang.scheduling.estimates import Estimates
+    from vericache_sglang.scheduling.settings import RuntimeSettings
+    from vericache_sglang.scheduling.throughput import Throughput
+    from vericache_sglang.scheduling.track import Track
+
+VERIFY_ROW = (Demand(VERIFY, 1),)
+
+
+class Staggered:
+    """See ``Pacing``.
+
+    Args:
+        settings: Horizon, staging, graph width.
+        throughput: Prices reloads.
+        estimates: Time of an iteration.
+    """
+
+    def __init__(
+        self, settings: RuntimeSettings, throughput: Throughput, estimates: Estimates
+    ) -> None:
+        self._settings = settings
+        self._throughput = throughput
+        self._estimates = estimates
+        # A reload and a full draft length must fit the horizon beside each other.
+        self.windows = max(settings.horizon, 2 * settings.draft_length + 4)
+        self.rings = {
+            LINK: Ring(self.windows, WINDOW),
+            STAGING: Ring(self.windows, settings.staging_slots),
+            VERIFY: Ring(self.windows, settings.max_verifies),
+        }
+        self.admission = Admission(self.rings, self.windows)
+        self.room = StagedRoom(settings)
+        self.slips = 0
+        self._queue: deque[Track] = deque()
+        self._starts: dict[int, list[Track]] = {}
+        self._dues: dict[int, list[Track]] = {}
+        self._late: deque[Track] = deque()
+        self._overdue: dict[str, Track] = {}
+        self._sharers: dict[str, dict[str, None]] = {}
+
+    def begin(self, track: Track) -> None:
+        """See ``Pacing.begin``."""
+        self._queue.append(track)
+
+    def hurry(self, track: Track) -> None:
+        """See ``Pacing.hurry``."""
+        if track.residency is Residency.DEVICE or track.ready:
+            self._overdue[track.rid] = track
+        elif not track.staged and self._cancel(track):
+            self._queue.appendleft(track)
+
+    def end(self, track: Track) -> None:
+        """See ``Pacing.end``."""
+        self._cancel(track)
+        self._overdue.pop(track.rid, None)
+        self.room.give(track)
+        for waiting in (self._queue, self._late):
+            if track in waiting:
+                waiting.remove(track)
+
+    def limit(self, track: Track) -> int:
+        """See ``Pacing.limit``: late ones draft on up to the graph's width."""
+        return track.cap(self._settings.draft_length)
+
+    def step(self, now: int) -> Step:
+        """See ``Pacing.step``."""
+        # The rings still stand one iteration back: an offset of d covers the drafts of
+        # iterations now .. now + d - 1, and the verification in now + d.
+        while self._queue and self._admit(self._queue[0]):
+            self._queue.popleft()
+        self.admission.slide()
+        step = Step()
+        for track in self._starts.pop(now, ()):
+            on_host = track.residency is Residency.HOST
+            if on_host and self._starts_at(track) == now:
+                self._start_late(track)
+        while self._late and self.room.take(self._late[0]):
+            step.stage_ins.append(self._late.popleft())
+        for track in self._dues.pop(now, ()):
+            reservation = self.admission.reservation(track.rid)
+            if reservation is not None and reservation.deadline + 1 == now:
+                self._overdue[track.rid] = track
+        step.verifies = self._choose()
+        return step
+
+    def report(self) -> dict[str, int | float]:
+        """See ``Pacing.report``."""
+        link, staging = self.rings[LINK], self.rings[STAGING]
+        windows = range(link.now, link.now + self.windows)
+        return {
+            "ring_windows": self.windows,
+            "ring_link_reserved": sum(map(link.used, windows)) / WINDOW / self.windows,
+            "ring_staging_reserved": max(map(staging.used, windows)),
+            "staging_held_slots": self.room.held,
+            "unplaced_rounds": len(self._queue),
+            "slips": self.slips,
+        }
+
+    def _starts_at(self, track: Track) -> int:
+        reservation = self.admission.reservation(track.rid)
+        return -1 if reservation is None else reservation.first
+
+    def _start_late(self, track: Track) -> None:
+        if not track.staged and track not in self._late:
+            self._late.append(track)
+
+    def _admit(self, track: Track) -> bool:
+        """Reserve a round's window; False leaves it first in the queue."""
+        anchor = max(1, min(track.length, track.cap(self._settings.draft_length)))
+        reservation = self._follow(track, anchor)
+        if reservation is None:
+            reload = self._reload(track)
+            reservation = self.admission.admit(track.rid, reload, anchor)
+        if reservation is None:
+            return False
+        self._sharers.setdefault(self.room.key(track), {})[track.rid] = None
+        self._dues.setdefault(reservation.deadline + 1, []).append(track)
+        if track.residency is Residency.HOST:
+            # A follower may join a reload whose first window has passed.
+            first = max(reservation.first, self.rings[LINK].now + 1)
+            if first > reservation.first:
+                self._start_late(track)
+            else:
+                self._starts.setdefault(first, []).append(track)
+        return True
+
+    def _follow(self, track: Track, anchor: int) -> Reservation | None:
+        """Share the reload of a request with the same complement, if it is far enough.
+
+        A verification of few drafts costs more than a second reload: half the drafts
+        wanted is the least.
+        """
+        sharers = self._sharers.get(self.room.key(track))
+        if not sharers or track.residency is not Residency.HOST:
+            return None
+        lowest = (anchor + 1) // 2
+        return self.admission.share(
+            track.rid, next(iter(sharers)), VERIFY_ROW, lowest=lowest
+        )
+
+    def _reload(self, track: Track) -> Reload:
+        """Describe what a round takes of the rings (paper: l_r and S_r)."""
+        size = self._throughput.reload_bytes(track)
+        if track.residency is not Residency.HOST or not size:
+            return Reload(1, (), VERIFY_ROW)
+        seconds = self._throughput.reload_s(track)
+        # A link too slow for the horizon gets all of it: late rather than never.
+        window_s = max(
+            self._estimates.iteration.iteration_s.value, seconds / (self.windows - 3)
+        )
+        return reload_of(
+            bytes_=size,
+            link_bytes_per_s=size / seconds,
+            iteration_s=window_s,
+            slots=track.shape.dropped,
+        )
+
+    def _choose(self) -> list[Track]:
+        """Pick the verifications of this iteration; what cannot run now slips."""
+        ready = [
+            track
+            for track in self._overdue.values()
+            if track.residency is Residency.DEVICE or track.ready
+        ]
+        # Longest wait first, so nobody starves; a stable sort keeps ties in order.
+        ready.sort(key=lambda track: -track.waited)
+        chosen = ready[: self._settings.max_verifies]
+        for track in chosen:
+            del self._overdue[track.rid]
+        self.slips += len(self._overdue)
+        return chosen
+
+    def _cancel(self, track: Track) -> bool:
+        if self.admission.cancel(track.rid) is None:
+            return False
+        key = self.room.key(track)
+        self._sharers[key].pop(track.rid)
+        if not self._sharers[key]:
+            del self._sharers[key]
+        return True

@@ -1,0 +1,130 @@
+"""What a request costs and yields, plainly decoded or drafted (paper appendix A.1).
+
+The appendix's model with requests of different sizes: an iteration takes
+``max(base + sum of row times, sum of link times)`` and yields the sum of what the rows
+yield; each request contributes its average over a round of x drafts and a verification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.draft_length import Choice, RoundCost, best_length
+from vericache_sglang.scheduling.plan import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vericache_sglang.scheduling.estimates import Estimates
+    from vericache_sglang.scheduling.settings import RuntimeSettings
+    from vericache_sglang.scheduling.track import Track
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One request's average part of an iteration.
+
+    Attributes:
+        seconds: Forward time it adds, in seconds.
+        tokens: Tokens it emits.
+        link_s: Link time it takes, in seconds.
+    """
+
+    seconds: float
+    tokens: float
+    link_s: float = 0.0
+
+
+class Throughput:
+    """Prices requests with the current estimates.
+
+    Args:
+        settings: Graph width, slot bytes, transfer fraction.
+        estimates: Measured costs.
+    """
+
+    def __init__(self, settings: RuntimeSettings, estimates: Estimates) -> None:
+        self._settings = settings
+        self._estimates = estimates
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the iteration's coefficients as they are now; once a plan."""
+        self._model = self._estimates.iteration.coefficients
+
+    def reload_s(self, track: Track) -> float:
+        """Return the link time of one reload of a request's complement, in seconds."""
+        return self._estimates.link.seconds(self.reload_bytes(track), "in")
+
+    def reload_bytes(self, track: Track) -> int:
+        """Return the bytes one reload moves."""
+        size = track.shape.dropped * self._settings.token_bytes
+        return int(size * self._settings.transfer_fraction)
+
+    def split_s(self, track: Track) -> float:
+        """Return what splitting a request's prompt takes, in seconds."""
+        return self._estimates.split_s.value * track.shape.prompt
+
+    def cost(
+        self, track: Track, residency: Residency, rows: int, link_s: float
+    ) -> RoundCost:
+        """Return the seconds a round is made of.
+
+        Args:
+            track: The request.
+            residency: DEVICE or HOST.
+            rows: Running requests, which share the weights' read.
+            link_s: Link time per round of the other requests on the host, in seconds.
+        """
+        model = self._model
+        base = model.base_s / max(1, rows)
+        per_slot = model.per_read_s + model.per_product_s
+        whole = track.tokens
+        # On average half a round's drafts have been appended already.
+        draft = whole - track.shape.dropped + self._settings.draft_length // 2
+        reload_s = 0.0
+        if residency is Residency.HOST:
+            reload_s = self.reload_s(track) + link_s
+        return RoundCost(
+            plain_s=base + model.per_token_s + per_slot * whole,
+            draft_s=base + model.per_token_s + per_slot * draft,
+            verify_s=base + model.per_read_s * whole,
+            verify_token_s=model.per_token_s + model.per_product_s * whole,
+            reload_s=reload_s,
+        )
+
+    def best(
+        self, track: Track, residency: Residency, rows: int, link_s: float = 0.0
+    ) -> Choice:
+        """Return the draft length that decodes a request fastest, and its gain."""
+        cost = self.cost(track, residency, rows, link_s)
+        return best_length(track.acceptance.p, cost, self._settings.draft_length)
+
+    def plain(self, track: Track) -> Share:
+        """Return a request's part of an iteration when decoded plainly."""
+        model = self._model
+        per_slot = model.per_read_s + model.per_product_s
+        return Share(model.per_token_s + per_slot * track.tokens, 1.0)
+
+    def drafting(self, track: Track, residency: Residency, length: int) -> Share:
+        """Return a request's average part of an iteration when drafted for."""
+        # A million rows: the base is counted once per iteration, not per request.
+        cost = self.cost(track, residency, 1 << 20, 0.0)
+        verify = cost.verify_s + (length + 1) * cost.verify_token_s
+        windows = length + 1
+        return Share(
+            (length * cost.draft_s + verify) / windows,
+            (track.acceptance.expected(length) + 1.0) / windows,
+            cost.reload_s / windows,
+        )
+
+    def rate(self, shares: Iterable[Share]) -> float:
+        """Return tokens per second of a batch made of ``shares``."""
+        seconds = self._model.base_s
+        tokens = link = 0.0
+        for share in shares:
+            seconds += share.seconds
+            tokens += share.tokens
+            link += share.link_s
+        return tokens / max(seconds, link)

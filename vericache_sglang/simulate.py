@@ -1,0 +1,174 @@
+"""The command that compares scheduling policies on modelled hardware.
+
+Everything printed and written is SIMULATED: the runtime the server uses decides, and a
+roofline of the hardware says how long each forward and copy takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.simulation.policies import PLANES_ACCEPT, chosen, policies
+from vericache_sglang.simulation.presets import PRESETS, costs_of, presets_named
+from vericache_sglang.simulation.report import LABEL, as_json, section, table
+from vericache_sglang.simulation.server import SimulatedServer
+from vericache_sglang.simulation.setup import Setup
+from vericache_sglang.simulation.timeline import Timeline, draw
+from vericache_sglang.simulation.workload import Mix, closed_loop, poisson, trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.simulation.presets import Preset
+    from vericache_sglang.simulation.workload import Workload
+
+WARM_SHARE = 0.25
+"""Share of a closed loop's requests that finish before anything is measured."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 2 for a wrong flag."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(words)
+    try:
+        _compare(options, "python -m vericache_sglang.simulate " + shlex.join(words))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compare(options: argparse.Namespace, command: str) -> None:
+    presets = presets_named(options.preset)
+    picked = chosen(options.policies, policies(options.keep, options.planes_accept))
+    setups = {name: _setup(options, preset) for name, preset in presets.items()}
+    print(f"{LABEL}\n{command}", flush=True)
+    pages, figures = [], {}
+    timelines: dict[str, Timeline] = {}
+    for name, setup in setups.items():
+        results = []
+        for policy in picked:
+            timeline = Timeline() if options.plot else None
+            results.append(SimulatedServer(setup, policy, timeline).run())
+            if timeline is not None:
+                timelines[f"{policy.name}, {name}"] = timeline
+        print(f"\n{name}\n{table(results)}", flush=True)
+        assumptions = _assumptions(options, presets[name], setup)
+        figures[name] = as_json(results, picked, assumptions)
+        pages.append(section(name, results, assumptions))
+    if options.json:
+        whole = {"label": LABEL, "command": command, "presets": figures}
+        _write("--json", options.json, json.dumps(whole, indent=1) + "\n")
+    if options.markdown:
+        rows = "\n".join(f"- `{policy.name}`: {policy.summary}" for policy in picked)
+        head = f"# Policies compared\n\n{LABEL}\n\n    {command}\n\n{rows}\n"
+        _write("--markdown", options.markdown, "\n".join([head, *pages]))
+    if options.plot:
+        draw(timelines, Path(options.plot), options.plot_seconds)
+
+
+def _setup(options: argparse.Namespace, preset: Preset) -> Setup:
+    accept = preset.accept if options.accept is None else options.accept
+    return Setup(
+        costs=costs_of(preset, options.link, options.overhead_ms / 1e3),
+        workload=_workload(options, accept),
+        draft_length=options.draft_length,
+        max_verifies=options.max_verifies,
+        host_bytes=options.host_gb * 1e9,
+        precomputed=not options.prefill,
+        reserve=options.reserve,
+        staged_complements=options.staged,
+        seed=options.seed,
+    )
+
+
+def _assumptions(
+    options: argparse.Namespace, preset: Preset, setup: Setup
+) -> dict[str, object]:
+    flags = {key: value for key, value in vars(options).items() if value is not None}
+    for name in ("preset", "policies", "json", "markdown", "plot", "plot_seconds"):
+        flags.pop(name, None)
+    given = {} if options.accept is not None else {"accept": preset.accept}
+    source = "--accept" if options.accept is not None else preset.accept_source
+    return {
+        "model": preset.model,
+        "gpu": f"{preset.devices}x {preset.gpu}",
+        **asdict(setup.costs),
+        **flags,
+        **given,
+        "accept_source": source,
+    }
+
+
+def _write(flag: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {file}: {error}") from error
+
+
+def _workload(options: argparse.Namespace, accept: float) -> Workload:
+    if options.trace:
+        return trace(Path(options.trace), accept)
+    mix = Mix(
+        contexts=tuple(options.context),
+        output=options.output,
+        accept=accept,
+        spread=options.accept_spread,
+        share=options.share,
+        seed=options.seed,
+    )
+    if options.rate is not None:
+        return poisson(mix, options.requests, options.rate)
+    return closed_loop(
+        mix,
+        options.requests,
+        warm=int(options.requests * WARM_SHARE),
+        concurrency=options.concurrency,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vericache_sglang.simulate",
+        description="Compare scheduling policies on modelled hardware. " + LABEL,
+    )
+    add = parser.add_argument
+    add("--preset", default=next(iter(PRESETS)), help="all, or " + ", ".join(PRESETS))
+    add("--policies", default="all", help="names with commas between, or all")
+    add("--link", type=float, help="GB/s of each device's host link")
+    add("--overhead-ms", type=float, default=2.0, help="added to every forward")
+    add("--context", type=int, nargs="+", default=[24000], help="prompt tokens")
+    add("--output", type=int, default=512, help="tokens each request emits")
+    add("--requests", type=int, default=100, help="simulated until so many finished")
+    add("--concurrency", type=int, help="most at once; what fits without it")
+    add("--rate", type=float, help="Poisson arrivals/s instead of an endless queue")
+    add("--trace", help="JSON lines: arrival_s, prompt_tokens, output_tokens, p")
+    add("--share", type=int, default=1, help="requests in a row with one prompt")
+    add("--keep", type=float, default=0.25, help="share of the KV drafts read")
+    add("--accept", type=float, help="probability that a draft is right")
+    add("--accept-spread", type=float, default=0.0, help="requests differ by so much")
+    add("--planes-accept", type=float, default=PLANES_ACCEPT, help="the same, planes")
+    add("--draft-length", type=int, default=32, help="most drafts in a round")
+    add("--max-verifies", type=int, default=4, help="verified in one forward")
+    add("--staged", type=int, default=0, help="complements staged at once; 0: auto")
+    add("--host-gb", type=float, default=1000.0, help="host memory for complements")
+    add("--reserve", type=float, default=1.0, help="share of output kept free")
+    add("--prefill", action="store_true", help="prompts are computed, not precomputed")
+    add("--seed", type=int, default=0)
+    add("--json", help="write figures and assumptions to this file")
+    add("--markdown", help="write the tables to this file")
+    add("--plot", help="write a picture of the schedule to this file")
+    add("--plot-seconds", type=float, default=10.0, help="shown, from the end")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Performs what a plan says about KV: reloads, and changes of residency."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.scheduling.plan import (
+    Move,
+    Offload,
+    Park,
+    Pin,
+    Residency,
+    Resume,
+    Split,
+    Unsplit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_sglang.scheduling.estimates import Estimates
+    from vericache_sglang.simulation.machine import Machine
+    from vericache_sglang.simulation.requests import Running
+
+
+class Mover:
+    """Books every copy on a link and every slot in a room.
+
+    Copies to the host run beside the forwards and free their slots when they end; pins
+    and resumes hold the next forward until they have arrived.
+
+    Args:
+        machine: Memory and links.
+        estimates: Told what copies and splits took, as the server's are.
+        reload_fraction: Share of a complement's bytes that a reload moves.
+        coalesce: Requests of one group share a staged complement.
+        precomputed: The prompts' KV is in host memory already, split: nothing is
+            copied out and splits cost nothing.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        estimates: Estimates,
+        *,
+        reload_fraction: float,
+        coalesce: bool,
+        precomputed: bool,
+    ) -> None:
+        self._machine = machine
+        self._estimates = estimates
+        self._reload_fraction = reload_fraction
+        self._coalesce = coalesce
+        self._precomputed = precomputed
+        self.arrived: list[str] = []
+        self.parked_waits_s: list[float] = []
+
+    def group(self, state: Running) -> str:
+        """Return what the request's complement is shared by; "" for nobody."""
+        return state.request.group if self._coalesce else ""
+
+    def stage(self, state: Running) -> None:
+        """Start a reload, or share one that was started.
+
+        Raises:
+            InvariantError: The complement is not in host memory.
+        """
+        machine, key = self._machine, self._key(state)
+        if state.residency is not Residency.HOST:
+            raise InvariantError(f"{state.rid} is reloaded from {state.residency}")
+        state.stage += 1
+        state.arrived = False
+        if machine.staging.join(key, state.rid, state.dropped):
+            size = self._bytes(state)
+            after = machine.host.ready_at.get(key, 0.0)
+            copy = machine.to_device.book(machine.now, size, after)
+            machine.staging.ready_at[key] = copy.end
+            machine.at(copy.end, self._observe_link(size, copy.seconds, inward=True))
+        stage = state.stage
+
+        def arrive() -> None:
+            if state.stage == stage:
+                state.arrived = True
+                self.arrived.append(state.rid)
+
+        machine.at(machine.staging.ready_at[key], arrive)
+
+    def unstage(self, state: Running) -> None:
+        """End the request's use of a staged complement; one on its way is ignored."""
+        state.stage += 1
+        state.arrived = False
+        self._machine.staging.leave(self._key(state), state.rid)
+
+    def leave(self, state: Running) -> None:
+        """Give back all that a request holds."""
+        machine = self._machine
+        self.unstage(state)
+        machine.host.leave(self._key(state), state.rid)
+        if state.residency is Residency.PARKED:
+            machine.host.give(state.draft_slots)
+        machine.pool.give(state.held)
+        state.held = 0
+
+    def perform(self, state: Running, move: Move) -> bool:
+        """Make a move; False when it has no room."""
+        if isinstance(move, Split):
+            return self._split(state, move.residency)
+        action: dict[type[Move], Callable[[Running], bool]] = {
+            Unsplit: self._unsplit,
+            Offload: self._offload,
+            Pin: self._pin,
+            Park: self._park,
+            Resume: self._resume,
+        }
+        return action[type(move)](state)
+
+    def _split(self, state: Running, residency: Residency) -> bool:
+        machine = self._machine
+        if residency is Residency.DEVICE:
+            if machine.pool.free < state.copies:
+                return False
+            self._take(state, state.copies)
+        elif not self._offload(state):
+            return False
+        state.split = True
+        if not self._precomputed:
+            seconds = machine.costs.split_s(state.base)
+            self._estimates.split_s.observe(seconds / state.base)
+            machine.advance(machine.now + seconds)
+        return True
+
+    def _unsplit(self, state: Running) -> bool:
+        self._give(state, state.copies + state.drafts, self._machine.now)
+        state.drafts = 0
+        state.split = False
+        return True
+
+    def _offload(self, state: Running) -> bool:
+        machine, key = self._machine, self._key(state)
+        if not machine.host.fits(key, state.dropped):
+            return False
+        if machine.host.join(key, state.rid, state.dropped):
+            ready = machine.now
+            if not self._precomputed:
+                ready = self._copy_out(self._bytes(state))
+            machine.host.ready_at[key] = ready
+        slots = state.dropped + (state.copies if state.split else 0)
+        self._give(state, slots, machine.host.ready_at[key])
+        state.residency = Residency.HOST
+        return True
+
+    def _pin(self, state: Running) -> bool:
+        machine, key = self._machine, self._key(state)
+        if machine.pool.free < state.dropped + state.copies:
+            return False
+        self._take(state, state.dropped + state.copies)
+        self._copy_in(self._bytes(state), machine.host.ready_at[key])
+        self.unstage(state)
+        machine.host.leave(key, state.rid)
+        state.residency = Residency.DEVICE
+        return True
+
+    def _park(self, state: Running) -> bool:
+        machine, slots = self._machine, state.draft_slots
+        if machine.host.free < slots:
+            return False
+        machine.host.take(slots)
+        self._give(state, slots, self._copy_out(slots * machine.costs.token_bytes))
+        state.residency = Residency.PARKED
+        state.parked_s = machine.now
+        return True
+
+    def _resume(self, state: Running) -> bool:
+        machine, slots = self._machine, state.draft_slots
+        if machine.pool.free < slots:
+            return False
+        self._take(state, slots)
+        # One queue carries copies out, so the last of them ends last.
+        self._copy_in(slots * machine.costs.token_bytes, machine.to_host.free_at)
+        machine.host.give(slots)
+        state.residency = Residency.HOST
+        self.parked_waits_s.append(machine.now - state.parked_s)
+        return True
+
+    def _copy_out(self, size: int) -> float:
+        machine = self._machine
+        copy = machine.to_host.book(machine.now, size)
+        machine.at(copy.end, self._observe_link(size, copy.seconds, inward=False))
+        return copy.end
+
+    def _copy_in(self, size: int, after: float) -> None:
+        machine = self._machine
+        copy = machine.to_device.book(machine.now, size, after)
+        machine.at(copy.end, self._observe_link(size, copy.seconds, inward=True))
+        machine.advance(copy.end)
+
+    def _observe_link(
+        self, size: int, seconds: float, *, inward: bool
+    ) -> Callable[[], None]:
+        link = self._estimates.link
+        return lambda: link.observe(size, seconds, "in" if inward else "out")
+
+    def _take(self, state: Running, slots: int) -> None:
+        self._machine.pool.take(slots)
+        state.held += slots
+
+    def _give(self, state: Running, slots: int, when: float) -> None:
+        state.held -= slots
+        self._machine.give_at(when, slots)
+
+    def _bytes(self, state: Running) -> int:
+        size = state.dropped * self._machine.costs.token_bytes
+        return int(size * self._reload_fraction)
+
+    def _key(self, state: Running) -> str:
+        return self.group(state) or state.rid

@@ -1,0 +1,161 @@
+"""The policies compared: which of the runtime's settings each of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vericache_sglang.errors import ConfigError
+
+PLANES_DRAFT_SHARE = 0.31
+"""Share of the KV's bytes in the draft plane of split planes: 5 of 16 bits."""
+
+PLANES_RELOAD_SHARE = 0.39
+"""Share of the KV's bytes that restores the rest, entropy coded."""
+
+PLANES_ACCEPT = 0.99
+"""p with the draft plane: assumed. The demo model showed 46.7 of at most 47.7."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One row of the table.
+
+    Split planes keep a share of the bytes of every token, not some tokens; slots are
+    bytes here, so that such a draft part counts as ``keep`` of the slots, its
+    complement as the others, and ``reload`` says what of the KV crosses the link.
+
+    Attributes:
+        name: As the command line has it.
+        summary: What it stands for.
+        drafts: Requests are drafted for; else all are decoded on the full KV.
+        pacing: See ``RuntimeSettings``.
+        residency: See ``RuntimeSettings``.
+        staging: "none", "few": the complements that travel and are verified, "batch":
+            one for each request of the batch that fits so.
+        coalesce: Requests with one prompt share a staged complement.
+        keep: c, share of the KV that drafts read, in (0, 1].
+        reload: Share of the full KV that one reload moves, > 0.
+        accept: p for every request; None leaves each its own.
+    """
+
+    name: str
+    summary: str
+    drafts: bool = True
+    pacing: str = "staggered"
+    residency: str = "host"
+    staging: str = "few"
+    coalesce: bool = False
+    keep: float
+    reload: float
+    accept: float | None = None
+
+
+def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Policy]:
+    """Return every policy by name, in the order of the table.
+
+    Args:
+        keep: c of those that drop tokens, in (0, 1).
+        planes_accept: p with split planes.
+
+    Raises:
+        ConfigError: An argument is out of bounds.
+    """
+    if not 0 < keep < 1:
+        raise ConfigError(f"--keep must be in (0, 1), got {keep}")
+    if not 0 <= planes_accept <= 1:
+        raise ConfigError(f"--planes-accept must be in [0, 1], got {planes_accept}")
+    rest = 1 - keep
+    every = (
+        Policy(
+            name="full-kv",
+            summary="plain decoding, every request's full KV on the device",
+            drafts=False,
+            residency="device",
+            staging="none",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="sparse-resident",
+            summary="sparse drafts over resident full KV, as SparseSpec",
+            residency="device",
+            staging="none",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="lock-step",
+            summary="everyone drafts, then all reload and verify together",
+            pacing="lockstep",
+            staging="batch",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="sequential",
+            summary="everyone drafts, then one after the other reloads and verifies",
+            pacing="sequential",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="staggered",
+            summary="reloads and verifications spread by the rings",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="staggered-copy",
+            summary="the same, each reload moving the whole KV, as the paper's",
+            keep=keep,
+            reload=1.0,
+        ),
+        Policy(
+            name="coalesced",
+            summary="staggered, requests with one prompt share reloads",
+            coalesce=True,
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="split-planes",
+            summary="staggered, drafts on high-order bits of every token",
+            keep=PLANES_DRAFT_SHARE,
+            reload=PLANES_RELOAD_SHARE,
+            accept=planes_accept,
+        ),
+        Policy(
+            name="hybrid",
+            summary="staggered, the throughput model chooses each residency",
+            residency="auto",
+            keep=keep,
+            reload=rest,
+        ),
+        Policy(
+            name="combined",
+            summary="hybrid, coalesced, with split planes",
+            residency="auto",
+            coalesce=True,
+            keep=PLANES_DRAFT_SHARE,
+            reload=PLANES_RELOAD_SHARE,
+            accept=planes_accept,
+        ),
+    )
+    return {policy.name: policy for policy in every}
+
+
+def chosen(names: str, known: dict[str, Policy]) -> list[Policy]:
+    """Return the policies of a comma-separated list, "all" for every one.
+
+    Raises:
+        ConfigError: A name is unknown; the message lists the known ones.
+    """
+    if names == "all":
+        return list(known.values())
+    picked = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in picked if name not in known]
+    if unknown or not picked:
+        raise ConfigError(
+            f"--policies {', '.join(unknown) or 'is empty'}; known: {', '.join(known)}"
+        )
+    return [known[name] for name in picked]

@@ -1,0 +1,365 @@
+"""The simulated server: the real runtime decides, modelled hardware performs."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import ConfigError, InvariantError
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.iteration_model import Work
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Plain,
+    Plan,
+    Residency,
+    Shape,
+    Verify,
+    Wait,
+    World,
+)
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.simulation.machine import Machine
+from vericache_sglang.simulation.metrics import Counters, Gaps, Result, Run, result
+from vericache_sglang.simulation.moves import Mover
+from vericache_sglang.simulation.requests import Request, Running
+from vericache_sglang.simulation.setup import (
+    Setup,
+    kept_slots,
+    round_slots,
+    settings_for,
+)
+
+if TYPE_CHECKING:
+    from vericache_sglang.scheduling.plan import RowAction
+    from vericache_sglang.simulation.policies import Policy
+    from vericache_sglang.simulation.timeline import Timeline
+
+IDLE_S = 1e-3
+"""Simulated seconds between two looks when nothing is on its way."""
+
+MOST_IDLE = 20_000
+"""Looks in a row without a forward after which the schedule is called stuck."""
+
+
+class SimulatedServer:
+    """Plays one workload under one policy.
+
+    Waiting requests are let in first come, first served, when their whole prompt fits
+    and nobody is parked. When device memory runs out in spite of the runtime the
+    youngest request is retracted and prefilled again, as SGLang does.
+
+    Args:
+        setup: Machine and workload.
+        policy: Which of the runtime's settings.
+        timeline: Filled with what ran when; None keeps nothing.
+    """
+
+    def __init__(
+        self, setup: Setup, policy: Policy, timeline: Timeline | None = None
+    ) -> None:
+        self.setup = setup
+        self.policy = policy
+        self.timeline = timeline
+        settings = settings_for(setup, policy)
+        self.runtime = Runtime(settings, Estimates())
+        self.machine = Machine(setup.costs, settings.staging_slots, setup.host_slots)
+        self.mover = Mover(
+            self.machine,
+            self.runtime.estimates,
+            reload_fraction=settings.transfer_fraction,
+            coalesce=policy.coalesce,
+            precomputed=setup.precomputed,
+        )
+        self.running: dict[str, Running] = {}
+        self.counters = Counters()
+        self.emitted: dict[str, int] = {}
+        self._arrivals = setup.workload.stream()
+        self._next: Request | None = next(self._arrivals, None)
+        self._retracted: deque[Running] = deque()
+        self._gaps = Gaps()
+        self._start = Counters()
+        self._idle = 0
+        self._round = round_slots(setup, policy)
+
+    def run(self) -> Result:
+        """Play the workload to its end and return the figures.
+
+        Raises:
+            ConfigError: A request cannot fit into the device even alone.
+            InvariantError: The runtime broke a rule, or nothing moves any more.
+        """
+        while self.counters.finished < self.setup.workload.finish:
+            self._let_in()
+            if self.running:
+                self._make_room()
+                self._iterate()
+            elif self._next is not None:
+                self.machine.advance(max(self._next.arrival_s, self.machine.now))
+            else:
+                break
+        if self.timeline is not None:
+            self.timeline.to_device = self.machine.to_device.copies
+            self.timeline.to_host = self.machine.to_host.copies
+        return result(
+            Run(
+                policy=self.policy.name,
+                machine=self.machine,
+                start=self._start,
+                end=self.counters.at(self.machine),
+                gaps=self._gaps,
+                parked_waits_s=self.mover.parked_waits_s,
+                slips=int(self.runtime.pacing.report().get("slips", 0)),
+            )
+        )
+
+    # -- who runs ---------------------------------------------------------------
+
+    def _let_in(self) -> None:
+        while (head := self._head()) is not None and self._may_enter():
+            self._check_fits_alone(head)
+            event = self.machine.next_event()
+            if not self._fits(head):
+                if self.running or event is None:
+                    return
+                # Copies to the host will free their slots; nothing else can.
+                self.machine.advance(event)
+                continue
+            if self._retracted:
+                self._retracted.popleft()
+            else:
+                self._next = next(self._arrivals, None)
+            self._enter(head)
+
+    def _head(self) -> Running | None:
+        """Return the request that is next in line and has arrived."""
+        if self._retracted:
+            return self._retracted[0]
+        request = self._next
+        if request is None or request.arrival_s > self.machine.now:
+            return None
+        return self._newcomer(request)
+
+    def _may_enter(self) -> bool:
+        limit = self.setup.workload.concurrency
+        free = limit is None or len(self.running) < limit
+        return free and not self._parked()
+
+    def _parked(self) -> int:
+        return sum(
+            state.residency is Residency.PARKED for state in self.running.values()
+        )
+
+    def _newcomer(self, request: Request) -> Running:
+        kept = kept_slots(request.prompt, self.policy.keep)
+        if self.policy.accept is not None:
+            request = replace(request, accept=self.policy.accept)
+        return Running(
+            request=request,
+            luck=Random(f"{self.setup.seed}/{request.rid}"),
+            base=request.prompt,
+            dropped=request.prompt - kept,
+        )
+
+    def _fits(self, head: Running) -> bool:
+        rows = len(self.running) + 1
+        growth = sum(state.remaining for state in self.running.values())
+        growth = int((growth + head.remaining) * self.setup.reserve)
+        room = max(growth, rows) + rows * self._round
+        return head.tokens + room <= self.machine.pool.free
+
+    def _check_fits_alone(self, head: Running) -> None:
+        need = head.tokens + head.remaining + self._round
+        if need > self.machine.pool.total:
+            raise ConfigError(
+                f"a request of {need} KV slots does not fit: {self.policy.name} has "
+                f"{self.machine.pool.total}; lower --context or --output"
+            )
+
+    def _enter(self, state: Running) -> None:
+        state.base, state.at_base = state.tokens, state.emitted
+        self.machine.pool.take(state.base)
+        state.held = state.base
+        new = state.emitted if self.setup.precomputed else state.base
+        if new:
+            # Every token reads the ones before it: half of all pairs.
+            work = Work(new, state.base, new * (2 * state.base - new) // 2)
+            self.machine.advance(self.machine.now + self.setup.costs.forward_s(work))
+        state.burst_s = self.machine.now
+        self.running[state.rid] = state
+        self.emitted.setdefault(state.rid, 0)
+        if self.policy.drafts:
+            self.runtime.arrive(
+                Shape(
+                    rid=state.rid,
+                    prompt=state.base,
+                    kept=state.base - state.dropped,
+                    dropped=state.dropped,
+                    copies=state.copies,
+                    remaining=state.remaining,
+                )
+            )
+
+    def _make_room(self) -> None:
+        """See that every row may take one slot; retract the youngest otherwise."""
+        while True:
+            active = [
+                state
+                for state in self.running.values()
+                if state.residency is not Residency.PARKED
+            ]
+            if self.machine.pool.free >= len(active):
+                return
+            event = self.machine.next_event()
+            if event is not None and self.machine.to_host.free_at > self.machine.now:
+                self.machine.advance(event)
+                continue
+            if len(active) < 2:
+                raise InvariantError(f"{active} cannot grow any more")
+            self._retract(active[-1])
+
+    def _retract(self, state: Running) -> None:
+        self.runtime.leave(state.rid)
+        self.mover.leave(state)
+        del self.running[state.rid]
+        state.drafts, state.split = 0, False
+        state.residency = Residency.DEVICE
+        self._retracted.appendleft(state)
+        self.counters.retractions += 1
+
+    # -- one iteration ----------------------------------------------------------
+
+    def _iterate(self) -> None:
+        plan = self._plan()
+        for stage_in in plan.stage_ins:
+            self.mover.stage(self.running[stage_in.rid])
+        actions = {rid: plan.rows.get(rid, Plain(rid)) for rid in list(self.running)}
+        work = self._begin_forward(actions)
+        if work.tokens:
+            self._idle = 0
+            self._forward(work, actions)
+            for rid, action in actions.items():
+                self._settle(self.running[rid], action)
+        else:
+            self._wait()
+        for move in plan.moves:
+            state = self.running.get(move.rid)
+            if state is None:
+                continue
+            if self.mover.perform(state, move):
+                self.runtime.moved(move, self.mover.group(state))
+            else:
+                self.runtime.refused(move)
+
+    def _plan(self) -> Plan:
+        # Events of this very moment first: an arrival now is an arrival in time.
+        self.machine.advance(self.machine.now)
+        arrived, self.mover.arrived = tuple(self.mover.arrived), []
+        head = self._head()
+        return self.runtime.plan(
+            World(
+                free_slots=self.machine.pool.free,
+                host_slots=self.machine.host.free,
+                rows=len(self.running) - self._parked(),
+                blocked=head is not None and not self._fits(head),
+                arrived=arrived,
+            )
+        )
+
+    def _begin_forward(self, actions: dict[str, RowAction]) -> Work:
+        """Take the slots that the forward writes and add up what it computes."""
+        tokens = reads = products = 0
+        for rid, action in actions.items():
+            if isinstance(action, Wait):
+                continue
+            state = self.running[rid]
+            self.machine.pool.take(1)
+            state.held += 1
+            count, slots = self._row(state, action)
+            tokens += count
+            reads += slots
+            products += count * slots
+        return Work(tokens, reads, products)
+
+    def _row(self, state: Running, action: RowAction) -> tuple[int, int]:
+        """Return a row's tokens and the slots it reads; its drafts are counted."""
+        if state.residency is Residency.PARKED:
+            raise InvariantError(f"{state.rid} is parked and runs")
+        if isinstance(action, Draft):
+            state.drafts += 1
+            return 1, state.draft_slots
+        if isinstance(action, Verify):
+            if state.residency is Residency.HOST and not state.arrived:
+                raise InvariantError(f"{state.rid} is verified before its reload")
+            return state.drafts + 1, state.tokens + state.drafts + 1
+        if state.split:
+            raise InvariantError(f"{state.rid} is split and decoded plainly")
+        return 1, state.tokens + 1
+
+    def _forward(self, work: Work, actions: dict[str, RowAction]) -> None:
+        costs, counters, start = self.setup.costs, self.counters, self.machine.now
+        seconds = costs.forward_s(work)
+        self.machine.advance(start + seconds)
+        self.runtime.estimates.iteration.observe(work, seconds)
+        phases = Counter(type(action).__name__.lower() for action in actions.values())
+        counters.iterations += 1
+        counters.forward_s += seconds
+        counters.hbm_s += costs.read_bytes(work) / costs.hbm_bytes_per_s
+        counters.compute_s += costs.flops(work) / costs.flops_per_s
+        parked = self._parked()
+        counters.rows += len(actions) - parked
+        counters.waits += phases["wait"] - parked
+        if self.timeline is not None:
+            self.timeline.forwards.append((start, self.machine.now, dict(phases)))
+
+    def _wait(self) -> None:
+        """Nothing runs: go to the next event."""
+        self._idle += 1
+        if self._idle > MOST_IDLE:
+            raise InvariantError(f"nothing runs any more: {self.runtime.report()}")
+        start, event = self.machine.now, self.machine.next_event()
+        self.machine.advance(start + IDLE_S if event is None else max(event, start))
+        if self.timeline is not None:
+            waiting = {"wait": len(self.running)}
+            self.timeline.forwards.append((start, self.machine.now, waiting))
+
+    def _settle(self, state: Running, action: RowAction) -> None:
+        """Count what the row emitted."""
+        if isinstance(action, Plain):
+            self._emit(state, 1)
+        elif isinstance(action, Verify):
+            drafted = state.drafts
+            accepted = state.accepted(drafted)
+            wrong = drafted - accepted
+            self.machine.pool.give(wrong)
+            state.held -= wrong
+            state.drafts = 0
+            self.counters.rounds += drafted > 0
+            self.counters.drafted += drafted
+            self.counters.accepted += accepted
+            self.mover.unstage(state)
+            self.runtime.verified(state.rid, drafted, accepted + 1)
+            self._emit(state, accepted + 1)
+
+    def _emit(self, state: Running, tokens: int) -> None:
+        if tokens > state.remaining:
+            raise InvariantError(f"{state.rid} emits {tokens} of {state.remaining}")
+        now = self.machine.now
+        self._gaps.bursts.append((now - state.burst_s, tokens))
+        state.burst_s = now
+        state.emitted += tokens
+        self.emitted[state.rid] += tokens
+        self.counters.tokens += tokens
+        if state.remaining == 0:
+            self._finish(state)
+
+    def _finish(self, state: Running) -> None:
+        self.runtime.leave(state.rid)
+        self.mover.leave(state)
+        del self.running[state.rid]
+        self.counters.finished += 1
+        if self.counters.finished == self.setup.workload.warm:
+            self._start = self.counters.at(self.machine)
+            self._gaps = Gaps()

@@ -1,0 +1,162 @@
+"""From a machine, a workload and a policy to the runtime's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.scheduling.iteration_model import Work
+from vericache_sglang.scheduling.settings import RuntimeSettings
+
+if TYPE_CHECKING:
+    from vericache_sglang.simulation.costs import Costs
+    from vericache_sglang.simulation.policies import Policy
+    from vericache_sglang.simulation.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What every policy of a table has in common.
+
+    Attributes:
+        costs: The machine.
+        workload: The requests.
+        draft_length: Most drafts in a round, in tokens, >= 1.
+        max_verifies: Verify rows in one forward, >= 1; lock-step has one per request.
+        horizon: Windows of the rings.
+        host_bytes: Host memory for complements and parked draft parts.
+        precomputed: Prompts cost no prefill, and their KV is in host memory already.
+        reserve: Share of the running requests' coming tokens that must have room
+            before another one is let in, in [0, 1].
+        staged_complements: Complements that "few" staging has room for; 0 sizes it.
+        seed: Decides which drafts are right.
+    """
+
+    costs: Costs
+    workload: Workload
+    draft_length: int = 32
+    max_verifies: int = 4
+    horizon: int = 64
+    host_bytes: float = 1e12
+    precomputed: bool = True
+    reserve: float = 1.0
+    staged_complements: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.draft_length < 1:
+            raise ConfigError(f"--draft-length must be >= 1, got {self.draft_length}")
+        if self.max_verifies < 1:
+            raise ConfigError(f"--max-verifies must be >= 1, got {self.max_verifies}")
+        if self.staged_complements < 0:
+            raise ConfigError(f"--staged must be >= 0, got {self.staged_complements}")
+        if not 0 <= self.reserve <= 1:
+            raise ConfigError(f"--reserve must be in [0, 1], got {self.reserve}")
+        if self.host_bytes < 0:
+            raise ConfigError(f"--host-gb must be >= 0, got {self.host_bytes / 1e9}")
+
+    @property
+    def host_slots(self) -> int:
+        """Slots of the host budget."""
+        return int(self.host_bytes // self.costs.token_bytes)
+
+
+def kept_slots(prompt: int, keep: float) -> int:
+    """Return the slots of a prompt's draft part, n >= 1."""
+    return min(prompt, max(1, ceil(prompt * keep)))
+
+
+def round_slots(setup: Setup, policy: Policy) -> int:
+    """Return what a round may take beyond a request's tokens, as the runtime does."""
+    return 2 * (setup.draft_length + 1) + 1 if policy.drafts else 0
+
+
+def settings_for(setup: Setup, policy: Policy) -> RuntimeSettings:
+    """Return the runtime's settings for one policy."""
+    staging, verifies = _staging(setup, policy)
+    return RuntimeSettings(
+        pacing=policy.pacing,
+        residency=policy.residency,
+        draft_length=setup.draft_length,
+        max_verifies=verifies,
+        staging_slots=staging,
+        token_bytes=setup.costs.token_bytes,
+        horizon=setup.horizon,
+        transfer_fraction=policy.reload / (1.0 - policy.keep),
+        coalesce=policy.coalesce,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """A mean request of the workload, in slots.
+
+    Attributes:
+        kept: Its draft part.
+        whole: Prompt and output.
+        output: Output alone.
+        most: The largest complement of all.
+        largest: The largest prompt with its output of all.
+    """
+
+    kept: float
+    whole: float
+    output: float
+    most: int
+    largest: int
+
+
+def _staging(setup: Setup, policy: Policy) -> tuple[int, int]:
+    """Return the staging region's slots and the verify rows of a forward."""
+    if policy.staging == "none":
+        return 0, setup.max_verifies
+    sample = setup.workload.sample()
+    count = len(sample)
+    mean = _Mean(
+        kept=sum(kept_slots(r.prompt, policy.keep) for r in sample) / count,
+        whole=sum(r.prompt + r.output for r in sample) / count,
+        output=sum(r.output for r in sample) / count,
+        most=max(r.prompt - kept_slots(r.prompt, policy.keep) for r in sample),
+        largest=max(r.prompt + r.output for r in sample),
+    )
+    concurrency = setup.workload.concurrency or count
+    if policy.staging == "few":
+        complements = _complements(setup, policy, mean, concurrency)
+        return mean.most * complements, setup.max_verifies
+    # Everyone's complement is staged at once, and a newcomer enters whole: with B full
+    # requests and one complement more the memory is full.
+    batch = int((setup.costs.slots - mean.most) // mean.whole)
+    batch = min(concurrency, max(1, batch))
+    return max(mean.most, int(batch * (mean.whole - mean.output - mean.kept))), batch
+
+
+def _complements(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> int:
+    """Return how many complements "few" staging has room for.
+
+    Each is held for the iterations of its reload, the rest of the one it starts in and
+    its verification's; each more leaves room for fewer requests, and the link brings
+    them one after the other.
+    """
+    if setup.staged_complements or policy.pacing == "sequential":
+        return setup.staged_complements or 1
+    costs, cycle = setup.costs, setup.draft_length + 1
+    moved = policy.reload / (1.0 - policy.keep) * mean.most * costs.token_bytes
+    reload_s = moved / costs.link_bytes_per_s
+
+    margin = round_slots(setup, policy)
+
+    def drafting(complements: int) -> float:
+        """Return the requests that draft on without waiting; 0: a newcomer cannot."""
+        room = costs.slots - complements * mean.most
+        if room < mean.largest + margin:
+            return 0.0
+        batch = int((room - mean.most) // (mean.kept + mean.output + margin))
+        batch = min(concurrency, max(1, batch))
+        reads = round(batch * (mean.kept + mean.output))
+        seconds = costs.forward_s(Work(batch, reads, reads))
+        reload = reload_s / seconds
+        return min(batch, cycle * complements / (reload + 2), cycle / reload)
+
+    return max(range(1, 2 * setup.max_verifies + 2), key=drafting)

@@ -1,0 +1,183 @@
+"""Workloads: a closed loop, Poisson arrivals, or a trace from a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import count, islice
+from random import Random
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.simulation.requests import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What requests of a generated workload look like.
+
+    Attributes:
+        contexts: Prompt lengths to draw from, in tokens, each >= 1.
+        output: Tokens each emits, >= 1.
+        accept: Mean probability that a draft is right, in [0, 1].
+        spread: Requests differ from ``accept`` by up to this much, >= 0.
+        share: So many requests in a row have the same prompt, >= 1.
+        seed: Draws lengths, probabilities and arrival times.
+    """
+
+    contexts: tuple[int, ...]
+    output: int
+    accept: float
+    spread: float = 0.0
+    share: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.contexts or min(self.contexts) < 1:
+            raise ConfigError(f"--context must be >= 1 token, got {self.contexts}")
+        if self.output < 1:
+            raise ConfigError(f"--output must be >= 1 token, got {self.output}")
+        if not 0 <= self.accept <= 1:
+            raise ConfigError(f"--accept must be in [0, 1], got {self.accept}")
+        if self.spread < 0:
+            raise ConfigError(f"--accept-spread must be >= 0, got {self.spread}")
+        if self.share < 1:
+            raise ConfigError(f"--share must be >= 1 request, got {self.share}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A stream of requests, in order of arrival.
+
+    Attributes:
+        stream: Starts the stream from its first request; the same every time.
+        finish: Simulate until so many have finished; the stream may be endless.
+        warm: So many finish before anything is measured; 0 measures from the start.
+        concurrency: Most requests in the server at once; None: what memory allows.
+    """
+
+    stream: Callable[[], Iterator[Request]]
+    finish: int
+    warm: int = 0
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.finish < 1:
+            raise ConfigError(f"--requests must be >= 1, got {self.finish}")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"--concurrency must be >= 1, got {self.concurrency}")
+
+    def sample(self) -> list[Request]:
+        """Return the first requests of the stream, as many as are waited for."""
+        return list(islice(self.stream(), self.finish))
+
+
+def _requests(mix: Mix) -> Iterator[Request]:
+    random = Random(mix.seed)
+    context = mix.contexts[0]
+    for index in count():
+        if index % mix.share == 0:
+            context = random.choice(mix.contexts)
+        accept = mix.accept + random.uniform(-mix.spread, mix.spread)
+        yield Request(
+            rid=f"r{index}",
+            prompt=context,
+            output=mix.output,
+            accept=min(1.0, max(0.0, accept)),
+            group=f"g{index // mix.share}" if mix.share > 1 else "",
+        )
+
+
+def closed_loop(
+    mix: Mix, finish: int, *, warm: int = 0, concurrency: int | None = None
+) -> Workload:
+    """Return an endless queue: whoever finishes is replaced at once."""
+    return Workload(lambda: _requests(mix), finish, warm, concurrency)
+
+
+def burst(mix: Mix, requests: int) -> Workload:
+    """Return so many requests at time 0 and none after."""
+    return Workload(lambda: islice(_requests(mix), requests), requests)
+
+
+def poisson(mix: Mix, requests: int, per_s: float) -> Workload:
+    """Return requests that arrive independently of each other.
+
+    Args:
+        mix: What they look like.
+        requests: How many.
+        per_s: Mean arrivals per second, > 0.
+    """
+    if not per_s > 0:
+        raise ConfigError(f"--rate must be > 0 requests/s, got {per_s}")
+
+    def stream() -> Iterator[Request]:
+        random, now = Random(mix.seed + 1), 0.0
+        for request in islice(_requests(mix), requests):
+            now += random.expovariate(per_s)
+            yield _arriving(request, now)
+
+    return Workload(stream, requests)
+
+
+def _arriving(request: Request, arrival_s: float) -> Request:
+    return Request(
+        rid=request.rid,
+        arrival_s=arrival_s,
+        prompt=request.prompt,
+        output=request.output,
+        accept=request.accept,
+        group=request.group,
+    )
+
+
+def trace(path: Path, accept: float) -> Workload:
+    """Read a trace: one JSON object a line, in any order.
+
+    Args:
+        path: Each line has ``arrival_s``, ``prompt_tokens``, ``output_tokens`` and may
+            have ``p``, the probability that a draft is right, and ``group``.
+        accept: p of the lines without one.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is not as said.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path}: {error}") from error
+    found = [
+        _traced(line, f"--trace {path}, line {number}", number, accept)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise ConfigError(f"--trace {path} holds no request")
+    found.sort(key=lambda request: request.arrival_s)
+    return Workload(lambda: iter(found), len(found))
+
+
+def _traced(line: str, where: str, number: int, accept: float) -> Request:
+    try:
+        fields = json.loads(line)
+        request = Request(
+            rid=f"t{number}",
+            arrival_s=float(fields["arrival_s"]),
+            prompt=int(fields["prompt_tokens"]),
+            output=int(fields["output_tokens"]),
+            accept=float(fields.get("p", accept)),
+            group=str(fields.get("group", "")),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{where}: {error} is missing") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if request.prompt < 1 or request.output < 1 or not 0 <= request.accept <= 1:
+        raise ConfigError(f"{where}: tokens must be >= 1 and p in [0, 1]")
+    if not 0 <= request.arrival_s < float("inf"):
+        raise ConfigError(f"{where}: arrival_s must be >= 0")
+    return request
