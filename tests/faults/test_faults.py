@@ -57,6 +57,14 @@ def test_a_flipped_bit_is_seen_by_the_checksum(waves, plain):
     assert runs.compare(plain, ours) == [], "a wrong token"
 
 
+def test_a_failed_copy_is_made_again(waves, plain):
+    ours = run_with("failing_copies", waves)
+    assert ours["state"]["failed_reloads"] > 5
+    assert ours["state"]["reprefills"] == 0, "a second try was enough"
+    assert ours["state"]["rounds"] > 20
+    assert runs.compare(plain, ours) == []
+
+
 def test_a_leaked_complement_is_seen_by_the_ledger(waves):
     with pytest.raises(runs.RunError, match="held by dead requests"):
         run_with("leaked_complement", waves)

@@ -8,17 +8,62 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_kernels.run_attention import run_attention
+from vericache_sglang.memory.complement import Complement
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.iteration_model import Coefficients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vericache_sglang.engine.places import Places
+    from vericache_sglang.memory.staging import Lease, StagingRegion
+    from vericache_sglang.memory.transfers import Transfer
+    from vericache_sglang.scheduling.link import LinkEstimate
+
 SHORT, LONG = 256, 4096
 """Row lengths timed, in slots."""
 
+LINK_SLOTS = (32, 2048)
+"""Slots of the copies that time the link."""
+
 REPEATS = 5
 LEAST_S = 1e-13
+
+
+def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> None:
+    """Time a small and a large copy each way: the first decision needs to know.
+
+    Args:
+        places: Geometry, dtype and transfers.
+        region: The staging region; nothing is staged yet.
+        link: Takes both measurements.
+    """
+    for slots in LINK_SLOTS:
+        lease = region.take(slots) if slots <= region.free else None
+        if lease is not None:
+            _time_copies(places, lease, link)
+            region.give(lease)
+
+
+def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
+    host, geometry = places.host, places.geometry
+    image = Complement(geometry, lease.slots, 1, host.dtype)
+    image.kept.zero_()
+    blocks = (
+        (torch.zeros_like(image.keys[layer]), torch.zeros_like(image.values[layer]))
+        for layer in range(geometry.layers)
+    )
+    saved = places.transfers.save(blocks, image)
+    _wait(saved)
+    link.observe(saved.nbytes, saved.seconds, "out")
+    staged = places.transfers.start(image, lease)
+    _wait(staged)
+    link.observe(staged.nbytes, staged.seconds, "in")
+
+
+def _wait(transfer: Transfer) -> None:
+    while not transfer.done():
+        time.sleep(1e-3)
 
 
 def starting_coefficients(

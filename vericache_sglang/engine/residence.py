@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.base import ModelSpec
 from vericache_sglang.compression.catalog import create_selector
+from vericache_sglang.engine.calibration import measure_link
 from vericache_sglang.engine.counters import Counters
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
@@ -104,6 +105,7 @@ class Residence:
             self.counters,
             estimates.link,
         )
+        measure_link(places, self.reloads.region, estimates.link)
         self._outgoing: list[Transfer] = []
 
     @property

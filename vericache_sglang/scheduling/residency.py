@@ -45,8 +45,9 @@ MIN_STAY = 32
 PIN_ROOM = 1.25
 """Free slots asked for per slot pinned, so that the next arrival does not undo it."""
 
-RELIEF_EVERY = 16
-"""Iterations between two looks at whether an offload would let waiting requests in."""
+RELIEF_EVERY = 4
+"""Iterations between two looks at whether an offload would let waiting requests in;
+while the last look found one, the next comes at once."""
 
 PIN_EVERY = 8
 """Iterations between two looks for a complement to bring back."""
@@ -59,7 +60,7 @@ SETTLED = 2
 
 
 class ResidencyPolicy:
-    """Chooses the moves of one iteration; remembers nothing of its own.
+    """Chooses the moves of one iteration.
 
     Args:
         settings: Forced residency, graph width.
@@ -69,6 +70,7 @@ class ResidencyPolicy:
     def __init__(self, settings: RuntimeSettings, throughput: Throughput) -> None:
         self._settings = settings
         self._throughput = throughput
+        self._helped = False
 
     def moves(
         self,
@@ -90,8 +92,11 @@ class ResidencyPolicy:
             link_load_s: Link time of one reload of every request on the host.
         """
         spare = world.free_slots - world.rows * self._round_slots()
-        if spare < 0 or (world.blocked and now % RELIEF_EVERY == 0):
+        if spare < 0 or world.blocked:
+            if spare >= 0 and not self._helped and now % RELIEF_EVERY:
+                return ()  # a split on the device would only be offloaded again
             relief = self._relief(tracks, now, world, short=spare < 0)
+            self._helped = relief is not None
             if relief is not None:
                 return (relief,)
         back = self._bring_back(tracks, parked, now, world, spare)
@@ -136,7 +141,6 @@ class ResidencyPolicy:
         if (
             track.residency is Residency.HOST
             and world.free_slots >= room
-            and not world.blocked
             and now - track.moved_at >= MIN_STAY
         ):
             return Pin(track.rid)

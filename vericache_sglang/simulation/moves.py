@@ -28,7 +28,8 @@ class Mover:
     """Books every copy on a link and every slot in a room.
 
     Copies to the host run beside the forwards and free their slots when they end; pins
-    and resumes hold the next forward until they have arrived.
+    and resumes hold the next forward until they have arrived. A split on the device is
+    made inside the prompt's own slots.
 
     Args:
         machine: Memory and links.
@@ -117,11 +118,7 @@ class Mover:
 
     def _split(self, state: Running, residency: Residency) -> bool:
         machine = self._machine
-        if residency is Residency.DEVICE:
-            if machine.pool.free < state.copies:
-                return False
-            self._take(state, state.copies)
-        elif not self._offload(state):
+        if residency is Residency.HOST and not self._offload(state):
             return False
         state.split = True
         if not self._precomputed:
@@ -131,7 +128,7 @@ class Mover:
         return True
 
     def _unsplit(self, state: Running) -> bool:
-        self._give(state, state.copies + state.drafts, self._machine.now)
+        self._give(state, state.drafts, self._machine.now)
         state.drafts = 0
         state.split = False
         return True
@@ -145,16 +142,15 @@ class Mover:
             if not self._precomputed:
                 ready = self._copy_out(self._bytes(state))
             machine.host.ready_at[key] = ready
-        slots = state.dropped + (state.copies if state.split else 0)
-        self._give(state, slots, machine.host.ready_at[key])
+        self._give(state, state.dropped, machine.host.ready_at[key])
         state.residency = Residency.HOST
         return True
 
     def _pin(self, state: Running) -> bool:
         machine, key = self._machine, self._key(state)
-        if machine.pool.free < state.dropped + state.copies:
+        if machine.pool.free < state.dropped:
             return False
-        self._take(state, state.dropped + state.copies)
+        self._take(state, state.dropped)
         self._copy_in(self._bytes(state), machine.host.ready_at[key])
         self.unstage(state)
         machine.host.leave(key, state.rid)

@@ -42,7 +42,6 @@ class Running:
         base: Tokens that were in its prompt when it was let in: more than the request's
             own after it was retracted.
         dropped: Slots of its complement once split.
-        copies: Slots a split on the device takes beyond.
         emitted: Tokens emitted, over all its stays.
         at_base: Those of them that ``base`` counts.
         split: Two parts exist.
@@ -59,7 +58,6 @@ class Running:
     luck: Random
     base: int
     dropped: int
-    copies: int = 0
     emitted: int = 0
     at_base: int = 0
     split: bool = False

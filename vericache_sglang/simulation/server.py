@@ -49,7 +49,8 @@ class SimulatedServer:
 
     Waiting requests are let in first come, first served, when their whole prompt fits
     and nobody is parked. When device memory runs out in spite of the runtime the
-    youngest request is retracted and prefilled again, as SGLang does.
+    youngest request is retracted and prefilled again, as SGLang does (of a precomputed
+    prompt only what was decoded). Answers end at their limit, never at a stop token.
 
     Args:
         setup: Machine and workload.
@@ -197,7 +198,6 @@ class SimulatedServer:
                     prompt=state.base,
                     kept=state.base - state.dropped,
                     dropped=state.dropped,
-                    copies=state.copies,
                     remaining=state.remaining,
                 )
             )

@@ -1,0 +1,63 @@
+"""What is timed at boot: sane numbers, and nothing left behind."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vericache_sglang.engine.calibration import measure_link, starting_coefficients
+from vericache_sglang.engine.places import Places
+from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.memory.staging import StagingRegion
+from vericache_sglang.memory.transfers import open_transfers
+from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
+from vericache_sglang.scheduling.link import LinkEstimate
+
+GEOMETRY = KVGeometry(
+    layers=2, kv_heads=2, head_dim=16, v_head_dim=16, element_bytes=4, page_size=1
+)
+
+
+def pool(slots):
+    shape = (slots, 2, 16)
+    buffers = [torch.zeros(shape) for _ in range(2)]
+    return SimpleNamespace(k_buffer=buffers, v_buffer=[b.clone() for b in buffers])
+
+
+def places(gbps):
+    made = pool(6000)
+    host = HostStore(GEOMETRY, torch.float32, 1 << 20)
+    transfers = open_transfers(made.k_buffer, made.v_buffer, gbps)
+    return Places(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
+
+
+def test_the_emulated_link_is_found_out_and_the_region_given_back():
+    region = StagingRegion(3000, 3000)
+    link = LinkEstimate(8e9)
+    measure_link(places(0.1), region, link)
+    for direction in ("in", "out"):
+        assert link.bytes_per_s(1 << 21, direction) <= 0.1e9 * 1.01
+        assert link.bytes_per_s(1 << 10, direction) <= 0.1e9 * 1.01
+    assert region.used == 0
+
+
+def test_a_region_too_small_to_time_leaves_the_start():
+    link = LinkEstimate(8e9)
+    measure_link(places(0.0), StagingRegion(3000, 16), link)
+    assert link.bytes_per_s(1 << 21, "in") == 8e9
+
+
+LAYERS = [SimpleNamespace(tp_q_head_num=4, head_dim=16, scaling=0.25)] * 2
+
+
+def test_attention_is_timed_on_the_pool():
+    found = starting_coefficients(pool(6000), LAYERS, draft_length=8)
+    assert found.base_s == START_COEFFICIENTS.base_s
+    assert 0 < found.per_read_s < 1e-4
+    assert 0 < found.per_product_s < 1e-4
+
+
+@pytest.mark.parametrize("slots", [1, 511])
+def test_a_pool_too_small_to_time_keeps_the_assumed_costs(slots):
+    assert starting_coefficients(pool(slots), LAYERS, 8) == START_COEFFICIENTS

@@ -1,0 +1,35 @@
+"""Every third reload of a complement fails; asked again, it works."""
+
+from collections import Counter
+
+from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.thread_transfers import ThreadTransfers
+
+
+class Broken:
+    """A transfer that fails when it is looked at."""
+
+    seconds = 1e-6
+    nbytes = 1
+    layers_done = 0
+
+    def done(self):
+        """Fail."""
+        raise TransferError("injected: the link dropped layer 0")
+
+    def cancel(self):
+        """Nothing runs."""
+
+
+def install():
+    """Count per complement, so that a retry never fails."""
+    right = ThreadTransfers.start
+    calls = Counter()
+
+    def start(self, complement, lease):
+        calls[id(complement)] += 1
+        if calls[id(complement)] % 3 == 2:
+            return Broken()
+        return right(self, complement, lease)
+
+    ThreadTransfers.start = start
