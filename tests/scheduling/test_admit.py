@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.scheduling.admit import (
-    Admission,
-    Demand,
-    Reload,
-    candidates,
-    reload_of,
-)
+from vericache_sglang.scheduling.admit import Admission, first_candidate
+from vericache_sglang.scheduling.reservation import Demand, Reload, reload_of
 from vericache_sglang.scheduling.ring import WINDOW, Ring
 
 W = 10
@@ -33,6 +28,15 @@ def reload(span=2, link=6, slots=4, extra=1, rows=1):
     )
 
 
+def worked(work, span=2, slots=1):
+    return Reload(
+        span=span,
+        demands=(Demand("staging", slots, 1),),
+        point=(Demand("verify", 0),),
+        work=Demand("link", work),
+    )
+
+
 def levels(rings):
     return {
         name: [ring.used(ring.now + i) for i in range(ring.windows)]
@@ -41,46 +45,61 @@ def levels(rings):
 
 
 @pytest.mark.parametrize(
-    ("anchor", "lowest", "highest", "order"),
+    ("anchor", "order"),
     [
-        (3, 1, 5, [3, 2, 4, 1, 5]),
-        (9, 1, 4, [4, 3, 2, 1]),
-        (0, 2, 4, [2, 3, 4]),
-        (2, 2, 2, [2]),
-        (2, 3, 2, []),
+        (3, [3, 2, 4, 1, 5, 0]),
+        (0, [0, 1, 2, 3, 4, 5]),
+        (5, [5, 4, 3, 2, 1, 0]),
+        (9, [5, 4, 3, 2, 1, 0]),
     ],
-    ids=["inside", "above", "below", "one", "none"],
+    ids=["inside", "lowest", "highest", "above"],
 )
-def test_candidates_go_outwards_from_the_anchor(anchor, lowest, highest, order):
-    assert list(candidates(anchor, lowest, highest)) == order
+def test_candidates_go_outwards_from_the_anchor(anchor, order):
+    left, chosen = 0b111111, []
+    while left:
+        chosen.append(first_candidate(left, anchor))
+        left ^= 1 << chosen[-1]
+    assert chosen == order
+    assert first_candidate(0, anchor) is None
 
 
-@pytest.mark.parametrize(
-    ("bytes_", "span", "amount"),
+# 1 MB/s for 2 ms: 2000 bytes a window.
+SIZES = pytest.mark.parametrize(
+    ("bytes_", "span", "total", "part"),
     [
-        (0, 1, 0),
-        (1_000, 1, WINDOW // 2),
-        (2_000, 1, WINDOW),
-        (2_001, 2, 500_250),
-        (6_001, 4, 750_125),
+        (0, 1, 0, 0),
+        (1_000, 1, 500_000, 500_000),
+        (2_000, 1, WINDOW, WINDOW),
+        (2_001, 2, 1_000_500, 500_250),
+        (6_001, 4, 3_000_500, 750_125),
     ],
     ids=["nothing", "half", "exactly-one", "just-over", "several"],
 )
-def test_a_reload_is_spread_over_whole_windows(bytes_, span, amount):
-    # 1 MB/s for 2 ms: 2000 bytes a window.
+
+
+@SIZES
+def test_a_reload_is_work_for_whole_windows(bytes_, span, total, part):
     made = reload_of(bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7)
-    assert (made.span, made.demands[0]) == (span, Demand("link", amount))
-    assert made.demands[1:] == (Demand("staging", 7, 1),)
+    assert (made.span, made.work) == (span, Demand("link", total))
+    assert made.demands == (Demand("staging", 7, 1),)
     assert made.point == (Demand("verify", 1),)
+
+
+@SIZES
+def test_the_printed_rule_takes_equal_parts(bytes_, span, total, part):
+    made = reload_of(
+        bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7, even=True
+    )
+    assert (made.span, made.work) == (span, None)
+    assert made.demands == (Demand("link", part), Demand("staging", 7, 1))
 
 
 @given(st.integers(0, 10**12), st.floats(1e6, 2e12), st.floats(1e-5, 10))
 def test_a_reload_gets_its_link_time_and_no_window_more_than_there_is(size, rate, t):
     made = reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
-    amount = made.demands[0].amount
     needed = size / (rate * t)
-    assert amount <= WINDOW
-    assert amount * made.span >= needed * WINDOW * (1 - 1e-12)
+    assert made.work.amount <= WINDOW * made.span
+    assert made.work.amount >= needed * WINDOW * (1 - 1e-12)
     assert abs(made.span - max(1, ceil(needed))) <= (needed % 1 < 1e-5)
 
 
@@ -91,6 +110,12 @@ def test_a_reload_gets_its_link_time_and_no_window_more_than_there_is(size, rate
 def test_a_reload_without_a_link_is_refused(size, rate, t):
     with pytest.raises(InvariantError, match="bytes/s"):
         reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
+
+
+@pytest.mark.parametrize("work", [Demand("link", -1), Demand("link", 1, 1)])
+def test_malformed_work_is_refused(work):
+    with pytest.raises(InvariantError):
+        Reload(1, (), (), work)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +135,11 @@ def test_a_malformed_reload_is_refused(span, demands, point):
         Reload(span, demands, point)
 
 
+def test_work_may_not_take_a_ring_twice():
+    with pytest.raises(InvariantError, match="ring twice"):
+        Reload(1, (Demand("link", 1),), (), Demand("link", 1))
+
+
 def test_an_empty_horizon_gives_the_anchor():
     admission, rings = fresh()
     made = admission.admit("a", reload(), anchor=5)
@@ -126,6 +156,39 @@ def test_a_taken_anchor_sends_the_next_ones_around_it():
     # Link spans [4, 5], then [2, 3] since d = 4 and d = 6 overlap, then [6, 7].
     given_ = [admission.admit(rid, reload(slots=1), 5).deadline for rid in "abc"]
     assert given_ == [5, 3, 7]
+
+
+def test_work_fills_what_its_neighbours_leave():
+    admission, rings = fresh()
+    # 15 of 10 a window. "a" leaves half of 5, "b" takes it around "a"; "c" finds the
+    # room for one end of its own on the early side, "d" on the late one.
+    made = [admission.admit(rid, worked(15), 5) for rid in "abcd"]
+    spans = [(each.first, each.deadline) for each in made]
+    assert spans == [(4, 5), (3, 5), (1, 3), (6, 7)]
+    assert levels(rings)["link"] == [0, 10, 5, 10, 10, 10, 10, 5, 0, 0]
+    admission.cancel("b")
+    assert levels(rings)["link"] == [0, 10, 5, 0, 10, 5, 10, 5, 0, 0]
+
+
+def test_a_reload_starts_sooner_only_to_use_up_what_was_left():
+    admission, rings = fresh()
+    rings["link"].reserve(3, 3, 4)
+    # 6 of window 3, 10 of 4, and the 2 that are left of 18 in 5.
+    assert admission.admit("a", worked(18), 5).first == 3
+    assert levels(rings)["link"][3:6] == [10, 10, 2]
+    # Done by 4 if it took the 6 of window 3: it does not start sooner for that.
+    admission, rings = fresh()
+    rings["link"].reserve(3, 3, 4)
+    assert admission.admit("a", worked(15), 5).first == 4
+
+
+def test_two_reloads_of_a_window_and_a_half_take_three_windows():
+    exact, printed = fresh()[0], fresh()[0]
+    made = [exact.admit(rid, worked(15, slots=0), 2) for rid in "abcdef"]
+    assert [each and each.deadline for each in made] == [2, 3, 5, 6, 8, None]
+    # Equal parts of 8 leave 2 of every window idle: nobody shares one.
+    made = [printed.admit(rid, reload(link=8, slots=0), 2) for rid in "abcde"]
+    assert [each and each.deadline for each in made] == [2, 4, 6, 8, None]
 
 
 def test_full_verify_windows_move_a_request_that_needs_no_link():
@@ -168,6 +231,8 @@ def test_misuse_is_refused():
         admission.admit("a", reload(), 5)
     with pytest.raises(InvariantError, match="unknown ring 'disk'; known: link"):
         admission.admit("b", Reload(1, (Demand("disk", 1),)), 5)
+    with pytest.raises(InvariantError, match="unknown ring 'bus'"):
+        admission.admit("b", Reload(1, (), (), Demand("bus", 1)), 5)
     with pytest.raises(InvariantError, match="ring twice"):
         admission.share("b", "a", (Demand("link", 1),))
     with pytest.raises(InvariantError, match="every ring has 9 windows"):
@@ -208,6 +273,17 @@ def test_a_full_staging_region_stops_a_sharer():
     rings["staging"].reserve(7, 7, 8)
     assert admission.share("b", "a", (Demand("verify", 2),)) is None
     assert admission.share("b", "a", ROW).deadline == 5
+
+
+def test_a_shared_transfer_keeps_its_work_until_the_last_reader_left():
+    admission, rings = fresh()
+    admission.admit("a", worked(15), 5)
+    admission.share("b", "a", ROW)
+    admission.cancel("a")
+    assert levels(rings)["link"][4:6] == [10, 5]
+    admission.slide()
+    admission.cancel("b")
+    assert not any(map(any, levels(rings).values()))
 
 
 def test_a_leader_that_leaves_hands_its_transfer_to_the_oldest_sharer():

@@ -1,4 +1,7 @@
-"""Random histories of an Admission against Algorithm 1 written literally."""
+"""Random histories of an Admission against Algorithm 1 written literally.
+
+Reloads without work are the printed rule; those with it fill the link window by window.
+"""
 
 from collections import Counter
 
@@ -7,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.scheduling.admit import Admission, Demand, Reload
+from vericache_sglang.scheduling.admit import Admission
+from vericache_sglang.scheduling.reservation import Demand, Reload
 from vericache_sglang.scheduling.ring import Ring
 
 W = 10
@@ -36,6 +40,8 @@ class Recount:
                 end = until + each.extra if each.extra else load["deadline"]
                 for window in range(load["first"], end + 1):
                     totals[each.ring][window] += each.amount
+            for window, amount in load["worked"].items():
+                totals["link"][window] += amount
             for reader in load["readers"].values():
                 for each in reader["point"]:
                     totals[each.ring][reader["deadline"] + 1] += each.amount
@@ -51,21 +57,45 @@ class Recount:
         )
 
     def algorithm_1(self, reload, anchor, lowest, highest):
-        """Return the offset that Algorithm 1 picks, by trying every window."""
+        """Return first and last offset that Algorithm 1 picks, by trying all."""
         top = W - 1 if highest is None else min(W - 1, highest)
         offsets = range(max(reload.span, lowest), top + 1)
         for d in sorted(offsets, key=lambda d: (abs(d - anchor), d)):
-            span = [
-                (each.ring, self.now + i, each.amount)
-                for each in reload.demands
-                for i in range(d - reload.span + 1, d + each.extra + 1)
-            ]
-            point = [
-                (each.ring, self.now + d + 1, each.amount) for each in reload.point
-            ]
-            if self.takes(span + point):
-                return d
+            for first in self.firsts(reload, d):
+                span = [
+                    (each.ring, self.now + i, each.amount)
+                    for each in reload.demands
+                    for i in range(first, d + each.extra + 1)
+                ]
+                point = [
+                    (each.ring, self.now + d + 1, each.amount) for each in reload.point
+                ]
+                if self.takes(span + point) and self.work(reload, first, d) is not None:
+                    return first, d
         return None
+
+    def firsts(self, reload, d):
+        """Return where a reload that ends in d may start, the best first."""
+        short = d - reload.span + 1
+        if reload.work is None:
+            return [short]
+        long = short - 1
+        if long < 1:
+            return [short]
+        # One window sooner only if that takes something and the last one is needed.
+        left = LIMITS["link"] - self.used()["link"][self.now + long]
+        needed = self.work(reload, long, d - 1) is None
+        return [long, short] if left and needed else [short, long]
+
+    def work(self, reload, first, last):
+        """Return the work taken of each absolute window; None if not all of it fits."""
+        if reload.work is None:
+            return {}
+        used, left, taken = self.used()["link"], reload.work.amount, {}
+        for window in range(self.now + first, self.now + last + 1):
+            taken[window] = min(left, LIMITS["link"] - used[window])
+            left -= taken[window]
+        return None if left else taken
 
     def shared_window(self, load, point, lowest):
         """Return the first window a sharer may take, by trying every one."""
@@ -95,7 +125,7 @@ class Recount:
 
 
 RIDS = st.sampled_from("abcde")
-RELOADS = st.builds(
+PRINTED = st.builds(
     lambda span, link, slots, extra, rows: Reload(
         span,
         (Demand("link", link), Demand("staging", slots, extra)),
@@ -107,6 +137,19 @@ RELOADS = st.builds(
     extra=st.integers(0, 2),
     rows=st.integers(0, 2),
 )
+WORKED = st.builds(
+    lambda work, slots, extra, rows: Reload(
+        max(1, -(-work // LIMITS["link"])),
+        (Demand("staging", slots, extra),),
+        (Demand("verify", rows),),
+        Demand("link", work),
+    ),
+    work=st.integers(0, 40),
+    slots=st.integers(0, 6),
+    extra=st.integers(0, 2),
+    rows=st.integers(0, 2),
+)
+RELOADS = PRINTED | WORKED
 STEPS = st.one_of(
     st.tuples(
         st.just("admit"),
@@ -130,12 +173,14 @@ def admit_step(admission, oracle, rid, wanted, *search):
         return
     expected = oracle.algorithm_1(wanted, anchor, lowest, highest)
     made = admission.admit(rid, wanted, anchor, lowest=lowest, highest=highest)
-    assert (made and made.deadline - oracle.now) == expected
+    found = made and (made.first - oracle.now, made.deadline - oracle.now)
+    assert found == expected
     if made:
         reader = {"deadline": made.deadline, "point": wanted.point}
         oracle.loads.append(
             {
-                "first": made.deadline - wanted.span + 1,
+                "first": made.first,
+                "worked": oracle.work(wanted, *expected),
                 "deadline": made.deadline,
                 "reload": wanted,
                 "readers": {rid: reader},

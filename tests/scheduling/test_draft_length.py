@@ -17,7 +17,6 @@ from vericache_sglang.scheduling.draft_length import (
     Patience,
     RoundCost,
     best_length,
-    gain,
 )
 
 PROBABILITIES = st.floats(0, 1) | st.sampled_from([0.0, 0.9, 0.99, 1 - 1e-9, 1.0])
@@ -30,6 +29,14 @@ COSTS = st.builds(
     reload_s=st.just(0.0) | st.floats(0, 300),
 )
 COST = RoundCost(1.0, 0.25, 1.0, 0.05, 0.0)
+
+
+def gain(p, cost, length):
+    """Return the tokens of a round per token decoded plainly in the same time."""
+    tokens = 1 + sum(p**i for i in range(1, length + 1))
+    forwards = length * cost.draft_s + cost.verify_s
+    forwards += (length + 1) * cost.verify_token_s
+    return tokens * cost.plain_s / max(forwards, cost.reload_s)
 
 
 @given(PROBABILITIES, st.integers(0, 300))
@@ -117,22 +124,31 @@ def test_impossible_rounds_are_refused(drafted, accepted):
         Prior(1.5)
 
 
-def test_a_gain_by_hand():
-    # 0.5 + 0.25 + 1 tokens for 2 drafts, a verification and its 3 tokens.
-    assert gain(0.5, COST, 2) == pytest.approx(1.75 / (0.5 + 1.0 + 0.15))
-    dear = replace(COST, reload_s=7.0)
-    assert gain(0.5, dear, 2) == pytest.approx(1.75 / 7.0)
+@pytest.mark.parametrize(
+    ("reload_s", "length", "by_hand"),
+    [
+        # 0.5 + 0.25 + 1 tokens for 2 drafts, a verification and its 3 tokens; one
+        # draft gains 1.5 / 1.35, three 1.875 / 1.95.
+        (0.0, 1, 1.5 / 1.35),
+        # The reload pays for 5 drafts: 0.25 * 5 + 1 + 0.05 * 6 = 2.55.
+        (2.55, 5, 1.96875 / 2.55),
+    ],
+    ids=["forwards", "reload"],
+)
+def test_a_choice_by_hand(reload_s, length, by_hand):
+    choice = best_length(0.5, replace(COST, reload_s=reload_s), 64)
+    assert (choice.length, choice.gain) == (length, pytest.approx(by_hand))
 
 
 @given(PROBABILITIES, COSTS, st.integers(1, 256))
 @example(1.0, RoundCost(1.0, 1.0, 0.0, 0.0, 5.0), 64)
 @example(0.8, RoundCost(1.0, 1.0, 0.0, 0.0, 5.0), 64)
-def test_the_choice_is_nearly_as_good_as_the_best(p, cost, most):
+def test_no_other_length_gains_more(p, cost, most):
     choice = best_length(p, cost, most)
     assert 1 <= choice.length <= most
-    assert choice.gain == gain(p, cost, choice.length)
+    assert choice.gain == pytest.approx(gain(p, cost, choice.length), rel=1e-9)
     best = max(gain(p, cost, length) for length in range(1, most + 1))
-    assert choice.gain >= best / 1.03
+    assert choice.gain >= best * (1 - 1e-9)
 
 
 @given(PROBABILITIES, PROBABILITIES, COSTS, st.integers(1, 256))
@@ -153,7 +169,7 @@ def test_a_dearer_reload_never_gains_more(p, cost, reload_s, most):
 @pytest.mark.parametrize(
     ("p", "most", "length"),
     [(0.0, 64, 1), (1.0, 64, 64), (1.0, 50, 50), (0.9, 1, 1)],
-    ids=["never-right", "always-right", "off-the-grid", "one"],
+    ids=["never-right", "always-right", "any-width", "one"],
 )
 def test_the_ends(p, most, length):
     assert best_length(p, COST, most).length == length
@@ -170,6 +186,7 @@ def test_of_two_equals_the_shorter_is_drafted():
         {"plain_s": 0.0},
         {"draft_s": 0.0},
         {"verify_s": -1.0},
+        {"verify_token_s": float("inf")},
         {"reload_s": float("nan")},
     ],
 )

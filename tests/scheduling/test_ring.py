@@ -140,3 +140,49 @@ def test_the_ends_of_spans_are_where_they_fit(levels, slid, amount):
         for i in range(len(levels)):
             fits = ring.fits(slid + i - length + 1, slid + i, amount)
             assert fits is (i in ends)
+
+
+def test_work_fills_the_earliest_windows_and_is_taken_back():
+    ring = Ring(windows=5, limit=10)
+    ring.reserve(2, 2, 7)
+    assert ring.fill(1, 4, 15) == (10, 3, 2, 0)
+    assert contents(ring) == [0, 10, 10, 2, 0]
+    ring.slide()
+    ring.slide()
+    ring.take_back(1, (10, 3, 2, 0))
+    assert contents(ring) == [7, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "amount"),
+    [(1, 2, 15), (0, 1, -1), (3, 5, 1)],
+    ids=["too-much", "negative", "beyond"],
+)
+def test_work_that_does_not_fit_is_refused_and_changes_nothing(first, last, amount):
+    ring = Ring(windows=5, limit=10)
+    ring.reserve(2, 2, 6)
+    with pytest.raises(InvariantError, match="not free in windows"):
+        ring.fill(first, last, amount)
+    with pytest.raises(InvariantError, match="give back"):
+        ring.take_back(2, (5, 1))
+    assert contents(ring) == [0, 0, 6, 0, 0]
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=9),
+    st.integers(0, 9),
+    st.integers(0, 20),
+)
+def test_spans_cover_where_their_free_sum_does(levels, slid, amount):
+    ring = Ring(len(levels), limit=4)
+    for _ in range(slid):
+        ring.slide()
+    for i, level in enumerate(levels):
+        ring.reserve(slid + i, slid + i, level)
+    for length in range(1, len(levels) + 2):
+        covered = [
+            i
+            for i in range(length - 1, len(levels))
+            if sum(4 - level for level in levels[i - length + 1 : i + 1]) >= amount
+        ]
+        assert ring.covers(amount, length) == sum(1 << i for i in covered)

@@ -97,10 +97,16 @@ class Admission:
         lowest = max(lowest, reload.span)
         if lowest > latest:
             return None
-        short, long = self._ends(reload)
         within = (2 << latest) - (1 << lowest)
         anchor = min(max(anchor, lowest), latest)
-        offset = first_candidate((short | long) & within, anchor)
+        short, long = self._ends(reload)
+        # Most get the anchor: only the others have to know where a window more helps.
+        if reload.work is not None and not short >> anchor & 1:
+            link = self._rings[reload.work.ring]
+            either = short | long & link.covers(reload.work.amount, reload.span + 1)
+        else:
+            either = short
+        offset = first_candidate(either & within, anchor)
         if offset is None:
             return None
         deadline = self.now + offset
@@ -212,12 +218,13 @@ class Admission:
                 )
 
     def _ends(self, reload: Reload) -> tuple[int, int]:
-        """Find the deadlines at which a reload has room everywhere.
+        """Find the deadlines at which a reload has room.
 
         Returns:
-            Two bit sets, bit d for the deadline d: ``span`` windows are enough, and
-            one more is. What lies beyond the horizon has no bit, so a verification or
-            a hold out there rules its deadline out.
+            Two bit sets, bit d for the deadline d: everything has room over ``span``
+            windows; all but the work has room over one more. What lies beyond the
+            horizon has no bit, so a verification or a hold out there rules its
+            deadline out.
         """
         rings, work, span = self._rings, reload.work, reload.span
         verified = held = (1 << self._windows) - 1
@@ -231,14 +238,10 @@ class Admission:
             longer &= (ends & ends << 1) >> each.extra
         # The current window has begun: the first one to take is the next.
         short = verified & held & -(1 << span)
-        long = verified & longer & -(2 << span)
-        if work is None:
+        if work is None or not short:
             return short, 0
-        if short:
-            link = rings[work.ring]
-            short &= link.covers(work.amount, span)
-            long &= link.covers(work.amount, span + 1)
-        return short, long
+        covered = rings[work.ring].covers(work.amount, span)
+        return short & covered, verified & longer & -(2 << span)
 
     def _fills(self, reload: Reload, first: int) -> bool:
         """Say whether starting in ``first`` uses up what a neighbour left of it.

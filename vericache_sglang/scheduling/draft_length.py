@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from math import isfinite
+from math import inf
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.scheduling.acceptance import expected_accepted
 
 FIRST_WAIT = 64
 LAST_WAIT = 1024
@@ -37,22 +35,15 @@ class RoundCost:
     reload_s: float
 
     def __post_init__(self) -> None:
-        whole = self.plain_s + self.draft_s + self.verify_s
-        least = min(self.verify_s, self.verify_token_s, self.reload_s)
+        # One is made for every price: comparisons are cheap, and NaN fails them.
         if not (
-            self.plain_s > 0
-            and self.draft_s > 0
-            and least >= 0
-            and isfinite(whole + self.verify_token_s + self.reload_s)
+            0.0 < self.plain_s < inf
+            and 0.0 < self.draft_s < inf
+            and 0.0 <= self.verify_s < inf
+            and 0.0 <= self.verify_token_s < inf
+            and 0.0 <= self.reload_s < inf
         ):
             raise InvariantError(f"round cost out of bounds: {self}")
-
-    def round_s(self, length: int) -> float:
-        """Return how long a round of ``length`` drafts takes, in seconds."""
-        forward_s = (
-            length * self.draft_s + self.verify_s + (length + 1) * self.verify_token_s
-        )
-        return max(forward_s, self.reload_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +59,12 @@ class Choice:
     gain: float
 
 
-def gain(p: float, cost: RoundCost, length: int) -> float:
-    """Return the speed of drafting ``length`` tokens, relative to plain decoding.
-
-    The paper's ideal speedup (arXiv:2605.17613, section 4.3, appendix A.1) for one
-    request: a round yields the accepted drafts and one token of the verifier's own.
-    """
-    tokens = expected_accepted(p, length) + 1.0
-    return tokens * cost.plain_s / cost.round_s(length)
-
-
 def best_length(p: float, cost: RoundCost, most: int) -> Choice:
     """Return the draft length of the highest gain; the shorter one of two equals.
 
-    Tries a geometric grid, and the lengths at which the round becomes longer than its
-    reload: there the gain has a peak as sharp as the reload is dear.
+    The gain is the paper's ideal speedup (arXiv:2605.17613, section 4.3, appendix A.1)
+    for one request: a round yields the accepted drafts and one token of the verifier's
+    own, and takes its forwards or its reload, whichever is longer.
 
     Args:
         p: Acceptance probability per token, in [0, 1].
@@ -90,33 +72,29 @@ def best_length(p: float, cost: RoundCost, most: int) -> Choice:
         most: Longest draft, in tokens, >= 1.
 
     Returns:
-        A length in [1, most] within 3 % of the best one's gain.
+        The best length in [1, most].
 
     Raises:
         InvariantError: ``most`` is below 1.
     """
     if most < 1:
         raise InvariantError(f"longest draft must be >= 1 token, got {most}")
-    spare_s = cost.reload_s - cost.verify_s - cost.verify_token_s
-    kink = int(min(spare_s / (cost.draft_s + cost.verify_token_s), most))
-    peak = {min(max(kink + more, 1), most) for more in (0, 1)}
-    best = Choice(1, 0.0)
-    for length in sorted(peak.union(_grid(most))):
-        worth = gain(p, cost, length)
-        if worth > best.gain:
-            best = Choice(length, worth)
-    return best
-
-
-@cache
-def _grid(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16, ... below ``most``, and ``most``."""
-    lengths = {1, most}
-    power = 2
-    while power < most:
-        lengths.update((power, power + power // 2))
-        power *= 2
-    return tuple(sorted(length for length in lengths if length <= most))
+    each_s = cost.draft_s + cost.verify_token_s
+    forward_s = cost.verify_s + cost.verify_token_s
+    reload_s = cost.reload_s
+    power = tokens = 1.0
+    best, rate = 0, 0.0
+    for length in range(1, most + 1):
+        power *= p
+        tokens += power
+        forward_s += each_s
+        faster = tokens / (forward_s if forward_s > reload_s else reload_s)
+        # Each draft adds less than the one before, and no less time: once a longer
+        # round is not faster, none is.
+        if faster <= rate:
+            break
+        best, rate = length, faster
+    return Choice(best, rate * cost.plain_s)
 
 
 class Patience:

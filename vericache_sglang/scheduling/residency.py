@@ -49,6 +49,10 @@ RELIEF_EVERY = 4
 """Iterations between two looks at whether an offload would let waiting requests in;
 while the last look found one, the next comes at once."""
 
+RELIEF_GAIN = 0.1
+"""Predicted gain of the whole batch, per share of its slots that become free, from
+which an offload lets waiting requests in."""
+
 PIN_EVERY = 8
 """Iterations between two looks for a complement to bring back."""
 
@@ -141,6 +145,9 @@ class ResidencyPolicy:
         if (
             track.residency is Residency.HOST
             and world.free_slots >= room
+            # Offloading was judged by what the whole batch gains; a request alone
+            # would undo it at once.
+            and not world.blocked
             and now - track.moved_at >= MIN_STAY
         ):
             return Pin(track.rid)
@@ -214,7 +221,8 @@ class ResidencyPolicy:
                 ),
                 key=lambda priced: priced[0],
             )
-            if short or after >= before:
+            room = track.shape.dropped / max(1, slots)
+            if short or after >= before * (1.0 + RELIEF_GAIN * room):
                 return self._offload(track)
         return self._park(tracks, now, world) if short else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, repeat
-from operator import le, lt, neg
+from operator import lt, neg
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 WINDOW = 1_000_000
 """One window (one iteration) of link time, in microwindows: the link ring's limit."""
-
-_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Ring:
@@ -86,7 +84,7 @@ class Ring:
         if max(self._used) <= most:
             free = (1 << self.windows) - 1
         else:
-            free = _bits(map(most.__ge__, self._horizon()))
+            free = _bits(["1" if used <= most else "0" for used in self._horizon()])
         known = 1
         while known < length and free:
             step = min(known, length - known)
@@ -104,9 +102,11 @@ class Ring:
         most = length * self.limit - amount
         if most < 0 or length > self.windows:
             return 0
+        if length * max(self._used) <= most:
+            return (1 << self.windows) - (1 << (length - 1))
         before = [0, *accumulate(self._horizon())]
-        # Used up to a span's end <= used before its start, and what may be in between.
-        free = _bits(map(le, before[length:], map(most.__add__, before)))
+        spans = zip(before, before[length:], strict=False)
+        free = _bits(["1" if end - start <= most else "0" for start, end in spans])
         return free << (length - 1)
 
     def reserve(self, first: int, last: int, amount: int) -> None:
@@ -153,7 +153,16 @@ class Ring:
             InvariantError: More would be given back than was taken, or a window is
                 beyond the horizon; then nothing was given back.
         """
-        self.take_back(first, (amount,) * (last - first + 1))
+        first = max(first, self.now)
+        if first > last:
+            return
+        if last >= self.now + self.windows or not 0 <= amount <= min(
+            self._levels(first, last)
+        ):
+            raise InvariantError(
+                f"windows {first} to {last} give back {amount} each, not all hold it"
+            )
+        self._add(first, repeat(-amount, last - first + 1))
 
     def take_back(self, first: int, amounts: Sequence[int]) -> None:
         """Give back one amount >= 0 per window; windows already past are ignored.
@@ -176,8 +185,7 @@ class Ring:
             or any(map(lt, self._levels(first, last), ahead))
         ):
             raise InvariantError(
-                f"windows {first} to {last} give back {ahead}, they hold "
-                f"{[self.used(window) for window in range(first, last + 1)]}"
+                f"windows {first} to {last} give back {ahead}, not all hold it"
             )
         self._add(first, map(neg, ahead))
 
@@ -203,7 +211,7 @@ class Ring:
             self._used[window % self.windows] += amount
 
 
-def _bits(flags: Iterable[bool]) -> int:
-    """Return the bit set with bit i set where flag i is."""
+def _bits(digits: list[str]) -> int:
+    """Return the bit set with bit i set where digit i is "1"."""
     # Text is the fast way into an int; it has the highest bit first.
-    return int(bytes(flags)[::-1].translate(_DIGITS), 2)
+    return int("".join(digits)[::-1], 2)

@@ -81,8 +81,7 @@ class Throughput:
         base = model.base_s / max(1, rows)
         per_slot = model.per_read_s + model.per_product_s
         whole = track.tokens
-        # On average half a round's drafts have been appended already.
-        draft = whole - track.shape.dropped + self._settings.draft_length // 2
+        draft = self._draft_slots(track)
         reload_s = 0.0
         if residency is Residency.HOST:
             reload_s = self.reload_s(track) + link_s
@@ -109,14 +108,17 @@ class Throughput:
 
     def drafting(self, track: Track, residency: Residency, length: int) -> Share:
         """Return a request's average part of an iteration when drafted for."""
-        # A million rows: the base is counted once per iteration, not per request.
-        cost = self.cost(track, residency, 1 << 20, 0.0)
-        verify = cost.verify_s + (length + 1) * cost.verify_token_s
-        windows = length + 1
+        # No base: it is counted once per iteration, not per request.
+        model, whole, windows = self._model, track.tokens, length + 1
+        per_slot = model.per_read_s + model.per_product_s
+        draft_s = model.per_token_s + per_slot * self._draft_slots(track)
+        verify_s = model.per_read_s * whole
+        verify_token_s = model.per_token_s + model.per_product_s * whole
+        reload_s = self.reload_s(track) if residency is Residency.HOST else 0.0
         return Share(
-            (length * cost.draft_s + verify) / windows,
+            (length * draft_s + verify_s) / windows + verify_token_s,
             (track.acceptance.expected(length) + 1.0) / windows,
-            cost.reload_s / windows,
+            reload_s / windows,
         )
 
     def rate(self, shares: Iterable[Share]) -> float:
@@ -128,3 +130,9 @@ class Throughput:
             tokens += share.tokens
             link += share.link_s
         return tokens / max(seconds, link)
+
+    def _draft_slots(self, track: Track) -> int:
+        """Return the slots one drafted token reads."""
+        # On average half a round's drafts have been appended already.
+        half_round = self._settings.draft_length // 2
+        return track.tokens - track.shape.dropped + half_round
