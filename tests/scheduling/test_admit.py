@@ -182,6 +182,22 @@ def test_a_reload_starts_sooner_only_to_use_up_what_was_left():
     assert admission.admit("a", worked(15), 5).first == 4
 
 
+@pytest.mark.parametrize(
+    ("link_taken", "first", "deadline"),
+    [((3, 4), 4, 5), ((4, 5), 4, 6)],
+    ids=["two-are-enough", "two-are-too-few"],
+)
+def test_a_reload_does_not_start_sooner_in_a_full_staging_region(
+    link_taken, first, deadline
+):
+    admission, rings = fresh()
+    window, amount = link_taken
+    rings["link"].reserve(window, window, amount)
+    rings["staging"].reserve(3, 3, LIMITS["staging"])
+    made = admission.admit("a", worked(18), 5)
+    assert (made.first, made.deadline) == (first, deadline)
+
+
 def test_two_reloads_of_a_window_and_a_half_take_three_windows():
     exact, printed = fresh()[0], fresh()[0]
     made = [exact.admit(rid, worked(15, slots=0), 2) for rid in "abcdef"]

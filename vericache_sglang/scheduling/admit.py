@@ -101,7 +101,7 @@ class Admission:
         anchor = min(max(anchor, lowest), latest)
         short, long = self._ends(reload)
         # Most get the anchor: only the others have to know where a window more helps.
-        if reload.work is not None and not short >> anchor & 1:
+        if reload.work is not None and long and not short >> anchor & 1:
             link = self._rings[reload.work.ring]
             either = short | long & link.covers(reload.work.amount, reload.span + 1)
         else:

@@ -1,0 +1,284 @@
+"""Residency moves on batches of a few requests: which one, when, and when none."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vericache_sglang.scheduling.acceptance import Acceptance, Prior
+from vericache_sglang.scheduling.draft_length import Patience
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
+from vericache_sglang.scheduling.link import LinkEstimate
+from vericache_sglang.scheduling.plan import (
+    Offload,
+    Park,
+    Pin,
+    Residency,
+    Resume,
+    Shape,
+    Split,
+    Unsplit,
+    World,
+)
+from vericache_sglang.scheduling.residency import (
+    ENTER,
+    LEAVE,
+    MAX_SPLITS,
+    MIN_STAY,
+    PIN_EVERY,
+    RELIEF_EVERY,
+    ResidencyPolicy,
+)
+from vericache_sglang.scheduling.settings import RuntimeSettings
+from vericache_sglang.scheduling.throughput import Throughput
+from vericache_sglang.scheduling.track import Track
+
+NOW = 8 * RELIEF_EVERY * PIN_EVERY  # an iteration in which everything is looked at
+DEVICE, HOST, PARKED = Residency.DEVICE, Residency.HOST, Residency.PARKED
+FAST_LINK = 1e12
+
+
+def policy(residency="auto", *, link=FAST_LINK, base_s=1e-4, staging=50_000):
+    """Return a policy whose iterations take base_s, and 20 ms a whole prompt read."""
+    estimates = Estimates(
+        iteration=IterationModel(Coefficients(base_s, 1e-6, 1e-6, 1e-12)),
+        link=LinkEstimate(link),
+    )
+    settings = RuntimeSettings(
+        residency=residency,
+        draft_length=16,
+        max_verifies=2,
+        staging_slots=staging,
+        token_bytes=1000,
+    )
+    return ResidencyPolicy(settings, Throughput(settings, estimates))
+
+
+def track(rid, where=DEVICE, *, split=True, p=0.95, prompt=20_000, **fields):
+    kept = prompt // 4
+    shape = Shape(
+        rid=rid,
+        prompt=prompt,
+        kept=kept,
+        dropped=prompt - kept,
+        copies=fields.pop("copies", kept),
+        remaining=1000,
+    )
+    made = Track(shape, Acceptance(Prior(p)), Patience(), remaining=1000, split=split)
+    made.residency, made.length = where, 8
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def moves(chooser, *tracks, now=NOW, free=10**6, link_load_s=0.0, **world):
+    """Return the moves of one iteration; every plain request may be split."""
+    known = {each.rid: each for each in tracks}
+    world = World(
+        **{"host_slots": 10**9, "rows": len(tracks), "free_slots": free, **world}
+    )
+    parked = {rid: each for rid, each in known.items() if each.residency is PARKED}
+    plain = [each for each in tracks if not each.split and each.look_at <= now]
+    return chooser.moves(known, parked, plain, now, world, link_load_s)
+
+
+# -- splits ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("forced", "free", "where"),
+    [
+        ("auto", 10**6, DEVICE),
+        ("auto", 3_000, HOST),
+        ("host", 10**6, HOST),
+        ("device", 10**6, DEVICE),
+        ("device", 3_000, None),
+    ],
+    ids=["room", "no-room-for-copies", "host", "device", "device-without-room"],
+)
+def test_where_a_prompt_is_split_to(forced, free, where):
+    made = moves(policy(forced), track("a", split=False), free=free)
+    assert made == ((Split("a", where),) if where else ())
+
+
+@pytest.mark.parametrize(
+    ("forced", "world", "fields"),
+    [
+        ("host", {"host_slots": 14_999}, {}),
+        ("auto", {"free": 3_000, "host_slots": 14_999}, {}),
+        ("auto", {}, {"remaining": 1}),
+    ],
+    ids=["host-is-full", "both-are-full", "at-its-end"],
+)
+def test_a_prompt_stays_whole(forced, world, fields):
+    assert moves(policy(forced), track("a", split=False, **fields), **world) == ()
+
+
+def test_a_complement_larger_than_the_staging_region_stays_on_the_device():
+    small = policy("host", staging=14_999)
+    assert moves(small, track("a", split=False)) == ()
+    assert moves(policy("host", staging=15_000), track("a", split=False))
+
+
+def test_drafting_that_does_not_pay_is_looked_at_later():
+    hopeless = track("a", split=False, p=0.0)
+    assert moves(policy(), hopeless) == ()
+    assert hopeless.look_at == NOW + 64
+    assert moves(policy("device"), track("a", split=False, p=0.0)), "forced"
+
+
+def test_few_prompts_are_split_at_once_and_share_the_room():
+    plain = [track(rid, split=False) for rid in "abcd"]
+    assert len(moves(policy(), *plain)) == MAX_SPLITS
+    # Room for one request's copies beside the rounds: the second goes to the host.
+    free = 5_000 + 4 * (2 * 17 + 1)
+    assert moves(policy(), *plain, free=free) == (Split("a", DEVICE), Split("b", HOST))
+
+
+# -- relief ----------------------------------------------------------------------
+
+
+def test_complements_stay_when_there_is_room_or_none_may_leave():
+    assert moves(policy(), track("a"), track("b")) == ()
+    assert moves(policy("device"), track("a"), track("b"), free=0) == ()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_complement_whose_reload_is_used_best_leaves_first(order):
+    # 75 ms of link a reload: the more drafts are right, the fewer reloads.
+    chooser = policy(link=2e8)
+    batch = [track("good", p=0.98), track("bad", p=0.3), track("fair", p=0.8)]
+    for each in batch:
+        chooser.drafting_pays(each, 3, 0.0, LEAVE)
+    assert moves(chooser, *batch[::order], free=0) == (Offload("good"),)
+
+
+def test_the_largest_complements_are_the_ones_considered():
+    small = [track(f"s{i}", prompt=1000, p=0.98) for i in range(12)]
+    large = [track(f"l{i}", prompt=40_000, p=0.9) for i in range(8)]
+    (made,) = moves(policy(), *small, *large, free=0)
+    assert made.rid.startswith("l")
+
+
+def test_a_whole_prompt_is_split_straight_to_the_host():
+    assert moves(policy(), track("a", split=False), free=0) == (Split("a", HOST),)
+    unsettled = track("a", split=False, settled_at=NOW + 1, look_at=NOW + 1)
+    assert moves(policy(), unsettled, free=0) == ()
+
+
+@pytest.mark.parametrize(
+    ("stayed", "free", "leaves"),
+    [(MIN_STAY - 1, 10**6, False), (MIN_STAY, 10**6, True), (0, 0, True)],
+    ids=["just-moved", "stayed", "out-of-memory"],
+)
+def test_waiting_requests_move_nobody_before_the_minimum_stay(stayed, free, leaves):
+    # The base is what the iteration takes: more requests share it.
+    chooser = policy(base_s=0.2)
+    batch = [track(rid, moved_at=NOW - stayed) for rid in "ab"]
+    assert bool(moves(chooser, *batch, free=free, blocked=True)) is leaves
+
+
+def test_nobody_is_offloaded_over_a_link_that_makes_it_slower():
+    batch = [track(rid) for rid in "ab"]
+    slow = policy(link=1e6, base_s=0.2)
+    assert moves(slow, *batch, blocked=True) == ()
+    assert moves(slow, *batch, free=0), "out of memory: slower than not at all"
+
+
+# -- parking ---------------------------------------------------------------------
+
+
+def test_the_newest_is_parked_when_nothing_can_be_offloaded():
+    batch = [track(rid, HOST) for rid in "abc"]
+    assert moves(policy(), *batch, free=0) == (Park("c"),)
+    batch[2].staged = True
+    assert moves(policy(), *batch, free=0) == (Park("b"),)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"staged": True}, {"emitted_at": NOW - 2}, {"moved_at": NOW - 2}],
+    ids=["staged", "just-emitted", "just-moved"],
+)
+def test_a_request_in_flight_is_not_parked(fields):
+    batch = [track("a", HOST, **fields), track("b", HOST, **fields)]
+    assert moves(policy(), *batch, free=0) == ()
+
+
+def test_the_last_one_running_is_not_parked():
+    left = [track("a", HOST), track("b", PARKED, parked_at=NOW)]
+    assert moves(policy(), *left, free=0) == ()
+
+
+def test_parked_requests_return_in_order_once_they_fit():
+    batch = [track("a", HOST), track("b", PARKED), track("c", PARKED, prompt=1000)]
+    needed = 5_000 + 4 * (2 * 17 + 1)
+    assert moves(policy(), *batch, free=needed) == (Resume("b"),)
+    # "c" would fit, but "b" left first.
+    assert moves(policy(), *batch, free=needed - 1) == ()
+    batch[1].parked_at = NOW - MIN_STAY + 1
+    assert moves(policy(), *batch) == ()
+
+
+def test_a_server_with_nobody_else_does_not_wait_for_the_minimum_stay():
+    assert moves(policy(), track("a", PARKED, parked_at=NOW - 1)) == (Resume("a"),)
+
+
+def test_nobody_is_split_or_pinned_before_the_parked_return():
+    batch = [track("a", PARKED), track("b", HOST), track("c", split=False)]
+    assert moves(policy(), *batch) == (Resume("a"),)
+
+
+# -- pins and leaving ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("free", "world", "fields", "forced", "pinned"),
+    [
+        (10**6, {}, {}, "auto", True),
+        (18_750 + 2 * 35, {}, {}, "auto", True),
+        (18_749 + 2 * 35, {}, {}, "auto", False),
+        (10**6, {}, {"moved_at": NOW - MIN_STAY + 1}, "auto", False),
+        (10**6, {}, {"staged": True}, "auto", False),
+        (10**6, {}, {"remaining": 16}, "auto", False),
+        (10**6, {}, {}, "host", False),
+        (10**6, {"now": NOW + 1}, {}, "auto", False),
+    ],
+    ids=["room", "just", "short", "new", "staged", "end", "forced", "between"],
+)
+def test_a_complement_is_brought_back_when_memory_is_spare(
+    free, world, fields, forced, pinned
+):
+    made = moves(policy(forced), track("a", HOST, **fields), free=free, **world)
+    assert made == ((Pin("a"),) if pinned else ())
+
+
+@pytest.mark.parametrize("where", [DEVICE, HOST])
+def test_leaving_drafting_gives_up_copies_or_brings_the_complement_back(where):
+    chooser, world = policy(), World(free_slots=10**6, host_slots=0, rows=1)
+    leaving = Unsplit("a") if where is DEVICE else Pin("a")
+    assert chooser.leave_drafting(track("a", where), NOW, world) == leaving
+
+
+@pytest.mark.parametrize(
+    ("free", "blocked", "stayed"),
+    [(18_000, False, MIN_STAY), (10**6, True, MIN_STAY), (10**6, False, MIN_STAY - 1)],
+    ids=["no-room", "others-wait", "just-moved"],
+)
+def test_a_complement_on_the_host_stays_there_when_it_may_not_return(
+    free, blocked, stayed
+):
+    world = World(free_slots=free, host_slots=0, rows=1, blocked=blocked)
+    there = track("a", HOST, moved_at=NOW - stayed)
+    assert policy().leave_drafting(there, NOW, world) is None
+
+
+def test_leaving_takes_a_worse_gain_than_entering():
+    chooser = policy()
+    gains = iter([ENTER, (ENTER + LEAVE) / 2, LEAVE - 0.01])
+    for entered, stays in [(True, True), (False, True), (False, False)]:
+        gain = next(gains)
+        best = SimpleNamespace(length=4, gain=gain)
+        chooser._throughput.best = lambda *args, choice=best: choice
+        assert bool(moves(chooser, track("a", split=False))) is entered
+        assert chooser.drafting_pays(track("a"), 1, 0.0, LEAVE) is stays

@@ -1,0 +1,299 @@
+"""Runtime under random histories: a small executor performs every plan and counts."""
+
+from collections import Counter
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Offload,
+    Park,
+    Pin,
+    Plain,
+    Residency,
+    Resume,
+    Shape,
+    Split,
+    Unsplit,
+    Verify,
+    Wait,
+    World,
+)
+from vericache_sglang.scheduling.residency import MIN_STAY
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.scheduling.settings import RuntimeSettings
+
+MOVES = (Offload, Park, Pin, Resume, Split, Unsplit)
+
+
+class Executor:
+    """Performs plans and checks each; what happens is drawn from a seed.
+
+    Args:
+        config: Settings under test.
+        latency: Iterations from a reload's start to its arrival.
+        seed: Draws accepted drafts, memory pressure and failures.
+        calm: Memory is never short and nothing fails.
+    """
+
+    def __init__(self, config, *, latency=1, seed=0, calm=False):
+        self.config, self.latency, self.calm = config, latency, calm
+        self.random = Random(seed)
+        self.runtime = Runtime(config)
+        self.plans, self.moved_at, self.begun = [], {}, {}
+        self.left, self.drafts, self.where, self.shapes = {}, Counter(), {}, {}
+        self.coming, self.staged = [], {}
+        self.longest = 0
+
+    def arrive(self, rid, tokens, prompt=400):
+        shape = Shape(
+            rid=rid,
+            prompt=prompt,
+            kept=prompt // 4,
+            dropped=prompt - prompt // 4,
+            copies=prompt // 4,
+            remaining=tokens,
+        )
+        self.shapes[rid], self.left[rid], self.where[rid] = shape, tokens, None
+        self.runtime.arrive(shape)
+
+    def leave(self, rid):
+        self.runtime.leave(rid)
+        self._forget(rid)
+        del self.left[rid], self.where[rid]
+
+    def iterate(self):
+        now = self.runtime.now + 1
+        due = [each for each in self.coming if each[0] <= now]
+        self.coming = [each for each in self.coming if each[0] > now]
+        arrived, failed = [], []
+        for _, rid in due:
+            # A second failure in a row would lose the complement: not here.
+            if self._happens(0.1) and not self.runtime.gives_up(rid):
+                failed.append(rid)
+                del self.staged[rid]
+            else:
+                arrived.append(rid)
+                self.staged[rid] = True
+        self.free = self.random.choice([0, 300, 10**6]) if self._happens(0.5) else 10**6
+        rows = max(1, len(self.left))
+        self.short = self.free < rows * (2 * self.config.draft_length + 3)
+        plan = self.runtime.plan(
+            World(
+                free_slots=self.free,
+                host_slots=10**6,
+                rows=rows,
+                blocked=self._happens(0.3),
+                arrived=tuple(arrived),
+                failed=tuple(failed),
+            )
+        )
+        self.plans.append(plan)
+        self._check(plan)
+        self._perform(plan)
+
+    def _happens(self, p):
+        return not self.calm and self.random.random() < p
+
+    def _check(self, plan):
+        assert plan.rows.keys() == self.left.keys(), "every request, one action"
+        kinds = Counter(type(action) for action in plan.rows.values())
+        assert kinds[Verify] <= self.config.max_verifies
+        for rid, action in plan.rows.items():
+            assert action.rid == rid
+            where = self.where[rid]
+            if where is None:
+                assert isinstance(action, Plain | Wait)
+                assert isinstance(action, Plain) or not self.left[rid]
+            elif where is Residency.PARKED:
+                assert isinstance(action, Wait)
+            elif isinstance(action, Verify):
+                assert where is Residency.DEVICE or self.staged.get(rid)
+            else:
+                assert isinstance(action, Draft | Wait)
+
+    def _perform(self, plan):
+        for each in plan.stage_ins:
+            assert self.where[each.rid] is Residency.HOST
+            assert each.rid not in self.staged, "one reload a round"
+            self.staged[each.rid] = False
+            self.coming.append((plan.iteration + self.latency, each.rid))
+        held = {self._key(rid): self.shapes[rid].dropped for rid in self.staged}
+        assert sum(held.values()) <= self.config.staging_slots
+        for rid, action in plan.rows.items():
+            if isinstance(action, Draft):
+                self.drafts[rid] += 1
+                assert self.drafts[rid] <= self.config.draft_length
+                # One more token comes with the verification.
+                assert self.drafts[rid] < self.left[rid]
+                if self._happens(0.05):
+                    self.runtime.stop_drafted(rid)
+            elif isinstance(action, Plain):
+                self._emit(rid, 1)
+            elif isinstance(action, Verify):
+                self._verify(rid)
+        for move in plan.moves:
+            if move.rid not in self.left:
+                continue
+            if self._happens(0.2):
+                self.runtime.refused(move)
+            else:
+                self._move(move, plan.iteration)
+
+    def _verify(self, rid):
+        drafted = self.drafts.pop(rid, 0)
+        right = 0
+        while right < drafted and self.random.random() < 0.9:
+            right += 1
+        waited = self.runtime.now - self.begun[rid]
+        self.longest = max(self.longest, waited)
+        self._forget(rid)
+        self.begun[rid] = self.runtime.now
+        self.runtime.verified(rid, drafted, right + 1)
+        self._emit(rid, right + 1)
+
+    def _emit(self, rid, tokens):
+        assert tokens <= self.left[rid]
+        self.left[rid] -= tokens
+        if not self.left[rid]:
+            self.leave(rid)
+
+    def _move(self, move, now):
+        assert isinstance(move, MOVES)
+        rid = move.rid
+        if isinstance(move, Offload | Pin) and not self.short:
+            assert now - self.moved_at.get(rid, -(10**6)) >= MIN_STAY, "swings"
+        group = ""
+        if isinstance(move, Split):
+            assert self.where[rid] is None
+            self.where[rid] = move.residency
+        elif isinstance(move, Offload):
+            assert self.where[rid] is Residency.DEVICE
+            self.where[rid] = Residency.HOST
+        elif isinstance(move, Park):
+            assert self.where[rid] is Residency.HOST
+            assert rid not in self.staged
+            self.where[rid] = Residency.PARKED
+        elif isinstance(move, Resume):
+            # The longest parked of all.
+            parked = [r for r, w in self.where.items() if w is Residency.PARKED]
+            assert rid == min(parked, key=self.moved_at.get)
+            self.where[rid] = Residency.HOST
+        elif isinstance(move, Pin):
+            self.where[rid] = Residency.DEVICE
+        else:
+            self.where[rid] = None
+            self.drafts.pop(rid, None)
+        if self.where[rid] is Residency.HOST and self.config.coalesce:
+            group = f"g{int(rid[1:]) % 3}" if self.shapes[rid].prompt == 400 else ""
+        self._forget(rid)
+        self.moved_at[rid] = self.begun[rid] = now
+        self.runtime.moved(move, group)
+
+    def _key(self, rid):
+        return self.runtime.tracks[rid].group or rid
+
+    def _forget(self, rid):
+        self.staged.pop(rid, None)
+        self.coming = [each for each in self.coming if each[1] != rid]
+
+
+CONFIGS = st.builds(
+    RuntimeSettings,
+    pacing=st.sampled_from(["staggered", "staggered", "lockstep", "sequential"]),
+    residency=st.sampled_from(["auto", "host", "device"]),
+    draft_length=st.integers(1, 16),
+    max_verifies=st.integers(1, 4),
+    staging_slots=st.sampled_from([300, 450, 900]),
+    token_bytes=st.sampled_from([1, 10**5, 10**7]),
+    coalesce=st.booleans(),
+)
+HISTORIES = st.lists(
+    st.one_of(
+        st.tuples(st.just("run"), st.integers(1, 40)),
+        st.tuples(st.just("arrive"), st.integers(1, 120), st.sampled_from([400, 600])),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+    ),
+    min_size=3,
+    max_size=20,
+)
+
+
+def follow(config, history, latency, seed):
+    executor, arrived = Executor(config, latency=latency, seed=seed), 0
+    for kind, *rest in history:
+        if kind == "run":
+            for _ in range(rest[0]):
+                executor.iterate()
+        elif kind == "arrive":
+            executor.arrive(f"r{arrived}", *rest)
+            arrived += 1
+        elif executor.left:
+            rids = list(executor.left)
+            executor.leave(rids[rest[0] % len(rids)])
+    return executor
+
+
+@settings(max_examples=300, deadline=None)
+@given(CONFIGS, HISTORIES, st.integers(1, 6), st.integers(0, 99))
+def test_every_history_keeps_the_promises_and_ranks_agree(
+    config, history, latency, seed
+):
+    one = follow(config, history, latency, seed)
+    other = follow(config, history, latency, seed)
+    assert one.plans == other.plans, "equal reports give equal plans"
+    for rid in list(one.left):
+        one.leave(rid)
+    assert one.runtime.report()["staging_held_slots"] == 0
+    assert not one.runtime.tracks
+
+
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, st.integers(1, 8), st.integers(0, 99))
+def test_every_history_ends_once_nobody_presses(config, count, seed):
+    executor = Executor(config, latency=2, seed=seed)
+    for i in range(count):
+        executor.arrive(f"r{i}", 60)
+    for _ in range(30):
+        executor.iterate()
+    executor.calm = True
+    for _ in range(4000):
+        if not executor.left:
+            break
+        executor.iterate()
+    assert not executor.left
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.sampled_from([300, 600, 1200]),
+    st.sampled_from([1, 10**4, 10**6]),
+)
+def test_a_verification_comes_within_its_bound(
+    count, draft_length, latency, staging, token_bytes
+):
+    config = RuntimeSettings(
+        residency="host",
+        draft_length=draft_length,
+        max_verifies=1,
+        staging_slots=staging,
+        token_bytes=token_bytes,
+    )
+    executor = Executor(config, latency=latency, calm=True)
+    for i in range(count):
+        executor.arrive(f"r{i}", 150)
+    windows = max(config.horizon, 2 * draft_length + 4)
+    for _ in range(600):
+        executor.iterate()
+    # Placed at worst behind everyone else: each holds the region for its booked
+    # windows or its latency, whichever is longer, and the iteration of its
+    # verification; then come its own windows, all of the horizon.
+    link_s = 300 * token_bytes / 8e9
+    iteration_s = executor.runtime.estimates.iteration.iteration_s.value
+    span = min(windows, 1 + int(link_s / iteration_s))
+    assert executor.longest <= windows + count * (max(span, latency) + 2)
