@@ -99,9 +99,11 @@ class Admission:
             return None
         within = (2 << latest) - (1 << lowest)
         anchor = min(max(anchor, lowest), latest)
+        first = self._first_at(reload, anchor)
+        if first is not None:  # most get it; the rest asks about every window
+            return self._book(rid, reload, first, self.now + anchor)
         short, long = self._ends(reload)
-        # Most get the anchor: only the others have to know where a window more helps.
-        if reload.work is not None and long and not short >> anchor & 1:
+        if reload.work is not None and long:
             link = self._rings[reload.work.ring]
             either = short | long & link.covers(reload.work.amount, reload.span + 1)
         else:
@@ -216,6 +218,35 @@ class Admission:
                 raise InvariantError(
                     f"unknown ring {name!r}; known: {', '.join(self._rings)}"
                 )
+
+    def _first_at(self, reload: Reload, offset: int) -> int | None:
+        """Return where a reload of ``span`` windows would start for one deadline.
+
+        A window earlier where ``_fills`` says so; None without room.
+        """
+        deadline = self.now + offset
+        first = deadline - reload.span + 1
+        if not self._fit_at(reload.point, deadline, 1):
+            return None
+        rings, work = self._rings, reload.work
+        for each in reload.demands:
+            if not rings[each.ring].fits(first, deadline + each.extra, each.amount):
+                return None
+        if work is None:
+            return first
+        if sum(rings[work.ring].room(first, deadline)) < work.amount:
+            return None
+        earlier = first - 1
+        if (
+            earlier > self.now
+            and all(
+                rings[each.ring].fits(earlier, earlier, each.amount)
+                for each in reload.demands
+            )
+            and self._fills(reload, earlier)
+        ):
+            return earlier
+        return first
 
     def _ends(self, reload: Reload) -> tuple[int, int]:
         """Find the deadlines at which a reload has room.

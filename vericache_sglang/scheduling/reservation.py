@@ -42,7 +42,7 @@ class Reload:
         demands: Taken over every window of the reload, and ``extra`` beyond d.
         point: Taken in window ``d + 1`` alone, where the verification runs; each with
             ``extra`` 0.
-        work: Taken once, of whatever is free in the reload's windows, the latest
+        work: Taken once, of whatever is free in the reload's windows, the earliest
             first; with ``extra`` 0. None for a reload without work.
 
     Raises:

@@ -8,6 +8,7 @@ requests return in the order they left, before anyone new is let in.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.plan import (
@@ -55,6 +56,9 @@ which an offload lets waiting requests in."""
 
 PIN_EVERY = 8
 """Iterations between two looks for a complement to bring back."""
+
+SAMPLED = 64
+"""Requests whose prices stand for the whole batch's."""
 
 CONSIDERED = 8
 """Requests with the largest complements that are priced when one is to be moved."""
@@ -144,6 +148,7 @@ class ResidencyPolicy:
         room = PIN_ROOM * track.shape.dropped + world.rows * self._round_slots()
         if (
             track.residency is Residency.HOST
+            and not track.staged
             and world.free_slots >= room
             # Offloading was judged by what the whole batch gains; a request alone
             # would undo it at once.
@@ -202,18 +207,13 @@ class ResidencyPolicy:
         movable = [
             track
             for track in tracks.values()
-            if self._may_offload(track, now, world, short)
+            if track.residency is Residency.DEVICE
+            and self._may_offload(track, now, world, short)
         ]
         movable.sort(key=lambda track: -track.shape.dropped)
         if movable:
-            batch = [self._share(track) for track in tracks.values()]
-            before = self._throughput.rate(batch)
-            total = Share(
-                sum(share.seconds for share in batch),
-                sum(share.tokens for share in batch),
-                sum(share.link_s for share in batch),
-            )
-            slots = sum(track.slots for track in tracks.values())
+            total, slots = self._priced(tracks)
+            before = self._throughput.rate((total,))
             after, track = max(
                 (
                     (self._rate_after_offload(track, total, len(tracks), slots), track)
@@ -229,8 +229,7 @@ class ResidencyPolicy:
     def _may_offload(self, track: Track, now: int, world: World, short: bool) -> bool:
         stay = now - track.moved_at
         return (
-            track.residency is Residency.DEVICE
-            and track.settled_at <= now
+            track.settled_at <= now
             and 0 < track.shape.dropped <= world.host_slots
             and track.shape.dropped <= self._settings.staging_slots
             and track.remaining > 1
@@ -241,6 +240,18 @@ class ResidencyPolicy:
         if track.split:
             return Offload(track.rid)
         return Split(track.rid, Residency.HOST)
+
+    def _priced(self, tracks: Mapping[str, Track]) -> tuple[Share, int]:
+        """Return the batch's share of an iteration and its slots, from a sample."""
+        sample = list(islice(tracks.values(), SAMPLED))
+        shares = [self._share(track) for track in sample]
+        scale = len(tracks) / len(sample)
+        total = Share(
+            scale * sum(share.seconds for share in shares),
+            scale * sum(share.tokens for share in shares),
+            scale * sum(share.link_s for share in shares),
+        )
+        return total, int(scale * sum(track.slots for track in sample))
 
     def _share(self, track: Track) -> Share:
         if track.residency is Residency.PARKED:
@@ -266,6 +277,9 @@ class ResidencyPolicy:
         """
         grown = 1.0 + track.shape.dropped / max(1, slots)
         now = self._share(track)
+        if track.split:
+            length = self._throughput.best(track, Residency.DEVICE, count).length
+            now = self._throughput.drafting(track, Residency.DEVICE, length)
         length = self._throughput.best(track, Residency.HOST, count).length
         then = self._throughput.drafting(track, Residency.HOST, length)
         batch = Share(total.seconds * grown, total.tokens * grown, total.link_s * grown)

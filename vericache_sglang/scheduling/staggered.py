@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 VERIFY_ROW = (Demand(VERIFY, 1),)
 
+ON_DEVICE = Reload(1, (), VERIFY_ROW)
+"""What a round takes whose complement is on the device."""
+
+STALE = 0.02
+"""Relative change of an iteration's time that makes a reload's windows out of date."""
+
 
 class Staggered:
     """See ``Pacing``.
@@ -169,18 +175,23 @@ class Staggered:
         """Describe what a round takes of the rings (paper: l_r and S_r)."""
         size = self._throughput.reload_bytes(track)
         if track.residency is not Residency.HOST or not size:
-            return Reload(1, (), VERIFY_ROW)
+            return ON_DEVICE
+        iteration_s = self._estimates.iteration.iteration_s.value
         seconds = self._throughput.reload_s(track)
-        # A link too slow for the horizon gets all of it: late rather than never.
-        window_s = max(
-            self._estimates.iteration.iteration_s.value, seconds / (self.windows - 3)
-        )
-        return reload_of(
+        known = track.reload
+        if known is not None:
+            ratio = known[0] / iteration_s * seconds / known[1]
+            if abs(ratio - 1.0) <= STALE:
+                return known[2]
+        reload = reload_of(
             bytes_=size,
             link_bytes_per_s=size / seconds,
-            iteration_s=window_s,
+            # A link too slow for the horizon gets all of it: late rather than never.
+            iteration_s=max(iteration_s, seconds / (self.windows - 3)),
             slots=track.shape.dropped,
         )
+        track.reload = (iteration_s, seconds, reload)
+        return reload
 
     def _choose(self) -> list[Track]:
         """Pick the verifications of this iteration; what cannot run now slips."""

@@ -17,6 +17,7 @@ from vericache_sglang.scheduling.plan import (
 if TYPE_CHECKING:
     from vericache_sglang.scheduling.acceptance import Acceptance
     from vericache_sglang.scheduling.draft_length import Patience
+    from vericache_sglang.scheduling.reservation import Reload
     from vericache_sglang.scheduling.throughput import Share
 
 
@@ -39,6 +40,8 @@ class Track:
         length: Draft length chosen for this round, x.
         priced_at: Iteration in which ``length`` was chosen; -1 for not yet.
         priced_p: Acceptance it was chosen for.
+        reload: What a round takes of the rings, with the iteration's and the link's
+            time it was computed for.
         share: Part of an iteration, as priced last; None where that is out of date.
         closed: A stop token was drafted; drafting beyond it is wasted.
         staged: A reload was started, or has arrived, and is not used up.
@@ -65,6 +68,7 @@ class Track:
     length: int = 1
     priced_at: int = -1
     priced_p: float = 0.0
+    reload: tuple[float, float, Reload] | None = None
     share: Share | None = None
     closed: bool = False
     staged: bool = False
