@@ -184,6 +184,10 @@ class Admission:
         load = self._loads.pop(rid)
         furthest = load.furthest()
         del load.readers[rid]
+        if self._begun(load, furthest):
+            if reservation.leader is None:
+                self._hand_over(load)
+            return reservation
         verify = reservation.deadline + 1
         for each in reservation.reload.point:
             self._rings[each.ring].release(verify, verify, each.amount)
@@ -218,6 +222,14 @@ class Admission:
                 raise InvariantError(
                     f"unknown ring {name!r}; known: {', '.join(self._rings)}"
                 )
+
+    def _begun(self, load: Load, furthest: int) -> bool:
+        """Say whether all that a reservation took is in windows that have begun.
+
+        Nobody can ask for those any more, so nothing has to be given back.
+        """
+        extras = [each.extra for each in load.reload.demands]
+        return furthest + max(1, *extras, 1) <= self.now
 
     def _first_at(self, reload: Reload, offset: int) -> int | None:
         """Return where a reload of ``span`` windows would start for one deadline.
