@@ -7,6 +7,7 @@ import torch
 
 from vericache_sglang.engine.calibration import measure_link, starting_coefficients
 from vericache_sglang.engine.places import Places
+from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.staging import StagingRegion
@@ -46,6 +47,22 @@ def test_a_region_too_small_to_time_leaves_the_start():
     link = LinkEstimate(8e9)
     measure_link(places(0.0), StagingRegion(3000, 16), link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
+
+
+def test_a_link_that_fails_is_reported_and_leaves_the_start(caplog):
+    class Failing:
+        nbytes, seconds = 1, 1.0
+
+        def done(self):
+            raise TransferError("layer 0")
+
+    broken = places(0.0)
+    broken.transfers.start = lambda image, lease: Failing()
+    region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
+    measure_link(broken, region, link)
+    assert link.bytes_per_s(1 << 21, "in") == 8e9
+    assert region.used == 0
+    assert "could not be timed" in caplog.text
 
 
 LAYERS = [SimpleNamespace(tp_q_head_num=4, head_dim=16, scaling=0.25)] * 2

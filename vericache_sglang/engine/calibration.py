@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vericache_kernels.run_attention import run_attention
+from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.complement import Complement
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.iteration_model import Coefficients
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from vericache_sglang.memory.staging import Lease, StagingRegion
     from vericache_sglang.memory.transfers import Transfer
     from vericache_sglang.scheduling.link import LinkEstimate
+
+logger = logging.getLogger(__name__)
 
 SHORT, LONG = 256, 4096
 """Row lengths timed, in slots."""
@@ -40,9 +44,14 @@ def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> N
     """
     for slots in LINK_SLOTS:
         lease = region.take(slots) if slots <= region.free else None
-        if lease is not None:
+        if lease is None:
+            continue
+        try:
             _time_copies(places, lease, link)
-            region.give(lease)
+        except TransferError as error:
+            # Reloads meet the same fault and are made again, or their request is.
+            logger.error("VeriCache: the link could not be timed: %s", error)
+        region.give(lease)
 
 
 def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
