@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -20,8 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from demo_model import records
-from lossless.prompts import count_tokens, load_tokenizer
+from lossless.prompts import load_tokenizer, record_prompts
 from lossless.provenance import provenance
 from lossless.requests import greedy
 from lossless.runs import System
@@ -50,17 +48,12 @@ def arguments() -> argparse.Namespace:
 
 def wave(options: argparse.Namespace) -> dict[str, Any]:
     """Draw the requests, the same for both systems."""
-    tokenizer = load_tokenizer(options.model)
-    rng = random.Random(options.seed)
-    prompts = [
-        records.prompt_of_length(
-            rng,
-            options.context,
-            lambda text: count_tokens(tokenizer, text),
-            calls=min(options.calls, max(1, options.context // 100)),
-        ).text
-        for _ in range(options.requests)
-    ]
+    prompts = record_prompts(
+        load_tokenizer(options.model),
+        [options.context] * options.requests,
+        options.seed,
+        calls=min(options.calls, max(1, options.context // 100)),
+    )
     params = [greedy(options.tokens, ignore_eos=True) for _ in prompts]
     return {"prompts": prompts, "params": params}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from demo_model import records
-from lossless.prompts import count_tokens, load_tokenizer
+from lossless.prompts import load_tokenizer, record_prompts
 from lossless.provenance import provenance
 from lossless.requests import greedy
 from lossless.runs import System
@@ -47,14 +45,12 @@ def arguments() -> argparse.Namespace:
 
 def wave(options: argparse.Namespace) -> dict[str, Any]:
     """Draw the requests, the same for every policy."""
-    tokenizer = load_tokenizer(options.model)
-    rng = random.Random(options.seed)
-    prompts = [
-        records.prompt_of_length(
-            rng, options.context, lambda text: count_tokens(tokenizer, text), calls=6
-        ).text
-        for _ in range(options.requests)
-    ]
+    prompts = record_prompts(
+        load_tokenizer(options.model),
+        [options.context] * options.requests,
+        options.seed,
+        calls=6,
+    )
     params = [greedy(options.tokens, ignore_eos=True)] * options.requests
     return {"prompts": prompts, "params": params, "timed": True}
 

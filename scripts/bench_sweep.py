@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from demo_model import records
-from lossless.prompts import count_tokens, load_tokenizer
+from lossless.prompts import load_tokenizer, record_prompts
 from lossless.provenance import provenance
 from lossless.requests import greedy
 from lossless.runs import System
@@ -62,17 +60,12 @@ def arguments() -> argparse.Namespace:
 
 def wave(options: argparse.Namespace, context: int, requests: int) -> dict[str, Any]:
     """Draw the requests of one point, the same for both systems."""
-    tokenizer = load_tokenizer(options.model)
-    rng = random.Random(options.seed + context + requests)
-    prompts = [
-        records.prompt_of_length(
-            rng,
-            context,
-            lambda text: count_tokens(tokenizer, text),
-            calls=min(6, max(1, context // 100)),
-        ).text
-        for _ in range(requests)
-    ]
+    prompts = record_prompts(
+        load_tokenizer(options.model),
+        [context] * requests,
+        options.seed + context + requests,
+        calls=min(6, max(1, context // 100)),
+    )
     return {
         "prompts": prompts,
         "params": [greedy(options.tokens, ignore_eos=True)] * requests,

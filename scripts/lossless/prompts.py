@@ -29,16 +29,22 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def record_prompts(
-    tokenizer: PreTrainedTokenizerBase, lengths: list[int], seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: list[int],
+    seed: int,
+    calls: int | None = None,
 ) -> list[str]:
-    """Draw one document prompt per entry of ``lengths``, of about that many tokens."""
+    """Draw one document prompt per entry of ``lengths``, of about that many tokens.
+
+    Each asks for ``calls`` tool calls; None asks for one, and for more in longer ones.
+    """
     rng = random.Random(seed)
     return [
         records.prompt_of_length(
             rng,
             length,
             lambda text: count_tokens(tokenizer, text),
-            calls=1 if i % 2 else min(5, 1 + length // 300),
+            calls=calls or (1 if i % 2 else min(5, 1 + length // 300)),
         ).text
         for i, length in enumerate(lengths)
     ]
