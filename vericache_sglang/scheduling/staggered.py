@@ -119,7 +119,8 @@ class Staggered:
     def report(self) -> dict[str, int | float]:
         """See ``Pacing.report``."""
         link, staging = self.rings[LINK], self.rings[STAGING]
-        windows = range(link.now, link.now + self.windows)
+        # The current window has begun; what is reserved is ahead of it.
+        windows = range(link.now + 1, link.now + self.windows)
         return {
             "ring_windows": self.windows,
             "ring_link_reserved": sum(map(link.used, windows)) / WINDOW / self.windows,
