@@ -33,8 +33,8 @@ def test_sum_of_the_first_requests(pattern, count):
 )
 def test_what_fits_is_what_counting_finds(pattern, room, skip, concurrency):
     count = used = 0
-    queue = first(pattern, 1000)[skip:]
-    limit = 900 if concurrency is None else concurrency - skip
+    queue = first(pattern, 1200)[skip:]
+    limit = 1100 if concurrency is None else concurrency - skip
     while count < limit and used + queue[count] * 0.5 <= room:
         used += queue[count] * 0.5
         count += 1
