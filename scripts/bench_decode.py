@@ -11,7 +11,6 @@ and writes it with ``--out``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lossless.prompts import load_tokenizer, record_prompts
-from lossless.provenance import provenance
+from lossless.provenance import provenance, publish
 from lossless.requests import greedy
 from lossless.runs import System
 from lossless.serving import LiveSystem
@@ -131,10 +130,7 @@ def main() -> int:
         },
         **measure(options),
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text + "\n", encoding="utf-8")
+    publish(report, options.out)
     return 1 if report["mismatched_requests"] else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lossless.prompts import load_tokenizer, record_prompts
-from lossless.provenance import provenance
+from lossless.provenance import provenance, publish
 from lossless.requests import greedy
 from lossless.runs import System
 from lossless.serving import LiveSystem
@@ -167,10 +167,7 @@ def main() -> int:
         "mismatched_requests": sum(row["mismatched_requests"] for row in rows),
         "points": rows,
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text + "\n", encoding="utf-8")
+    publish(report, options.out)
     bad = report["mismatched_requests"] or report["worst_ratio"] < options.floor
     return 1 if bad else 0
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from demo_model import records
 from lossless.prompts import count_tokens, load_tokenizer
-from lossless.provenance import provenance
+from lossless.provenance import provenance, publish
 from lossless.requests import greedy
 from lossless.runs import System
 from lossless.serving import LiveSystem
@@ -132,10 +132,7 @@ def main() -> int:
         "requests_that_differ": different,
         "systems": rows,
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text + "\n", encoding="utf-8")
+    publish(report, options.out)
     return 1 if any(different.values()) else 0
 
 

@@ -21,7 +21,7 @@ def register() -> None:
         ConfigError: The settings in the environment are wrong.
     """
     from vericache_patches.apply import register_all
-    from vericache_sglang.config.files import active_config
+    from vericache_sglang.config.files import active_config, is_disabled
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.engine import attention_backend
     from vericache_sglang.engine.torchvision_ops import define_missing_ops
@@ -29,8 +29,29 @@ def register() -> None:
     define_missing_ops()
     attention_backend.register()
     register_all()
+    _offer_page()
     config = active_config() or VeriCacheConfig()
+    if not is_disabled():
+        _check_requests(config.draft_length)
     _register_algorithm(config)
+
+
+def _offer_page() -> None:
+    """Have the live page served where SGLang serves HTTP (patches: utils_common)."""
+    from sglang.srt.utils import common
+
+    from vericache_sglang.serving.live_page.routes import add_routes
+
+    common.vericache_add_routes = add_routes
+
+
+def _check_requests(most: int) -> None:
+    """Have requests' wishes checked (patches: sampling_sampling_params)."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from vericache_sglang.engine.request_options import read_options
+
+    SamplingParams.vericache_check = staticmethod(partial(read_options, most=most))
 
 
 def _register_algorithm(config: Any) -> None:

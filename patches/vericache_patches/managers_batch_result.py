@@ -19,6 +19,10 @@ def resolve_spec_v2_tokens(
     if result.num_non_draft_tokens_per_req:
         return accepted
     counts = result.num_correct_drafts_per_req_cpu
+    emitting = sum(count > 0 for count in counts)
+    # Upstream will add a round of ``count`` correct drafts for every row.
+    processor.metrics_reporter.spec_num_forward_ct -= len(counts) - emitting
+    processor.metrics_reporter.spec_num_correct_drafts -= emitting
     for req, count in zip(batch.reqs, counts, strict=True):
         if req.is_retracted or req.finished():
             continue

@@ -1,4 +1,4 @@
-"""Hook on ``output_streamer.py``: no chunk without a token."""
+"""Hook on ``output_streamer.py``: a chunk when there are tokens, and in time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ from vericache_patches.record import Hook, Patch
 
 
 def accept(original: Hook, accumulator: Any, *, req: Any) -> None:
-    """Pass a request on unless it is running and has nothing new to send."""
+    """Pass a request on unless it has nothing new to send, or no client.
+
+    Upstream streams when there are 1, k + 1, 2k + 1, ... tokens; a request of ours is
+    due once it has reached the next of these, or passed it. ``vericache_room`` is on
+    the requests whose tokens may come in runs; a request without it is not ours.
+    """
+    if getattr(req, "vericache_shadow", False):
+        return
     sent = req.send_token_offset
     if not req.finished() and sent and len(req.output_ids_through_stop) == sent:
         return
-    original(accumulator, req=req)
+    params = req.sampling_params
+    asked = params.stream_interval
+    interval = asked or accumulator.default_stream_interval
+    ours = getattr(req, "vericache_room", None) is not None
+    if req.finished() or not req.stream or interval == 1 or not ours:
+        original(accumulator, req=req)
+    elif (len(req.output_ids) - 1) // interval > (sent - 1) // interval:
+        params.stream_interval = 1
+        original(accumulator, req=req)
+        params.stream_interval = asked
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
@@ -24,9 +40,9 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             ),
             kind="around",
             args=("self", "req"),
-            reason="It decides by len(output_ids) % interval, so every drafting "
-            "iteration would stream an empty chunk.",
-            remove_when="SGLang skips requests that emitted nothing.",
+            reason="It streams when len(output_ids) % interval == 1: an empty chunk in "
+            "every drafting iteration, and silence where a run jumps over that.",
+            remove_when="SGLang counts the tokens since the last chunk.",
         ),
         accept,
     ),

@@ -20,12 +20,18 @@ def update_finish_state(original: Hook, req: Any, new_accepted_len: int = 1) -> 
         return
     run = req.output_ids[-new_accepted_len:]
     del req.output_ids[-new_accepted_len:]
+    grammar = req.grammar
     for i, token in enumerate(run):
         req.output_ids.append(token)
+        # The grammar has the whole run already, cut after the token that completes it.
+        req.grammar = grammar if i == len(run) - 1 else None
         original(req, 1)
+        req.grammar = grammar
         if req.finished():
             if req.finished_len is None:
                 req.finished_len = len(req.output_ids)
+            # They were counted for the whole run, before it was cut.
+            req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
             # Their KV is in the row, so they stay; finished_len trims the answer.
             req.output_ids.extend(run[i + 1 :])
             return

@@ -1,13 +1,29 @@
-"""Hook on ``sglang/srt/utils/common.py``."""
+"""Hooks on ``sglang/srt/utils/common.py``."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from vericache_patches.record import Hook, Patch
+
+SERVER = "sglang.srt.entrypoints.http_server"
 
 
 def support_triton(backend: str) -> bool:
     """Return False whatever the backend: there is no Triton without a GPU."""
     return False
+
+
+def set_uvicorn_logging_configs(server_args: Any = None) -> None:
+    """Add our routes; this is SGLang's last call before its HTTP server listens.
+
+    ``vericache_add_routes`` is left on the hooked module by our plugin.
+    """
+    common, server = sys.modules["sglang.srt.utils.common"], sys.modules.get(SERVER)
+    add_routes = getattr(common, "vericache_add_routes", None)
+    if server is not None and add_routes is not None:
+        add_routes(server.app)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
@@ -21,5 +37,16 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             where="cpu",
         ),
         support_triton,
+    ),
+    (
+        Patch(
+            target="sglang.srt.utils.common.set_uvicorn_logging_configs",
+            kind="before",
+            args=("server_args",),
+            reason="No registry takes routes, and a hook inside the HTTP server's own "
+            "module would import it in every scheduler.",
+            remove_when="SGLang lets plugins add routes.",
+        ),
+        set_uvicorn_logging_configs,
     ),
 )

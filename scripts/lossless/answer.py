@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 KEEP = ("finish_reason", "cached_tokens", "completion_tokens", "spec_accept_length")
+LOGPROBS = tuple(f"output_{name}_logprobs" for name in ("token", "top", "token_ids"))
+"""Kept where they were asked for."""
 
 
 def start(job: dict[str, Any]) -> Any:
@@ -23,7 +25,8 @@ def start(job: dict[str, Any]) -> Any:
     define_missing_ops()
     import sglang
 
-    arguments = dict(job["engine"])
+    # Engines that start at once would race for the port SGLang finds free.
+    arguments = {"nccl_port": 22000 + os.getpid() % 8000, **job["engine"]}
     if settings is not None:
         arguments["speculative_algorithm"] = "VERICACHE"
     return sglang.Engine(**arguments)
@@ -32,7 +35,8 @@ def start(job: dict[str, Any]) -> Any:
 def answer(engine: Any, wave: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer one wave: all its requests at once, a few at a time where it says so.
 
-    A wave with ``timed`` is streamed, and its answers say when their tokens came.
+    A wave with ``timed`` is streamed, and its answers say when their tokens came. What
+    is under ``more`` is given to every request of it.
     """
     prompts, params = wave["prompts"], wave["params"]
     if wave.get("timed"):
@@ -41,7 +45,8 @@ def answer(engine: Any, wave: dict[str, Any]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for i in range(0, len(prompts), at_once):
         part = slice(i, i + at_once)
-        results += engine.generate(prompts[part], params[part])
+        more = wave.get("more", {})
+        results += engine.generate(prompts[part], params[part], **more)
     return [_kept(result) for result in results]
 
 
@@ -63,10 +68,12 @@ async def _timed(
 
 
 def _kept(result: dict[str, Any]) -> dict[str, Any]:
+    info = result["meta_info"]
     return {
         "ids": result["output_ids"],
         "text": result["text"],
-        **{key: result["meta_info"].get(key) for key in KEEP},
+        **{key: info.get(key) for key in KEEP},
+        **{key: info[key] for key in LOGPROBS if key in info},
     }
 
 

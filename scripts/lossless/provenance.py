@@ -1,7 +1,8 @@
-"""What every results file says about where its figures come from."""
+"""What every results file says about where its figures come from, and its writing."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -32,6 +33,14 @@ def provenance(argv: list[str]) -> dict[str, Any]:
             name: version(name) for name in ("sglang", "torch", "vericache-sglang")
         },
     }
+
+
+def publish(report: dict[str, Any], out: str | None) -> None:
+    """Print a report as JSON, and write it to ``out`` where that is given."""
+    text = json.dumps(report, indent=2)
+    print(text)
+    if out:
+        Path(out).write_text(text + "\n", encoding="utf-8")
 
 
 def _cpu_name() -> str:

@@ -25,8 +25,11 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 """SGLang's own accounting, asserted after every scheduler iteration.
+
+Compiling the seeded sampler for a CPU would take 20 s at its first use.
 
 One OpenMP thread: on a shared 2-core machine a second one spins at every barrier (the
 same requests took 2.2 s with one and 31 s with two).

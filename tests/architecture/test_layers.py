@@ -11,7 +11,7 @@ PACKAGE = ROOT / "vericache_sglang"
 CODE_FOLDERS = ("vericache_sglang", "kernels", "patches", "scripts")
 ROOMS = [
     *("registry", "errors", "config", "compression", "memory", "planning"),
-    *("scheduling", "simulation", "engine", "serving", "plugin"),
+    *("scheduling", "simulation", "telemetry", "engine", "serving", "plugin"),
 ]
 # The doors; and the room that looks at a server from outside.
 ROOM_OF = {
@@ -23,6 +23,7 @@ ROOM_OF = {
 }
 NO_TORCH = {
     *("registry", "errors", "config", "planning", "scheduling", "simulation"),
+    "telemetry",
 }
 SGLANG_ROOMS = {"engine", "serving", "plugin"}
 SGLANG_FILES = {"memory/sglang_pools.py", "memory/paged_allocator.py"}

@@ -44,6 +44,9 @@ BAD_VALUES = [
     ("link_gbps", -0.1),
     ("seed", -1),
     ("seed", 2**63),
+    ("acceptance", "typical"),
+    ("shadow_rate", 1.5),
+    ("trace", ""),
 ]
 
 
@@ -99,7 +102,7 @@ def test_boot_line_shows_every_setting():
         "VeriCache: compressor=snapkv keep=0.5 draft_length=32 max_verifies=2 "
         "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
         "recent_tokens=32 staging_tokens=0 host_gb=4.0 "
-        "link_gbps=0.0 seed=0"
+        "link_gbps=0.0 seed=0 acceptance=coupled shadow_rate=0.0 trace=off"
     )
 
 

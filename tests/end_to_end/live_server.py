@@ -1,5 +1,6 @@
 """A server of ours in a process of its own, on a free loopback port."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,10 +16,18 @@ from lossless.runs import PATHS, STRICT
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = itertools.cycle(range(12000 + 1000 * WORKER, 13000 + 1000 * WORKER))
+"""Below what the kernel hands out by itself, and other ports in every test process."""
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that no other server, and no other test process, will take."""
+    while True:
+        port = next(PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 class LiveServer:
@@ -30,6 +39,7 @@ class LiveServer:
         self.log = folder / f"server-{self.port}.log"
         command = [sys.executable, "-m", "vericache_sglang.launch_server"]
         command += ["--model-path", str(MODEL), "--port", str(self.port)]
+        command += ["--nccl-port", str(free_port())]
         command += ["--max-running-requests", "16", "--log-level", "warning", *flags]
         with self.log.open("w") as stream:
             self.process = subprocess.Popen(

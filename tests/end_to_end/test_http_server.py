@@ -3,45 +3,14 @@
 import http.client
 import itertools
 import json
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
-from lossless.prompts import load_tokenizer, record_prompts
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from live_server import MODEL, LiveServer
-
 HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
-    pair = (
-        LiveServer(
-            folder,
-            *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
-            *("--max-total-tokens", "30000", "--enable-metrics"),
-        ),
-        LiveServer(folder, "--disable-vericache", "--max-total-tokens", "30000"),
-    )
-    try:
-        yield pair[0].wait(), pair[1].wait()
-    finally:
-        for server in pair:
-            server.close()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return record_prompts(load_tokenizer(MODEL), [300, 700, 1200, 2000, 500, 900], 11)
 
 
 def test_openai_client_gets_the_same_answer(servers, prompts):

@@ -37,6 +37,13 @@ def test_no_draft_is_one_plain_step():
     assert accepted_tokens([], [9]) == [9]
 
 
-def test_a_missing_target_token_is_refused():
-    with pytest.raises(ValueError, match="2 drafts need 3 target tokens"):
-        accepted_tokens([1, 2], [1, 2])
+def test_a_shorter_target_gives_no_token_of_its_own():
+    """A grammar ends with the second draft: nothing may follow it."""
+    assert accepted_tokens([5, 6, 7], [5, 6]) == [5, 6]
+    assert accepted_tokens([5, 6, 7], [5, 9]) == [5, 9]
+
+
+@pytest.mark.parametrize("target", [[], [1, 2, 3, 4]])
+def test_a_target_no_verification_has_is_refused(target):
+    with pytest.raises(ValueError, match="2 drafts with"):
+        accepted_tokens([1, 2], target)

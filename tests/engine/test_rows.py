@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from vericache_sglang.compression.budget import Budget
+from vericache_sglang.engine.figures import Figures
 from vericache_sglang.engine.rows import MixedRows
+from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.staging import Span
@@ -63,10 +65,12 @@ def state(layout=Layout.KEPT, drafts=()):
         prompt=8,
         verified=10,
         pending=7,
-        emitted=3,
-        greedy=True,
+        outputs=[5, 6, 7],
+        profile=BARE,
         eligible=True,
         stops=frozenset(),
+        longest=8,
+        figures=Figures(True, 8),
     )
     made.drafts = list(drafts)
     if layout is not Layout.WHOLE:

@@ -14,6 +14,8 @@ class OneByOne:
         self.output_ids = []
         self.to_finish = None
         self.finished_len = None
+        self.grammar = None
+        self.reasoning_tokens = 0
         self.reason = None
         self.checked = []
 
@@ -72,3 +74,36 @@ def test_a_finished_request_is_left_to_the_original():
     req.reason = None
     update_finish_state(original, req, 3)
     assert req.checked == [3]
+
+
+class Grammar:
+    """Completed by the third token; SGLang advances it over the whole run first."""
+
+    def __init__(self):
+        self.seen = 0
+
+
+def ends_with_grammar(req, new_accepted_len=1):
+    if req.grammar is not None and req.grammar.seen >= 3:
+        req.reason = "grammar"
+
+
+@pytest.mark.parametrize("runs", [[[4, 4, 4]], [[4], [4, 4]], [[4, 4], [4]]])
+def test_a_grammar_ends_a_run_at_its_last_token(runs):
+    req = OneByOne()
+    req.grammar = Grammar()
+    for run in runs:
+        req.grammar.seen += len(run)
+        req.output_ids.extend(run)
+        update_finish_state(ends_with_grammar, req, len(run))
+    assert (req.reason, len(req.output_ids)) == ("grammar", 3)
+    assert req.finished_len in (None, 3)
+
+
+def test_reasoning_ends_with_the_answer():
+    """SGLang counts a run's reasoning tokens before the hook cuts the run."""
+    req = OneByOne()
+    req.output_ids = [4, 9, 4, 4]
+    req.reasoning_tokens = 4
+    update_finish_state(original, req, 4)
+    assert (req.finished_len, req.reasoning_tokens) == (2, 2)

@@ -113,7 +113,7 @@ def test_everything_is_given_back_after_a_round():
     report = drive.pacing.report()
     assert report["staging_held_slots"] == report["unplaced_rounds"] == 0
     for name in (LINK, STAGING, VERIFY):
-        ring = drive.pacing.rings[name]
+        ring = drive.pacing.rings()[name]
         assert not any(ring.used(ring.now + i) for i in range(ring.windows))
 
 
@@ -170,7 +170,7 @@ def test_sharers_take_one_reload_and_one_window():
     for rid in "ab":
         drive.track(rid, group="prompt")
     drive.run(1)
-    link = drive.pacing.rings[LINK]
+    link = drive.pacing.rings()[LINK]
     assert sum(link.used(link.now + i) for i in range(link.windows)) == link.limit
     drive.run(8)
     assert drive.verified == {"a": [5], "b": [5]}

@@ -69,7 +69,6 @@ REFUSED_FLAGS = [
     {"return_hidden_states_mode": "last"},
     {"enable_return_routed_experts": True},
     {"enable_return_indexer_topk": True},
-    {"enable_custom_logit_processor": True},
     {"attention_backend": "torch_native", "device": "cpu"},
     {"prefill_attention_backend": "torch_native", "device": "cpu"},
     {"decode_attention_backend": "torch_native", "device": "cpu"},

@@ -135,6 +135,28 @@ class VeriCacheConfig:
     seed: Annotated[
         int, Opt("seed of compressors that draw random numbers", "number", 0)
     ] = 0
+    acceptance: Annotated[
+        str,
+        Opt(
+            "how drafts of sampled requests are verified: coupled draws both sides "
+            "with the same noise, rejection is the classic rule; seeded requests are "
+            "always coupled",
+            choices=("coupled", "rejection"),
+        ),
+    ] = "coupled"
+    shadow_rate: Annotated[
+        float,
+        Opt(
+            "finished greedy requests decoded again plainly, while idle, and compared",
+            "share of requests",
+            0,
+            1,
+        ),
+    ] = 0.0
+    trace: Annotated[
+        str,
+        Opt("file for a Perfetto trace of every iteration; off writes none", "path"),
+    ] = "off"
 
     def __post_init__(self) -> None:
         for name in options():

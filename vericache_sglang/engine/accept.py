@@ -13,18 +13,19 @@ def accepted_tokens(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
 
     Args:
         drafts: d drafted tokens, d >= 0.
-        target: d + 1 tokens of the full-KV model: ``target[i]`` follows the verified
-            text and ``drafts[:i]``.
+        target: 1 to d + 1 tokens of the full-KV model: ``target[i]`` follows the
+            verified text and ``drafts[:i]``. Fewer than d + 1 where a grammar says
+            that nothing may follow ``drafts[len(target) - 1]``.
 
     Returns:
-        Between 1 and d + 1 tokens, equal to what one-token full-KV decoding emits.
+        1 to ``len(target)`` tokens, equal to what one-token full-KV decoding emits.
 
     Raises:
-        ValueError: ``target`` is not one longer than ``drafts``.
+        ValueError: ``target`` is empty, or longer than a verification can be.
     """
-    if len(target) != len(drafts) + 1:
-        raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} target tokens")
-    agreed = 0
-    while agreed < len(drafts) and drafts[agreed] == target[agreed]:
-        agreed += 1
-    return list(target[: agreed + 1])
+    if not 1 <= len(target) <= len(drafts) + 1:
+        raise ValueError(f"{len(drafts)} drafts with {len(target)} target tokens")
+    for agreed, (draft, token) in enumerate(zip(drafts, target, strict=False)):
+        if draft != token:
+            return list(target[: agreed + 1])
+    return list(target)

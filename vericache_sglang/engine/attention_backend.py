@@ -167,6 +167,11 @@ def register() -> None:
         register_attention_backend(BACKEND_NAME)(SlotRunAttnBackend)
     if BACKEND_NAME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([BACKEND_NAME])
+        # A row's attention never depends on the other rows of the batch.
+        choices.add_deterministic_attention_backend_choices([BACKEND_NAME])
+        choices.add_radix_supported_deterministic_attention_backend_choices(
+            [BACKEND_NAME]
+        )
 
 
 def _row_lengths(batch: ForwardBatch) -> list[tuple[int, int]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from vericache_sglang.engine.accept import accepted_tokens
 from vericache_sglang.engine.rows import MixedRows, build_forward
-from vericache_sglang.engine.sampling import one_token_logprobs, sample_rows
-from vericache_sglang.scheduling.plan import Draft, Plain, RowAction, Verify
+from vericache_sglang.engine.sampling.logprobs import LogprobTable
+from vericache_sglang.engine.sampling.query import Query, RowQueries
+from vericache_sglang.engine.sampling.sampler import RowSampler
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -31,6 +32,7 @@ class MixedForward:
         residence: Row table, reloads and counters.
         runtime: Is told of verifications and of drafted stops.
         target_worker: SGLang's ``TpModelWorker``.
+        overlap: SGLang runs its overlap schedule.
     """
 
     def __init__(
@@ -39,11 +41,14 @@ class MixedForward:
         residence: Residence,
         runtime: Runtime,
         target_worker: Any,
+        *,
+        overlap: bool,
     ) -> None:
         self._config = config
         self._residence = residence
         self._runtime = runtime
         self._worker = target_worker
+        self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
 
     def run(
@@ -66,7 +71,7 @@ class MixedForward:
         for i, state in seats.items():
             rows.add(i, state, actions[i])
         emitted: list[list[int]] = [[] for _ in batch.reqs]
-        output = work = None
+        table, work = LogprobTable(), None
         if rows.rows:
             work = rows.work()
             forward = build_forward(
@@ -75,44 +80,14 @@ class MixedForward:
             run = self._worker.forward_batch_generation(
                 batch=None, forward_batch=forward, is_verify=True
             )
+            asked = _queries(rows, seats, actions)
             logits = run.logits_output.next_token_logits
-            predicted = torch.argmax(logits, dim=-1).tolist()
-            sampled, output = self._sample(batch, seats, rows, forward, logits)
-            starts = rows.starts()
-            for row, start in zip(rows.rows, starts, strict=True):
-                i = row.batch_index
-                tokens = predicted[start : start + len(row.tokens)]
-                if isinstance(actions[i], Plain) and sampled is not None:
-                    tokens = [sampled[i]]
-                emitted[i] = self._conclude(seats[i], actions[i], tokens)
+            chosen, table = self._sampler.choose(batch, asked, logits)
+            for row, tokens in zip(asked, chosen, strict=True):
+                emitted[row.seat] = self._conclude(row.state, actions[row.seat], tokens)
             self._residence.counters.note_forward(actions.values())
+        output = table.pack(len(batch.reqs)) if batch.return_logprob else None
         return self._result(emitted, output), work
-
-    def _sample(
-        self,
-        batch: ScheduleBatch,
-        seats: dict[int, RequestState],
-        rows: MixedRows,
-        forward: Any,
-        logits: torch.Tensor,
-    ) -> tuple[list[int] | None, Any]:
-        """Let SGLang sample where some plain row is not greedy; else (None, None)."""
-        if all(state.greedy for state in seats.values()):
-            return None, None
-        picked = torch.zeros(len(batch.reqs), dtype=torch.int64)
-        positions = torch.zeros(len(batch.reqs), dtype=torch.int64)
-        for row, start in zip(rows.rows, rows.starts(), strict=True):
-            picked[row.batch_index] = start
-            positions[row.batch_index] = row.position
-        tokens, output = sample_rows(
-            batch,
-            forward,
-            logits[picked.to(logits.device)].clone(),
-            positions.to(self._device),
-            self._worker.model_runner,
-        )
-        one_token_logprobs(output)
-        return tokens.tolist(), output
 
     def _conclude(
         self, state: RequestState, action: RowAction, tokens: list[int]
@@ -123,11 +98,11 @@ class MixedForward:
                 self._runtime.stop_drafted(state.rid)
             return []
         if isinstance(action, Verify):
-            drafts = state.drafts
-            tokens = accepted_tokens(drafts, tokens)
-            self._residence.counters.note_round(len(drafts), len(tokens) - 1)
+            drafted, accepted = len(state.drafts), len(tokens) - 1
+            self._residence.counters.note_round(drafted, accepted)
+            state.figures.note_round(drafted, accepted)
             self._residence.reloads.end(state.rid)
-            self._runtime.verified(state.rid, len(drafts), len(tokens))
+            self._runtime.verified(state.rid, drafted, len(tokens))
         state.accept(tokens)
         return tokens
 
@@ -147,3 +122,26 @@ class MixedForward:
             speculative_num_draft_tokens=stride,
             num_non_draft_tokens_per_req=0,
         )
+
+
+def _queries(
+    rows: MixedRows, seats: dict[int, RequestState], actions: dict[int, RowAction]
+) -> list[RowQueries]:
+    """Say which positions of the forward ask for a token."""
+    asked = []
+    for row, start in zip(rows.rows, rows.starts(), strict=True):
+        seat = row.batch_index
+        state, action = seats[seat], actions[seat]
+        drafts = len(state.drafts) if isinstance(action, Draft) else 0
+        queries = tuple(
+            Query(seat, state, start + j, drafts + j, row.position + j)
+            for j in range(len(row.tokens))
+        )
+        asked.append(
+            RowQueries(
+                queries,
+                verifies=isinstance(action, Verify),
+                emits=not isinstance(action, Draft),
+            )
+        )
+    return asked

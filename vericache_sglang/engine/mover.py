@@ -114,7 +114,7 @@ class Mover:
         state.req.skip_radix_cache_insert = not parts.insertable
 
     def park(self, state: RequestState, tree_cache: Any) -> Transfer | None:
-        """Move all device slots of a request on the host to the host.
+        """Move what a request on the host still holds on the device there too.
 
         Returns:
             The copy; None when the host budget does not allow it.
@@ -127,9 +127,11 @@ class Mover:
         slots = row[:held].to(torch.int64).clone()
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
         transfer = self._transfers.save(blocks, image)
-        free(tree_cache, row[: kv.kv_allocated_len].to(torch.int64).clone())
+        # SGLang takes a row without slots for one it has released already, and a parked
+        # request may be aborted: the first page stays.
+        free(tree_cache, row[self._page : kv.kv_allocated_len].to(torch.int64).clone())
         kv.kv_committed_len -= state.row_length
-        kv.kv_allocated_len = 0
+        kv.kv_allocated_len = self._page
         parts.layout, parts.parked_slots = Layout.PARKED, held
         return transfer
 
@@ -144,21 +146,22 @@ class Mover:
         """
         parts, row, kv = _parts(state), self._places.row(state), state.req.kv
         pages = -(-parts.parked_slots // self._page) * self._page
-        fresh = allocate(tree_cache, pages)
+        fresh = allocate(tree_cache, pages - self._page)
         if fresh is None:
             return False
         image = self._host.parked(state.rid)
         if image is None:
             raise InvariantError(f"{state.rid} is not parked")
+        slots = torch.cat([row[: self._page].to(torch.int64), fresh])
         try:
             image.restore(
-                self._pool.k_buffer, self._pool.v_buffer, fresh[: parts.parked_slots]
+                self._pool.k_buffer, self._pool.v_buffer, slots[: parts.parked_slots]
             )
         except BaseException:
             free(tree_cache, fresh)
             raise
         committed = kv.kv_committed_len
-        relist(row, kv, 0, fresh)
+        relist(row, kv, self._page, slots)
         parts.layout = Layout.KEPT
         kv.kv_committed_len = committed + state.row_length
         self._host.drop_parked(state.rid)
@@ -202,34 +205,33 @@ class Mover:
             fresh = taken
         kept_slots = own[: budget.kept]
         whole = torch.cat([kept_slots, fresh])
-        for layer in range(self._geometry.layers):
-            self._join_layer(layer, state, parts, kept_slots, fresh, whole)
+        for layer, dropped in enumerate(self._dropped_entries(state, fresh)):
+            kept = parts.kept[layer].to(whole.device, torch.int64)
+            buffers = (self._pool.k_buffer[layer], self._pool.v_buffer[layer])
+            for buffer, entries in zip(buffers, dropped, strict=True):
+                bits = as_bits(buffer)
+                bits[whole] = join_layer(bits[kept_slots], kept, as_bits(entries))
         relist(row, kv, parts.head, whole)
         return True
 
-    def _join_layer(
-        self,
-        layer: int,
-        state: RequestState,
-        parts: Parts,
-        kept_slots: torch.Tensor,
-        fresh: torch.Tensor,
-        whole: torch.Tensor,
-    ) -> None:
-        complement = None
-        if parts.layout is Layout.KEPT:
-            complement = self._host.complement(state.rid)
+    def _dropped_entries(
+        self, state: RequestState, fresh: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's dropped keys and values, from where they are.
+
+        Raises:
+            TransferError: The host copy is damaged.
+        """
+        if state.layout is not Layout.KEPT:
+            yield from gathered(self._pool.k_buffer, self._pool.v_buffer, fresh)
+            return
+        complement = self._host.complement(state.rid)
+        for layer in range(self._geometry.layers):
             complement.verify(layer)
-        for buffer, host in (
-            (self._pool.k_buffer[layer], complement.keys if complement else None),
-            (self._pool.v_buffer[layer], complement.values if complement else None),
-        ):
-            kept = parts.kept[layer].to(buffer.device, torch.int64)
-            bits = as_bits(buffer)
-            dropped = bits[fresh]
-            if host is not None:
-                dropped = as_bits(host[layer]).to(buffer.device)
-            bits[whole] = join_layer(bits[kept_slots], kept, dropped)
+            yield (
+                complement.keys[layer].to(fresh.device),
+                complement.values[layer].to(fresh.device),
+            )
 
     def _permuted(
         self, out: torch.Tensor, parts: Parts, complement: Complement

@@ -11,11 +11,11 @@ from vericache_sglang.memory.ledger import Account
 
 if TYPE_CHECKING:
     from vericache_sglang.engine.counters import Counters
+    from vericache_sglang.engine.link_log import LinkLog
     from vericache_sglang.memory.host_store import HostStore
     from vericache_sglang.memory.ledger import Ledger
     from vericache_sglang.memory.staging import Lease, Span, StagingRegion
     from vericache_sglang.memory.transfers import Transfer, Transfers
-    from vericache_sglang.scheduling.link import LinkEstimate
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Reloads:
         host: Where the complements are.
         ledger: Where taken slots are booked.
         counters: Staged bytes and seconds are added here.
-        link: Learns the link's speed.
+        link: Is told of copies that have ended.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Reloads:
         host: HostStore,
         ledger: Ledger,
         counters: Counters,
-        link: LinkEstimate,
+        link: LinkLog,
     ) -> None:
         self.region = region
         self._transfers = transfers
@@ -71,12 +71,15 @@ class Reloads:
         self._staged: dict[str, Staged] = {}
         self._key_of: dict[str, str] = {}
 
-    def start(self, rid: str, key: str) -> None:
+    def start(self, rid: str, key: str) -> int:
         """Start staging a request's complement, or join the one that is staged.
 
         Args:
             rid: Request id.
             key: What its staging is known by; equal for those who share.
+
+        Returns:
+            Bytes put on the link; 0 where another request's are used.
 
         Raises:
             InvariantError: The plan promised room that is not there.
@@ -86,7 +89,7 @@ class Reloads:
         if staged is not None:
             staged.users[rid] = None
             self._counters.shared_reloads += 1
-            return
+            return 0
         complement = self._host.complement(rid)
         lease = self.region.take(complement.slots)
         if lease is None:
@@ -99,6 +102,7 @@ class Reloads:
             counters.peak_staged_bytes,
             self.region.used * self._host.geometry.token_bytes,
         )
+        return transfer.nbytes
 
     def poll(self) -> tuple[list[str], list[str]]:
         """Notice finished copies.
@@ -161,4 +165,4 @@ class Reloads:
         staged.transfer = None
         self._counters.staged_bytes += transfer.nbytes
         self._counters.stage_seconds += transfer.seconds
-        self._link.observe(transfer.nbytes, transfer.seconds, "in")
+        self._link.note(next(iter(staged.users)), "in", transfer)

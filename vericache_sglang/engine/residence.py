@@ -9,6 +9,7 @@ from vericache_sglang.compression.base import ModelSpec
 from vericache_sglang.compression.catalog import create_selector
 from vericache_sglang.engine.calibration import measure_link
 from vericache_sglang.engine.counters import Counters
+from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.query_tails import QueryTails
@@ -92,6 +93,7 @@ class Residence:
                 head_dim=pool.head_dim,
             )
         )
+        self.link_log = LinkLog(estimates.link)
         self.query_tails = QueryTails(self._selector.needs.q_tail)
         transfers = open_transfers(pool.k_buffer, pool.v_buffer, config.link_gbps)
         places = Places(self.geometry, pool, self.table, self.host, transfers)
@@ -103,10 +105,10 @@ class Residence:
             self.host,
             self.ledger,
             self.counters,
-            estimates.link,
+            self.link_log,
         )
         measure_link(places, self.reloads.region, estimates.link)
-        self._outgoing: list[Transfer] = []
+        self._outgoing: list[tuple[str, Transfer]] = []
 
     @property
     def host_slots(self) -> int:
@@ -126,6 +128,7 @@ class Residence:
         self.counters.note_move(move, made)
         if made:
             self._book(state)
+            self._tell_scheduler(state)
             self.counters.peak_host_bytes = max(
                 self.counters.peak_host_bytes, self.host.used_bytes
             )
@@ -150,10 +153,13 @@ class Residence:
 
     def poll_outgoing(self) -> None:
         """Learn from copies to the host that have ended."""
-        for transfer in self._outgoing:
+        travelling = []
+        for rid, transfer in self._outgoing:
             if transfer.done():
-                self._estimates.link.observe(transfer.nbytes, transfer.seconds, "out")
-        self._outgoing = [each for each in self._outgoing if not each.done()]
+                self.link_log.note(rid, "out", transfer)
+            else:
+                travelling.append((rid, transfer))
+        self._outgoing = travelling
 
     def check(self, living: Collection[str]) -> None:
         """Balance the ledger against the region and recount the host store.
@@ -170,6 +176,7 @@ class Residence:
         return {
             **self.counters.report(),
             **held,
+            "staging_bytes": self.reloads.region.used * self.geometry.token_bytes,
             "host_bytes": self.host.used_bytes,
             "host_budget_bytes": self.host.budget_bytes,
             "query_tails": len(self.query_tails),
@@ -192,23 +199,13 @@ class Residence:
             if transfer is None:
                 return False
             self.reloads.end(state.rid)
-            self._outgoing.append(transfer)
-            state.req.vericache_room = 0
-            # Read by the hook on admission (patches: managers_schedule_policy).
-            state.req.vericache_parked_slots = (
-                transfer.nbytes // self.geometry.token_bytes
-            )
+            self._outgoing.append((state.rid, transfer))
             return True
         if isinstance(move, Resume):
-            made = self._mover.resume(state, tree_cache)
-            if made:
-                state.req.vericache_room = self._round_room
-                state.req.vericache_parked_slots = 0
-            return made
+            return self._mover.resume(state, tree_cache)
         self._mover.unsplit(state, tree_cache)
         self._give_shadow(state)
-        state.drafting, state.drafts = False, []
-        state.req.vericache_room = PLAIN_ROOM
+        state.drop_drafts()
         return True
 
     def _split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
@@ -238,9 +235,6 @@ class Residence:
             self.query_tails.forget(state.rid)
             elapsed = time.perf_counter() - began
             self._estimates.split_s.observe(elapsed / state.prompt)
-            state.drafting = True
-            # One round may be committed late (overlap), the next one is written.
-            state.req.vericache_room = self._round_room
         return made
 
     def _offload(self, state: RequestState, tree_cache: Any) -> bool:
@@ -249,12 +243,10 @@ class Residence:
             return False
         self._give_shadow(state)
         self._note_offload(state, transfer)
-        state.drafting = True
-        state.req.vericache_room = self._round_room
         return True
 
     def _note_offload(self, state: RequestState, transfer: Transfer) -> None:
-        self._outgoing.append(transfer)
+        self._outgoing.append((state.rid, transfer))
         self.counters.offloaded_bytes += transfer.nbytes
         # A CUDA copy is sealed by its thread, too late to compare it now.
         if self.host.complement(state.rid).sealed:
@@ -264,6 +256,24 @@ class Residence:
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         if state.parts is not None and state.layout in (Layout.KEPT, Layout.BESIDE):
             self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.kept)
+
+    def _tell_scheduler(self, state: RequestState) -> None:
+        """Leave on SGLang's request what our hooks read of a split one.
+
+        ``vericache_room``: slots it uses before the next allocation
+        (patches: speculative_eagle_utils). ``vericache_parked_slots``: what it will
+        want back (patches: managers_schedule_policy).
+        """
+        parts, req = state.parts, state.req
+        if parts is None:
+            return
+        req.vericache_room = PLAIN_ROOM
+        req.vericache_parked_slots = 0
+        if parts.layout is Layout.PARKED:
+            req.vericache_room, req.vericache_parked_slots = 0, parts.parked_slots
+        elif parts.layout is Layout.KEPT or parts.shadow >= 0:
+            # One round may be committed late (overlap), the next one is written.
+            req.vericache_room = 2 * (self._config.draft_length + 1)
 
     def _take_shadow(self, state: RequestState) -> None:
         """List the draft part in a row of its own; the own row lists more."""
@@ -275,17 +285,11 @@ class Residence:
         own = self.table[state.req.kv.req_pool_idx]
         start = budget.offered if parts.layout is Layout.BESIDE else 0
         self.table[parts.shadow, : budget.kept] = own[start : start + budget.kept]
-        state.drafting = True
-        state.req.vericache_room = self._round_room
 
     def _give_shadow(self, state: RequestState) -> None:
         if state.parts is not None and state.parts.shadow >= 0:
             self._draft_rows.append(state.parts.shadow)
             state.parts.shadow = -1
-
-    @property
-    def _round_room(self) -> int:
-        return 2 * (self._config.draft_length + 1)
 
 
 def _widen(pool: Any, config: VeriCacheConfig, page: int) -> torch.Tensor:

@@ -182,7 +182,7 @@ def build_forward(
     batch.return_logprob = False
     batch.has_grammar = False
     batch.spec_info = VeriCacheSpecInput(
-        len(rows), torch.tensor(positions, dtype=torch.int64, device=device)
+        len(rows), torch.tensor(positions, dtype=torch.int64, device=device), lengths
     )
     forward = ForwardBatch.init_new(
         batch, model_runner, return_hidden_states_before_norm=False

@@ -18,12 +18,20 @@ class VeriCacheSpecInput(SpecInput):
     Args:
         rows: Requests of the batch.
         positions: [tokens] int64 true positions of a mixed forward; None in a relay.
+        row_lengths: Tokens of every row of a mixed forward; None in a relay.
     """
 
-    def __init__(self, rows: int, positions: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        positions: torch.Tensor | None = None,
+        row_lengths: list[int] | None = None,
+    ) -> None:
         # The enum is closed; this member is the one with the fewest special cases.
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions
+        # Read by the hook on LoRA batches (patches: lora_utils).
+        self.row_lengths = row_lengths
         self.future_indices: torch.Tensor | None = None
         self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
         self.topk_p = None

@@ -21,7 +21,8 @@ from vericache_sglang.engine.row_edit import (
 )
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.splitting import as_bits, pick
+from vericache_sglang.memory.parked import gathered
+from vericache_sglang.memory.splitting import pick
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -195,10 +196,8 @@ class Splitter:
         known = state.parts.kept if state.parts else None
         if known is None:
             self._selector.open(state.rid)
-        buffers = zip(self._pool.k_buffer, self._pool.v_buffer, strict=True)
-        for layer, (k_buffer, v_buffer) in enumerate(buffers):
-            keys = as_bits(k_buffer)[body].view(k_buffer.dtype)
-            values = as_bits(v_buffer)[body].view(v_buffer.dtype)
+        blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
+        for layer, (keys, values) in enumerate(blocks):
             if known is not None:
                 kept = known[layer].to(keys.device, torch.int64)
             else:

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.engine.figures import Figures
+    from vericache_sglang.engine.sampling.grammar import GrammarCursor
+    from vericache_sglang.engine.sampling.penalties import Penalties
+    from vericache_sglang.engine.sampling.profile import Profile
 
 
 class Layout(Enum):
@@ -32,7 +36,7 @@ class Layout(Enum):
     """n slots of kept entries; the complement is on the host."""
 
     PARKED = "parked"
-    """Nothing: all of it is on the host."""
+    """One page of no content: all of it is on the host."""
 
 
 @dataclass(slots=True)
@@ -83,14 +87,17 @@ class RequestState:
         prompt: Tokens prefilled, T; after a retraction this includes earlier output.
         verified: Tokens whose exact KV exists, F; grows by every accepted token.
         pending: The last verified token; it has no KV yet.
-        emitted: Output tokens known, ``pending`` included.
-        greedy: The next token is the argmax of the logits and nothing but tokens is
-            asked for; other requests are decoded plainly, by SGLang's sampler.
-        eligible: The request may be split when there is room (greedy, long enough).
+        outputs: Output tokens verified, ``pending`` included.
+        profile: How the next token follows from the logits.
+        eligible: The request may be split when there is room.
         stops: Token ids that end the request.
+        longest: Most drafts between two verifications.
+        figures: What its drafting came to.
+        penalties: Of its output tokens; None where it has none.
+        cursor: Its place in its grammar; None without one.
         drafts: Tokens drafted since the last verification.
+        drafted_from: The distributions [V] they were drawn from, under rejection.
         parts: The two parts once the prompt was split; None before.
-        drafting: Drafts are made on the draft part; else decoded plainly on the whole.
         planned: The runtime knows the request.
         lost: The complement is damaged; the request is to prefill again.
     """
@@ -99,13 +106,17 @@ class RequestState:
     prompt: int
     verified: int
     pending: int
-    emitted: int
-    greedy: bool
+    outputs: list[int]
+    profile: Profile
     eligible: bool
     stops: frozenset[int]
+    longest: int
+    figures: Figures
+    penalties: Penalties | None = None
+    cursor: GrammarCursor | None = None
     drafts: list[int] = field(default_factory=list)
+    drafted_from: list[torch.Tensor] = field(default_factory=list)
     parts: Parts | None = None
-    drafting: bool = False
     planned: bool = False
     lost: bool = False
 
@@ -114,6 +125,11 @@ class RequestState:
         """Request id."""
         rid: str = self.req.rid
         return rid
+
+    @property
+    def emitted(self) -> int:
+        """Output tokens verified, those before a retraction included."""
+        return len(self.outputs)
 
     @property
     def layout(self) -> Layout:
@@ -138,7 +154,10 @@ class RequestState:
     def draft(self, token: int) -> bool:
         """Record one drafted token; say whether it would end the request."""
         self.drafts.append(token)
-        return token in self.stops
+        ended = token in self.stops
+        if self.cursor is not None:
+            ended = not self.cursor.draft(token) or ended
+        return ended
 
     def accept(self, tokens: list[int]) -> None:
         """Record verified tokens and start the next round.
@@ -147,6 +166,15 @@ class RequestState:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
         """
         self.verified += len(tokens)
-        self.emitted += len(tokens)
+        self.outputs.extend(tokens)
         self.pending = tokens[-1]
+        if self.penalties is not None:
+            self.penalties.note(tokens)
+        self.drop_drafts()
+
+    def drop_drafts(self) -> None:
+        """Forget what was drafted and not verified; the grammar goes back too."""
         self.drafts = []
+        self.drafted_from = []
+        if self.cursor is not None:
+            self.cursor.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from vericache_sglang.engine.arrival import Arrivals
 from vericache_sglang.engine.calibration import starting_coefficients
-from vericache_sglang.engine.eligibility import draftable, stop_tokens
+from vericache_sglang.engine.departure import keep_last_token, last_action
 from vericache_sglang.engine.mixed import MixedForward
+from vericache_sglang.engine.observers import open_observers
+from vericache_sglang.engine.plain import run_plain, samples_as_sglang
 from vericache_sglang.engine.query_tails import attention_layers
 from vericache_sglang.engine.residence import PLAIN_ROOM, Residence
 from vericache_sglang.engine.row_edit import room
-from vericache_sglang.engine.sampling import one_token_logprobs
+from vericache_sglang.engine.runtime_settings import runtime_settings
+from vericache_sglang.engine.shadow import Shadow
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
 from vericache_sglang.engine.state import Layout, RequestState
+from vericache_sglang.engine.watch import Watch
 from vericache_sglang.errors import TransferError
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel, Work
-from vericache_sglang.scheduling.plan import Plain, Plan, Shape, Wait, World
+from vericache_sglang.scheduling.plan import Move, Plain, Plan, Shape, World
 from vericache_sglang.scheduling.runtime import Runtime
-from vericache_sglang.scheduling.settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +78,16 @@ class VeriCacheWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = self.model_runner.device
         self._overlap = not server_args.disable_overlap_schedule
+        self._arrivals = Arrivals(
+            config,
+            self.model_runner.model_config.vocab_size,
+            self.device,
+            overlap=self._overlap,
+            deterministic=server_args.enable_deterministic_inference,
+        )
         self._states: dict[str, RequestState] = {}
+        # Called by the hooks on the scheduler (patches: managers_scheduler_shadow).
+        self.shadow = Shadow(config.shadow_rate, config.seed)
         self._launched = 0.0
         self._work: Work | None = None
 
@@ -95,20 +109,27 @@ class VeriCacheWorker(BaseSpecWorker):
         pool = token_to_kv_pool_allocator.get_kvcache()
         layers = attention_layers(self.model_runner.model)
         start = starting_coefficients(pool, layers, self._config.draft_length)
-        self.runtime = Runtime(
-            _settings(self._config, pool),
-            Estimates(iteration=IterationModel(start)),
-        )
+        estimates = Estimates(iteration=IterationModel(start))
         self.residence = Residence(
             self._config,
-            self.runtime.estimates,
+            estimates,
             req_to_token_pool,
             token_to_kv_pool_allocator,
             layers[0].tp_q_head_num,
         )
-        self._mixed = MixedForward(
-            self._config, self.residence, self.runtime, self._target_worker
+        self.runtime = Runtime(
+            runtime_settings(self._config, self.residence), estimates
         )
+        self._mixed = MixedForward(
+            self._config,
+            self.residence,
+            self.runtime,
+            self._target_worker,
+            overlap=self._overlap,
+        )
+        observers = open_observers(self._config, self._figures)
+        self._watch = Watch(self.runtime, self.residence.link_log, observers)
+        atexit.register(self._watch.close)
         # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
         req_to_token_pool.vericache_on_free = self.release
 
@@ -140,9 +161,13 @@ class VeriCacheWorker(BaseSpecWorker):
 
         Looked up by name in ``batch_result_processor.py``, right before the release.
         """
+        self.shadow.note_finished(req)
         state = self._states.get(req.rid)
-        if state is not None and state.parts is not None and not state.lost:
+        if state is None or state.lost:
+            return
+        if state.parts is not None:
             self.residence.join(state, self._tree_cache)
+        keep_last_token(state)
 
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
@@ -151,22 +176,29 @@ class VeriCacheWorker(BaseSpecWorker):
         if state is None:
             return
         self.runtime.leave(req.rid)
+        state.drop_drafts()  # a retracted request keeps its grammar
         if state.parts is not None:
             # A retracted request prefills again and is an ordinary one until split.
             req.skip_radix_cache_insert = not state.parts.insertable
             self.residence.release(state)
             self.residence.check(self._states)
+        if not self._states:
+            self._watch.idle()
 
     def clear_cache_pool(self) -> None:
         """Forget everything; SGLang has flushed its caches and nothing runs."""
         for state in list(self._states.values()):
             self.release(state.req)
 
-    def report(self) -> dict[str, int | float]:
+    def report(self) -> dict[str, Any]:
         """Return counters and what is held now, for ``GET /get_server_info``."""
+        return {**self._figures(), **self._watch.report(self._states)}
+
+    def _figures(self) -> dict[str, int | float]:
         return {
             **self.residence.report(),
             **self.runtime.report(),
+            **self.shadow.report(),
             "kv_read_bytes_per_s": self._read_rate(),
             "running": len(self._states),
         }
@@ -189,7 +221,11 @@ class VeriCacheWorker(BaseSpecWorker):
             lengths = batch.seq_lens_cpu.tolist()
             for req, token, length in zip(batch.reqs, tokens, lengths, strict=True):
                 # A middle chunk's state is overwritten by the next chunk's.
-                state = self._states[req.rid] = self._new_state(req, token, length)
+                fits = self.residence.splitter.budget(length) is not None
+                state = self._arrivals.state_of(req, token, length, fits)
+                self._states[req.rid] = state
+                req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
+                req.vericache_parked_slots = 0
                 whole = length >= len(req.origin_input_ids) + len(req.output_ids)
                 if whole and not state.eligible:  # nobody will read its queries
                     self.residence.query_tails.forget(req.rid)
@@ -199,24 +235,6 @@ class VeriCacheWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1
         return result
-
-    def _new_state(self, req: Req, token: int, length: int) -> RequestState:
-        greedy = draftable(req)
-        req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
-        req.vericache_parked_slots = 0
-        return RequestState(
-            req=req,
-            prompt=length,
-            verified=length,
-            pending=token,
-            emitted=len(req.output_ids) + 1,
-            greedy=greedy,
-            eligible=greedy
-            # Host memory that lost its KV once is not asked again.
-            and not getattr(req, "vericache_distrusted", False)
-            and self.residence.splitter.budget(length) is not None,
-            stops=stop_tokens(req),
-        )
 
     # -- one decode iteration ---------------------------------------------------
 
@@ -235,25 +253,28 @@ class VeriCacheWorker(BaseSpecWorker):
         for state in states:
             if state.eligible and not state.planned:
                 self._arrive(state)
-        if all_here and not self.runtime.tracks:
+        as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
+        if as_sglang and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: no slower than plain SGLang.
-            return self._run_plain(batch, states)
+            self._watch.begin(seats, None)
+            result = self._run_plain(batch, states)
+            self._watch.end(result.accept_lens, ())
+            return result
         plan = self._plan(batch, len(states))
         actions = {
-            i: plan.rows.get(state.rid) or Plain(state.rid)
+            i: last_action(state) or plan.rows.get(state.rid) or Plain(state.rid)
             for i, state in seats.items()
         }
-        for i, state in seats.items():
-            if state.lost or not state.remaining:
-                actions[i] = Wait(state.rid)
-        if all_here and all(isinstance(action, Plain) for action in actions.values()):
+        self._watch.begin(seats, actions)
+        if as_sglang and all(isinstance(action, Plain) for action in actions.values()):
             result = self._run_plain(batch, states)
         else:
             result, self._work = self._mixed.run(batch, seats, actions)
             if self._work is None:
                 time.sleep(IDLE_SECONDS)
-        self._make_moves(plan, batch)
+        moves = self._make_moves(plan, batch)
         self._publish(result, seats, len(batch.reqs))
+        self._watch.end(result.accept_lens, moves)
         return result
 
     def _arrive(self, state: RequestState) -> None:
@@ -272,6 +293,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 dropped=budget.dropped,
                 copies=budget.kept if beside else 0,
                 remaining=state.remaining,
+                longest=state.longest,
                 # Under overlap the prefill's result (the tree insertion) is processed
                 # only after the first decode was launched.
                 ready_in=1 if self._overlap else 0,
@@ -295,7 +317,8 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         for stage_in in plan.stage_ins:
             key = self.residence.staging_key(stage_in.rid)
-            self.residence.reloads.start(stage_in.rid, key)
+            started = self.residence.reloads.start(stage_in.rid, key)
+            self._states[stage_in.rid].figures.staged_bytes += started
         self.residence.counters.note_drafting(self.runtime.drafting)
         return plan
 
@@ -316,7 +339,9 @@ class VeriCacheWorker(BaseSpecWorker):
         state.req.vericache_distrusted = True
         self.residence.counters.reprefills += 1
 
-    def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> None:
+    def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
+        """Carry out what a plan moves; return what was moved."""
+        done: list[Move] = []
         for move in plan.moves:
             state = self._states.get(move.rid)
             if state is None or state.lost:
@@ -330,10 +355,13 @@ class VeriCacheWorker(BaseSpecWorker):
             if not made:
                 self.runtime.refused(move)
                 continue
+            state.figures.moves[type(move).__name__.lower()] += 1
             on_host = state.layout is Layout.KEPT
             group = self.residence.staging_key(state.rid) if on_host else ""
             self.runtime.moved(move, group)
             batch.batch_is_full = False  # ask again whether somebody fits
+            done.append(move)
+        return done
 
     def _publish(
         self, result: GenerationBatchResult, seats: dict[int, RequestState], rows: int
@@ -354,46 +382,10 @@ class VeriCacheWorker(BaseSpecWorker):
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState]
     ) -> GenerationBatchResult:
-        """Decode a batch of plain rows exactly as SGLang does without VeriCache."""
-        batch.input_ids = torch.tensor(
-            [state.pending for state in states], dtype=torch.int64, device=self.device
-        )
-        # What we published as lengths is what the scheduler hands back.
-        table = self.req_to_token_pool.req_to_token
-        slots = table[batch.req_pool_indices, batch.seq_lens]
-        batch.out_cache_loc = slots.to(torch.int64)
-        batch.seq_lens = batch.seq_lens + 1
-        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-        batch.seq_lens_sum = None
-        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
-        batch.spec_info = None
+        """Decode every request plainly; learn from it now and then."""
         counted = self.residence.counters.iterations
         if self.runtime.tracks or counted % OBSERVE_EVERY == 0:
             reads = sum(state.verified for state in states) + len(states)
             self._work = Work(len(states), reads, reads)
-        result = self._target_worker.forward_batch_generation(batch)
-        for state, token in zip(states, result.next_token_ids.tolist(), strict=True):
-            state.accept([token])
-        one_token_logprobs(result.logits_output)
-        result.accept_lens = torch.ones(
-            len(states), dtype=torch.int32, device=self.device
-        )
-        result.new_seq_lens = batch.seq_lens
-        result.speculative_output_stride = 1
-        result.num_non_draft_tokens_per_req = 1
         self.residence.counters.plain_rows += len(states)
-        return result
-
-
-def _settings(config: VeriCacheConfig, pool: Any) -> RuntimeSettings:
-    slot = pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes
-    return RuntimeSettings(
-        pacing=config.pacing,
-        residency=config.residency,
-        draft_length=config.draft_length,
-        max_verifies=config.max_verifies,
-        staging_slots=pool.staging_tokens,
-        token_bytes=slot * pool.layer_num,
-        horizon=config.horizon,
-        page=pool.page_size,
-    )
+        return run_plain(batch, states, self._target_worker)

@@ -13,6 +13,9 @@ from vericache_sglang.scheduling.pacing import StagedRoom, Step
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vericache_sglang.scheduling.ring import Ring
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.track import Track
 
@@ -80,3 +83,7 @@ class LockStep:
     def report(self) -> dict[str, int | float]:
         """See ``Pacing.report``."""
         return {"staging_held_slots": self.room.held}
+
+    def rings(self) -> Mapping[str, Ring]:
+        """See ``Pacing.rings``: there is nothing to reserve."""
+        return {}

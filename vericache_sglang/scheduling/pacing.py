@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vericache_sglang.scheduling.ring import Ring
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.track import Track
 
@@ -47,6 +50,9 @@ class Pacing(Protocol):
 
     def report(self) -> dict[str, int | float]:
         """Return what is reserved and held, by name."""
+
+    def rings(self) -> Mapping[str, Ring]:
+        """Return what reservations are made in, by name; empty where there are none."""
 
 
 class StagedRoom:

@@ -29,6 +29,7 @@ class Shape:
         dropped: Slots of the complement once split, m.
         copies: Slots a split on the device takes beyond the prompt's own.
         remaining: Tokens it may still emit, >= 0.
+        longest: Most drafts between two of its verifications, >= 1.
         ready_in: Decode iterations before its prompt may be split.
     """
 
@@ -38,6 +39,7 @@ class Shape:
     dropped: int
     copies: int = 0
     remaining: int
+    longest: int = 1 << 30
     ready_in: int = 0
 
 

@@ -171,9 +171,7 @@ class ResidencyPolicy:
     ) -> Move | None:
         """Return the split of a plainly decoded request; None puts it off."""
         forced = self._settings.residency
-        fits_host = track.shape.dropped <= min(
-            world.host_slots, self._settings.staging_slots
-        )
+        fits_host = self._fits_host(track, world)
         if track.remaining < 2:
             return None
         if forced == "host":
@@ -187,10 +185,15 @@ class ResidencyPolicy:
         others_s = link_load_s if where is Residency.HOST else 0.0
         choice = self._throughput.best(track, where, world.rows, others_s)
         if choice.gain >= ENTER and self._amortised(track, choice.gain, world.rows):
-            track.length = choice.length
             return Split(track.rid, where)
         track.look_at = now + track.patience.wait()
         return None
+
+    def _fits_host(self, track: Track, world: World) -> bool:
+        """Say whether a complement fits the host budget, and its staging later."""
+        return track.shape.dropped <= min(
+            world.host_slots, self._settings.staging_slots
+        )
 
     def _amortised(self, track: Track, gain: float, rows: int) -> bool:
         """Say whether what is left to decode saves more than the split costs."""
@@ -230,8 +233,8 @@ class ResidencyPolicy:
         stay = now - track.moved_at
         return (
             track.settled_at <= now
-            and 0 < track.shape.dropped <= world.host_slots
-            and track.shape.dropped <= self._settings.staging_slots
+            and track.shape.dropped > 0
+            and self._fits_host(track, world)
             and track.remaining > 1
             and (short or stay >= MIN_STAY)
         )
@@ -264,6 +267,11 @@ class ResidencyPolicy:
             )
         return track.share
 
+    def _best_share(self, track: Track, residency: Residency, count: int) -> Share:
+        """Return a drafted request's share at the best length it could have there."""
+        length = self._throughput.best(track, residency, count).length
+        return self._throughput.drafting(track, residency, length)
+
     def _rate_after_offload(
         self, track: Track, total: Share, count: int, slots: int
     ) -> float:
@@ -276,12 +284,10 @@ class ResidencyPolicy:
             slots: Device slots they hold; a newcomer is an average one of them.
         """
         grown = 1.0 + track.shape.dropped / max(1, slots)
-        now = self._share(track)
+        then = self._best_share(track, Residency.HOST, count)
+        now = self._throughput.plain(track)
         if track.split:
-            length = self._throughput.best(track, Residency.DEVICE, count).length
-            now = self._throughput.drafting(track, Residency.DEVICE, length)
-        length = self._throughput.best(track, Residency.HOST, count).length
-        then = self._throughput.drafting(track, Residency.HOST, length)
+            now = self._best_share(track, Residency.DEVICE, count)
         batch = Share(total.seconds * grown, total.tokens * grown, total.link_s * grown)
         moved = Share(
             then.seconds - now.seconds,

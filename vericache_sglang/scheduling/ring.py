@@ -84,7 +84,7 @@ class Ring:
         if max(self._used) <= most:
             free = (1 << self.windows) - 1
         else:
-            free = _bits(["1" if used <= most else "0" for used in self._horizon()])
+            free = _bits(["1" if used <= most else "0" for used in self.horizon()])
         known = 1
         while known < length and free:
             step = min(known, length - known)
@@ -104,7 +104,7 @@ class Ring:
             return 0
         if length * max(self._used) <= most:
             return (1 << self.windows) - (1 << (length - 1))
-        before = [0, *accumulate(self._horizon())]
+        before = [0, *accumulate(self.horizon())]
         spans = zip(before, before[length:], strict=False)
         free = _bits(["1" if end - start <= most else "0" for start, end in spans])
         return free << (length - 1)
@@ -194,7 +194,7 @@ class Ring:
         self._used[self.now % self.windows] = 0
         self.now += 1
 
-    def _horizon(self) -> list[int]:
+    def horizon(self) -> list[int]:
         """Return what every window holds, the current one first."""
         start = self.now % self.windows
         return self._used[start:] + self._used[:start]

@@ -201,15 +201,13 @@ class Runtime:
     def report(self) -> dict[str, int | float]:
         """Return estimates, rings and residencies, by name."""
         count = dict.fromkeys(Residency, 0)
-        drafting = 0
         for track in self.tracks.values():
             count[track.residency] += 1
-            drafting += track.split
         return {
             **self.estimates.report(),
             **self.pacing.report(),
             **{f"requests_{kind.value}": n for kind, n in count.items()},
-            "requests_drafting": drafting,
+            "requests_drafting": self.drafting,
             "steps_aside": self.steps_aside,
         }
 

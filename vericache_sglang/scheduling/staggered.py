@@ -25,6 +25,8 @@ from vericache_sglang.scheduling.reservation import (
 from vericache_sglang.scheduling.ring import WINDOW, Ring
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vericache_sglang.scheduling.estimates import Estimates
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.throughput import Throughput
@@ -56,12 +58,12 @@ class Staggered:
         self._estimates = estimates
         # A reload and a full draft length must fit the horizon beside each other.
         self.windows = max(settings.horizon, 2 * settings.draft_length + 4)
-        self.rings = {
+        self._rings = {
             LINK: Ring(self.windows, WINDOW),
             STAGING: Ring(self.windows, settings.staging_slots),
             VERIFY: Ring(self.windows, settings.max_verifies),
         }
-        self.admission = Admission(self.rings, self.windows)
+        self.admission = Admission(self._rings, self.windows)
         self.room = StagedRoom(settings)
         self.slips = 0
         self._queue: deque[Track] = deque()
@@ -118,17 +120,25 @@ class Staggered:
 
     def report(self) -> dict[str, int | float]:
         """See ``Pacing.report``."""
-        link, staging = self.rings[LINK], self.rings[STAGING]
         # The current window has begun; what is reserved is ahead of it.
-        windows = range(link.now + 1, link.now + self.windows)
+        now = self._rings[LINK].now
+        windows = range(now + 1, now + self.windows)
+        shares = {
+            f"ring_{name}_reserved": sum(map(ring.used, windows))
+            / (max(ring.limit, 1) * self.windows)
+            for name, ring in self._rings.items()
+        }
         return {
             "ring_windows": self.windows,
-            "ring_link_reserved": sum(map(link.used, windows)) / WINDOW / self.windows,
-            "ring_staging_reserved": max(map(staging.used, windows)),
+            **shares,
             "staging_held_slots": self.room.held,
             "unplaced_rounds": len(self._queue),
             "slips": self.slips,
         }
+
+    def rings(self) -> Mapping[str, Ring]:
+        """See ``Pacing.rings``."""
+        return self._rings
 
     def _starts_at(self, track: Track) -> int:
         reservation = self.admission.reservation(track.rid)
@@ -151,7 +161,7 @@ class Staggered:
         self._dues.setdefault(reservation.deadline + 1, []).append(track)
         if track.residency is Residency.HOST:
             # A follower may join a reload whose first window has passed.
-            first = max(reservation.first, self.rings[LINK].now + 1)
+            first = max(reservation.first, self._rings[LINK].now + 1)
             if first > reservation.first:
                 self._start_late(track)
             else:

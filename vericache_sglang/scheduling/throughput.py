@@ -98,7 +98,8 @@ class Throughput:
     ) -> Choice:
         """Return the draft length that decodes a request fastest, and its gain."""
         cost = self.cost(track, residency, rows, link_s)
-        return best_length(track.acceptance.p, cost, self._settings.draft_length)
+        most = min(self._settings.draft_length, track.shape.longest)
+        return best_length(track.acceptance.p, cost, most)
 
     def plain(self, track: Track) -> Share:
         """Return a request's part of an iteration when decoded plainly."""

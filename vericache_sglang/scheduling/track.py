@@ -113,4 +113,4 @@ class Track:
         """Most drafts worth having now: a verification of d emits up to d + 1."""
         if self.closed:
             return self.drafts
-        return max(0, min(draft_length, self.remaining - 1))
+        return max(0, min(draft_length, self.shape.longest, self.remaining - 1))

@@ -196,6 +196,9 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
         cuda=torch.cuda.is_available(),
     )
     server_args = prepare_server_args(arguments)
+    if server_args.device == "cpu" and not server_args.enable_torch_compile:
+        # SGLang compiles small functions on the way, 20 s for the first seeded token.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if config is None:
         print("VeriCache: off", flush=True)
     else:

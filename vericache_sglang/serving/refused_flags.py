@@ -212,10 +212,6 @@ _OUTPUT = (
         "enable_return_indexer_topk",
         "choices are collected by row position, drafts overwrite them",
     ),
-    _row(
-        "enable_custom_logit_processor",
-        "processors expect one row of logits per request and per step",
-    ),
 )
 
 _CPU = (

@@ -1,0 +1,42 @@
+"""Hook on ``sglang/srt/layers/sampler.py``: min-p with a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vericache_patches.record import Hook, Patch
+
+
+def sample(original: Hook, probs: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    """Apply min-p first where there is a seed, then let upstream do the rest.
+
+    A token below the min-p threshold of the filtered distribution is below it in the
+    whole one: filters only take from the tail, so the highest probability stays.
+    """
+    top_ks, top_ps, min_ps, need_min_p, seed, positions = rest
+    if need_min_p and seed is not None:
+        least = probs.amax(dim=-1, keepdim=True) * min_ps.view(-1, 1)
+        probs, need_min_p = torch.where(probs < least, 0.0, probs), False
+    return original(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, **more)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+            ),
+            kind="around",
+            args=(
+                *("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling"),
+                *("sampling_seed", "positions", "return_filtered_probs"),
+            ),
+            reason="It asserts that no batch has both a min-p and seeds, so one such "
+            "request ends the scheduler.",
+            remove_when="SGLang samples with min-p and a seed.",
+        ),
+        sample,
+    ),
+)

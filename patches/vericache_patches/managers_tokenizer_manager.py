@@ -1,0 +1,57 @@
+"""Hook on ``sglang/srt/managers/tokenizer_manager.py``: figures, once a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+KEY = "vericache"
+
+
+class Tokens(int):
+    """A count of tokens that brings the figures along to ``usage`` of a stream."""
+
+    vericache: dict[str, Any]
+
+
+def update_request_meta_info(
+    original: Hook,
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    customized_info: dict[str, Any],
+    *rest: Any,
+    **more: Any,
+) -> None:
+    """Put the last figures into ``meta_info``; let upstream collect what is left."""
+    (index, *_) = rest or (more["index"],)
+    figures = customized_info.get(KEY)
+    others = {key: each for key, each in customized_info.items() if key != KEY}
+    original(manager, meta_info, state, others, *rest, **more)
+    if figures is not None and figures[index] and figures[index][-1] is not None:
+        meta_info[KEY] = figures[index][-1]
+        tokens = Tokens(meta_info.get("completion_tokens", 0))
+        tokens.vericache = meta_info[KEY]
+        meta_info["completion_tokens"] = tokens
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.managers.tokenizer_manager."
+                "TokenizerManager.update_request_meta_info"
+            ),
+            kind="around",
+            args=(
+                *("self", "meta_info", "state", "customized_info", "index"),
+                "finish_reason",
+            ),
+            reason="Upstream makes a list with an entry per token of everything a "
+            "worker adds to meta_info.",
+            remove_when="SGLang takes per-request values from a spec worker.",
+        ),
+        update_request_meta_info,
+    ),
+)

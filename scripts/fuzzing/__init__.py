@@ -1,0 +1,1 @@
+"""Malformed bodies, hang-ups and aborts against a live server."""

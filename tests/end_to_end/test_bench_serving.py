@@ -1,0 +1,87 @@
+"""``python -m sglang.bench_serving`` against a server of ours."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live_server import MODEL
+from programs.drafting import draw_prompts, expect_drafting
+
+from lossless.prompts import load_tokenizer
+
+pytestmark = pytest.mark.server
+
+STUBS = Path(__file__).parent / "programs" / "stubs"
+PROMPT, OUTPUT, REQUESTS = 300, 32, 8
+"""Tokens of each prompt and of each answer, and how many are asked, four at a time."""
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    """Write demo prompts as the conversations that ``--dataset-name random`` cuts."""
+    file = tmp_path_factory.mktemp("bench") / "conversations.json"
+    turns = [
+        [{"value": prompt.text}, {"value": prompt.answer}]
+        for prompt in draw_prompts(REQUESTS, tokens=PROMPT + 60)
+    ]
+    file.write_text(json.dumps([{"conversations": pair} for pair in turns]))
+    return file
+
+
+def start(server, backend, conversations, results):
+    """Start the benchmark; it writes its results to ``results``."""
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend]
+    command += ["--base-url", server.url, "--model", str(MODEL), "--disable-tqdm"]
+    command += ["--dataset-name", "random", "--dataset-path", str(conversations)]
+    command += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT)]
+    command += ["--random-range-ratio", "1.0", "--num-prompts", str(REQUESTS)]
+    command += ["--max-concurrency", "4", "--warmup-requests", "0"]
+    command += ["--output-file", str(results), "--output-details"]
+    paths = [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        command,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_benchmark_completes_with_plain_answers(servers, conversations, tmp_path):
+    """Both of its clients at once: SGLang's own protocol and OpenAI completions."""
+    ours, plain = servers
+    runs = {}
+    with expect_drafting(ours):
+        for backend in ("sglang", "sglang-oai"):
+            results = tmp_path / f"{backend}.jsonl"
+            runs[results] = start(ours, backend, conversations, results)
+        for run in runs.values():
+            output, _ = run.communicate(timeout=240)
+            assert run.returncode == 0, output[-3000:]
+
+    tokenizer = load_tokenizer(MODEL)
+    ids = [
+        tokenizer.encode(each["conversations"][0]["value"])[:PROMPT]
+        for each in json.loads(conversations.read_text())
+    ]
+    texts = [tokenizer.decode(each) for each in ids]
+    wanted = plain.generate(texts, max_new_tokens=OUTPUT, ignore_eos=True)
+    for results in runs:
+        told = json.loads(results.read_text())
+        assert told["completed"] == REQUESTS
+        assert not any(told["errors"])
+        assert told["total_output_tokens"] == REQUESTS * OUTPUT
+        assert told["output_lens"] == [OUTPUT] * REQUESTS
+        assert told["input_lens"] == [PROMPT] * REQUESTS
+        # The benchmark shuffles its prompts.
+        assert sorted(told["generated_texts"]) == sorted(
+            each["text"] for each in wanted
+        )

@@ -1,0 +1,312 @@
+"""What happens to running requests when they or their server are interfered with.
+
+Both servers have a small pool and four seats: requests queue, go to the host and are
+parked. Whatever is done to them, answers are plain SGLang's and all is given back.
+"""
+
+import json
+import shutil
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from live_server import MODEL, LiveServer
+from safetensors.torch import load_file, save_file
+
+from lossless.prompts import load_tokenizer
+
+pytestmark = pytest.mark.server
+
+HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
+LONG = {"max_new_tokens": 160, "ignore_eos": True}
+SHORT = {"max_new_tokens": 60, "ignore_eos": True}
+FLAGS = (
+    *("--max-total-tokens", "3600", "--max-running-requests", "4", "--sleep-on-idle"),
+    *("--enable-priority-scheduling", "--incremental-streaming-output"),
+    *("--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"),
+)
+OURS = (
+    *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
+    *("--vericache-residency", "host"),
+)
+SIZES = dict.fromkeys(("k_proj", "v_proj"), (128, 128)) | {
+    "q_proj": (128, 256),
+    "o_proj": (256, 128),
+}
+"""Inputs and outputs of the demo model's projections that the adapters change."""
+
+
+def write_adapter(folder, seed):
+    """Write a random adapter of rank 4 that changes the demo model's answers."""
+    folder.mkdir()
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, (inputs, outputs) in SIZES.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}."
+            for side, shape in (("A", (4, inputs)), ("B", (outputs, 4))):
+                noise = 0.2 * torch.randn(*shape, generator=draw)
+                weights[f"{at}lora_{side}.weight"] = noise
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    about["target_modules"] = list(SIZES)
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
+def write_model(folder, changed, strength):
+    """Copy the demo model with noise on the weights whose names end in ``changed``."""
+    shutil.copytree(MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        if name.endswith(changed):
+            weight *= 1 + strength * torch.randn(weight.shape, generator=draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return model folders: ``all`` has other KV, ``norm`` only other answers."""
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "all", ".weight", 0.05)
+    write_model(folder / "norm", "model.norm.weight", 0.5)
+    return {name: str(folder / name) for name in ("all", "norm")}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Return (ours, plain); these tests pause, alter and at last kill them."""
+    folder = tmp_path_factory.mktemp("lifecycle")
+    for seed, name in enumerate("ab"):
+        write_adapter(folder / name, seed)
+    paths = ("--lora-paths", *(f"{name}={folder / name}" for name in "ab"))
+    both = (*FLAGS, *paths)
+    servers = (
+        LiveServer(folder, *OURS, *both),
+        LiveServer(folder, "--disable-vericache", *both),
+    )
+    try:
+        yield servers[0].wait(), servers[1].wait()
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def wanted(pair, prompts):
+    """Return plain SGLang's undisturbed answers, [6] lists of 160 tokens."""
+    return ids(pair[1].generate(prompts, **LONG))
+
+
+def ids(answers):
+    return [answer["output_ids"] for answer in answers]
+
+
+class Asked:
+    """Requests of one client each, on their way."""
+
+    def __init__(self, server, prompts, **params):
+        self.server = server
+        self.answers = [None] * len(prompts)
+        self.threads = [
+            threading.Thread(target=self._ask, args=(i, prompt, params), daemon=True)
+            for i, prompt in enumerate(prompts)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _ask(self, i, prompt, params):
+        more = {"rid": f"{id(self)}-{i}", **params.get("more", {})}
+        self.answers[i] = self.server.generate(prompt, **{**params, "more": more})
+
+    def rid(self, i):
+        return f"{id(self)}-{i}"
+
+    def result(self):
+        for thread in self.threads:
+            thread.join(120)
+        return self.answers
+
+
+def when_drafting(server, rounds=12):
+    """Wait until requests of our server have been verified ``rounds`` times more."""
+    start = server.counters()["rounds"]
+    deadline = time.monotonic() + 30
+    while server.counters()["rounds"] < start + rounds:
+        assert time.monotonic() < deadline, "nothing is drafted"
+        time.sleep(0.02)
+
+
+def expect_nothing_held(server):
+    counters = server.settle()
+    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+def test_aborted_requests_give_everything_back(pair, prompts, wanted):
+    """By id, by all, while drafting or queued; the others go on."""
+    ours, _ = pair
+    asked = Asked(ours, prompts, **LONG)
+    when_drafting(ours)
+    for i in (1, 3):
+        ours.post("/abort_request", {"rid": asked.rid(i)})
+    answers = asked.result()
+    for i, answer in enumerate(answers):
+        kind = "abort" if i in (1, 3) else "length"
+        assert answer["meta_info"]["finish_reason"]["type"] == kind
+        got = answer["output_ids"]
+        assert got == wanted[i][: len(got)]
+    asked = Asked(ours, prompts, **LONG)
+    when_drafting(ours)
+    ours.post("/abort_request", {"rid": "", "abort_all": True})
+    for answer in asked.result():
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    expect_nothing_held(ours)
+    assert ids(ours.generate(prompts, **LONG)) == wanted
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_paused_requests_go_on_as_if_nothing_was(pair, prompts, wanted, mode):
+    ours, _ = pair
+    asked = Asked(ours, prompts, **LONG)
+    when_drafting(ours)
+    ours.post("/pause_generation", {"mode": mode})
+    running = ours.counters()["running"]
+    assert bool(running) == (mode == "in_place")
+    time.sleep(0.2)
+    assert ours.counters()["running"] == running
+    ours.post("/continue_generation", {})
+    got = ids(asked.result())
+    lengths = [len(tokens) if mode == "abort" else 160 for tokens in got]
+    assert got == [w[:n] for w, n in zip(wanted, lengths, strict=True)]
+    expect_nothing_held(ours)
+
+
+def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
+    ours, _ = pair
+    for mode in ("in_place", "retract"):
+        asked = Asked(ours, prompts, **LONG)
+        when_drafting(ours)
+        ours.post("/pause_generation", {"mode": mode})
+        ours.post("/abort_request", {"rid": "", "abort_all": True})
+        ours.post("/continue_generation", {})
+        for answer, w in zip(asked.result(), wanted, strict=True):
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            assert answer["output_ids"] == w[: len(answer["output_ids"])]
+        expect_nothing_held(ours)
+
+
+def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
+    """Two urgent requests take the seats of two that draft."""
+    ours, _ = pair
+    low = Asked(ours, prompts[:4], **LONG, more={"priority": 0})
+    when_drafting(ours)
+    high = Asked(ours, prompts[4:], **LONG, more={"priority": 100})
+    answers = low.result()
+    assert ids(high.result()) == wanted[4:]
+    assert ids(answers) == wanted[:4]
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 2
+    expect_nothing_held(ours)
+
+
+def update(server, model, **options):
+    reply = server.post("/update_weights_from_disk", {"model_path": model, **options})
+    assert reply["success"]
+
+
+@pytest.fixture
+def own_weights(pair):
+    """Give both servers the demo model back."""
+    yield
+    for server in pair:
+        update(server, str(MODEL))
+
+
+@pytest.mark.usefixtures("own_weights")
+def test_new_weights_forget_all_kv(pair, prompts, wanted, models):
+    """The update waits for what runs; then no kept part or complement is left."""
+    ours, plain = pair
+    asked = Asked(ours, prompts, **LONG)
+    when_drafting(ours)
+    update(ours, models["all"])
+    assert ids(asked.result()) == wanted
+    expect_nothing_held(ours)
+    update(plain, models["all"])
+    got, other = (ids(server.generate(prompts, **LONG)) for server in pair)
+    assert got == other
+    assert got != wanted
+
+
+@pytest.mark.usefixtures("own_weights")
+@pytest.mark.parametrize(
+    "case",
+    [("retract", "all", True), ("retract", "norm", False), ("in_place", "norm", False)],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_weights_changed_while_requests_are_paused(pair, prompts, wanted, models, case):
+    """Up to the pause the old model answers, from there on the new one.
+
+    The model ``norm`` has the old one's KV, so requests that keep theirs are compared
+    too; with it plain SGLang can be asked how an answer would have gone on.
+    """
+    (ours, plain), (mode, name, flush) = pair, case
+    asked = Asked(ours, prompts[:4], **LONG)
+    when_drafting(ours)
+    ours.post("/pause_generation", {"mode": mode})
+    update(ours, models[name], flush_cache=flush)
+    ours.post("/continue_generation", {})
+    answers = ids(asked.result())
+    expect_nothing_held(ours)
+    update(plain, models[name])
+    tokenizer = load_tokenizer(MODEL)
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    changed = 0
+    for prompt, got, old in zip(prompts, answers, wanted, strict=False):
+        same = next((i for i in range(160) if got[i] != old[i]), 160)
+        if same < 160:
+            body = {"input_ids": tokenizer.encode(prompt) + got[:same]}
+            body["sampling_params"] = {**sampling, "max_new_tokens": 160 - same}
+            assert plain.post("/generate", body)["output_ids"] == got[same:]
+            changed += 1
+    assert changed, "no request saw the new weights"
+
+
+def test_memory_released_and_resumed(pair, prompts, wanted):
+    """On a CPU nothing is given back but the caches, as on plain SGLang."""
+    for server in pair:
+        assert server.post("/release_memory_occupation", {}) == b"null"
+        assert server.post("/resume_memory_occupation", {}) == b"null"
+    again = pair[0].generate(prompts, **LONG)
+    assert ids(again) == wanted
+    assert again[0]["meta_info"]["cached_tokens"] == 0
+
+
+def test_adapters_draft_for_themselves(pair, prompts, wanted):
+    """Requests with different adapters, and with none, share forwards and seats."""
+    ours, _ = pair
+    names = ["a", "b", None, "a", None, "b"]
+    rounds = ours.counters()["rounds"]
+    answers = [
+        ids(server.generate(prompts, **SHORT, more={"lora_path": names}))
+        for server in pair
+    ]
+    assert answers[0] == answers[1]
+    assert ours.counters()["rounds"] > rounds + 20
+    plainly = [a == w[:60] for a, w in zip(answers[0], wanted, strict=True)]
+    assert plainly == [name is None for name in names]
+    expect_nothing_held(ours)
+
+
+def test_a_dead_scheduler_takes_the_server_down(pair):
+    """The last test: it leaves nothing to ask."""
+    codes = []
+    for server in pair:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        (scheduler,) = (p for p in family if "scheduler" in " ".join(p.cmdline()))
+        scheduler.send_signal(signal.SIGKILL)
+        codes.append(server.process.wait(60))
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert alive == []
+    assert codes[0] == codes[1] != 0

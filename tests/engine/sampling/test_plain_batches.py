@@ -1,0 +1,61 @@
+"""When SGLang's batch-wide sampling is right for every request of a batch."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from vericache_sglang.engine.plain import samples_as_sglang
+from vericache_sglang.engine.sampling.profile import BARE, Profile, Rule
+
+SEEDED = Profile(Rule.SEEDED, seed=1)
+CUT = Profile(Rule.SEEDED, filtered=True, seed=1)
+COUPLED = Profile(Rule.COUPLED, seed=1)
+
+pytestmark = pytest.mark.sglang
+
+
+def states(*profiles, penalties=None, rounds=0):
+    figures = SimpleNamespace(rounds=rounds)
+    return [
+        SimpleNamespace(profile=profile, penalties=penalties, figures=figures)
+        for profile in profiles
+    ]
+
+
+def info(**flags):
+    names = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
+    return SimpleNamespace(**{**dict.fromkeys(names, False), **flags})
+
+
+@pytest.mark.parametrize(
+    "flag", ["need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"]
+)
+def test_seeded_requests_need_the_batchs_flags_to_be_theirs(flag):
+    """SGLang's flags outlive the request that set them."""
+    assert samples_as_sglang(states(SEEDED, SEEDED), info())
+    assert not samples_as_sglang(states(SEEDED), info(**{flag: True}))
+    assert samples_as_sglang(states(CUT, CUT), info(**{flag: True}))
+    assert not samples_as_sglang(states(CUT), info())
+
+
+def test_a_seeded_request_is_not_sampled_among_others():
+    for other in (BARE, CUT, Profile(Rule.GREEDY)):
+        assert not samples_as_sglang(
+            states(SEEDED, other), info(need_top_p_sampling=True)
+        )
+
+
+@pytest.mark.parametrize("flags", [{}, {"need_top_k_sampling": True}])
+def test_without_a_seed_any_way_to_draw_is_right(flags):
+    assert samples_as_sglang(states(BARE, COUPLED), info(**flags))
+    assert samples_as_sglang(states(BARE), info(**flags))
+
+
+def test_penalties_are_ours_once_a_round_was_verified():
+    penalties = object()
+    fresh = states(BARE, penalties=penalties)
+    assert samples_as_sglang(fresh, info())
+    assert not samples_as_sglang(states(BARE, penalties=penalties, rounds=1), info())
+    assert samples_as_sglang(states(BARE, rounds=1), info())

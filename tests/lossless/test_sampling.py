@@ -1,0 +1,125 @@
+"""The promise, for every sampling kind: plain SGLang's tokens and log-probabilities.
+
+Both engines keep seeds (``enable_deterministic_inference``); what a wave is, and why
+plain SGLang is stable on it, is said in ``scripts/lossless/sampled.py``. More settings:
+``scripts/check_sampling.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from lossless.matrix import PLAIN
+from lossless.prompts import load_tokenizer
+from lossless.runs import System, compare, run
+from lossless.sampled import (
+    ENGINE,
+    SETTINGS,
+    logprob_entries,
+    logprob_gap,
+    sampled_waves,
+)
+
+GAP = 5e-4
+"""Plain SGLang's own prefill and decode differ by 1.3e-4 at one of these positions."""
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def waves():
+    return sampled_waves(load_tokenizer(MODEL), each=10, longest=700, tokens=20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def plain(waves):
+    return run(System(name=PLAIN.name, settings=None, engine=ENGINE), MODEL, waves)
+
+
+@pytest.fixture(scope="module")
+def ours(waves):
+    settings = {**SETTINGS, "residency": "host"}
+    return run(System(name="ours", settings=settings, engine=ENGINE), MODEL, waves)
+
+
+def test_the_baseline_proves_something(waves, plain):
+    """Sampled answers are not the greedy ones, and kinds differ from each other."""
+    assert sum(len(wave["prompts"]) for wave in waves) >= 200
+    answers = {
+        wave["kind"]: [tuple(answer["ids"]) for answer in answers]
+        for wave, answers in zip(waves, plain["waves"], strict=True)
+    }
+    greedy = answers["log-probabilities, greedy"]
+    for kind in ("temperature", "top-p", "top-k", "min-p", "every parameter"):
+        pairs = zip(answers[kind], greedy, strict=True)
+        assert sum(a != b for a, b in pairs) >= 0.6 * len(greedy), kind
+    first = [ids[0] for ids in answers.values()]
+    assert len(set(first)) >= 0.6 * len(first)
+    assert logprob_entries(plain) >= 3000
+
+
+def test_tokens_are_identical(plain, ours):
+    assert compare(plain, ours) == []
+
+
+def test_it_really_drafted(ours):
+    state = ours["state"]
+    assert state["drafted"] >= 1500
+    assert 0.2 * state["drafted"] < state["accepted"] < 0.99 * state["drafted"]
+    assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+def test_log_probabilities_are_the_full_kvs(plain, ours):
+    assert logprob_gap(plain, ours) < GAP
+    assert logprob_entries(ours) == logprob_entries(plain)
+
+
+NOISY = ("temperature", "log-probabilities", "log-probabilities, greedy")
+
+
+@pytest.fixture(scope="module")
+def without_determinism(waves):
+    """Return what a server answers where SGLang drops seeds.
+
+    Seeded requests are coupled there, those without a seed go by rejection sampling.
+    The waves: those of ``NOISY``, two of one prompt without seeds.
+    """
+    chosen = [wave for wave in waves if wave["kind"] in NOISY]
+    free = next(wave for wave in waves if wave["kind"] == "no seed")
+    same = {
+        **free,
+        "prompts": [free["prompts"][0]] * 8,
+        "params": free["params"][:8],
+        "more": {"return_logprob": True},
+    }
+    cut = {**same, "params": [{**each, "top_p": 0.95} for each in same["params"]]}
+    settings = {**SETTINGS, "residency": "device", "acceptance": "rejection"}
+    engine = {"max_total_tokens": ENGINE["max_total_tokens"]}
+    system = System(name="rejection", settings=settings, engine=engine)
+    return run(system, MODEL, [*chosen, same, cut])
+
+
+def test_a_seed_is_kept_where_sglang_would_drop_it(waves, plain, without_determinism):
+    """The noise is that of SGLang's deterministic sampler."""
+    kinds = [wave["kind"] for wave in waves]
+    wanted = {"waves": [plain["waves"][kinds.index(kind)] for kind in in_order(waves)]}
+    got = {"waves": without_determinism["waves"][: len(NOISY)]}
+    assert compare(wanted, got) == []
+    assert logprob_gap(wanted, got) < GAP
+
+
+def in_order(waves):
+    return [wave["kind"] for wave in waves if wave["kind"] in NOISY]
+
+
+def test_without_a_seed_answers_differ(without_determinism):
+    for wave in without_determinism["waves"][len(NOISY) :]:
+        assert len({tuple(answer["ids"]) for answer in wave}) >= 6
+        for answer in wave:
+            values = [entry[0] for entry in answer["output_token_logprobs"]]
+            assert len(values) == len(answer["ids"]) == 20
+            assert all(value <= 0 for value in values)
+    assert without_determinism["state"]["accepted"] > 100

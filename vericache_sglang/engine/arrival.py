@@ -1,0 +1,102 @@
+"""The state of a request whose prompt has just been prefilled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.engine.eligibility import draftable, end_tokens, stop_tokens
+from vericache_sglang.engine.figures import KEY, Figures
+from vericache_sglang.engine.request_options import read_options
+from vericache_sglang.engine.sampling.grammar import MOST_DRAFTS, GrammarCursor
+from vericache_sglang.engine.sampling.penalties import Penalties
+from vericache_sglang.engine.sampling.profile import penalised, profile_of
+from vericache_sglang.engine.state import RequestState
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+
+class Arrivals:
+    """Makes the state of requests as their prefills end.
+
+    Args:
+        config: Frozen settings.
+        vocab_size: Width of the logits.
+        device: Where the logits are.
+        overlap: SGLang runs its overlap schedule.
+        deterministic: SGLang runs with ``--enable-deterministic-inference``.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        vocab_size: int,
+        device: Any,
+        *,
+        overlap: bool,
+        deterministic: bool,
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._device = device
+        self._overlap = overlap
+        self._deterministic = deterministic
+
+    def state_of(self, req: Req, token: int, length: int, fits: bool) -> RequestState:
+        """Return the state of a request after its prefill.
+
+        Args:
+            req: SGLang's request; its ``customized_info`` gets the figures.
+            token: The first token after the prompt; for a middle chunk, any.
+            length: Tokens prefilled.
+            fits: The prompt is long enough to be split.
+        """
+        options = read_options(
+            req.sampling_params.custom_params, self._config.draft_length
+        )
+        longest = options.draft_length
+        if req.grammar is not None:
+            longest = min(longest, MOST_DRAFTS)
+        eligible = (
+            fits
+            and options.enabled
+            and draftable(req)
+            # Host memory that lost its KV once is not asked again.
+            and not getattr(req, "vericache_distrusted", False)
+        )
+        figures = Figures(eligible, longest, options.report)
+        req.customized_info = {**(req.customized_info or {}), KEY: figures}
+        outputs = [*req.output_ids, token]
+        return RequestState(
+            req=req,
+            prompt=length,
+            verified=length,
+            pending=token,
+            outputs=outputs,
+            profile=profile_of(
+                req,
+                deterministic=self._deterministic,
+                rejection=self._config.acceptance == "rejection",
+            ),
+            eligible=eligible,
+            stops=stop_tokens(req),
+            longest=longest,
+            figures=figures,
+            penalties=self._penalties(req, outputs),
+            cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
+        )
+
+    def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:
+        if not penalised(req.sampling_params):
+            return None
+        penalties = Penalties(
+            req.sampling_params,
+            end_tokens(req),
+            self._vocab_size,
+            self._device,
+            req.origin_input_ids[-1] if self._overlap else None,
+        )
+        penalties.note(outputs)
+        return penalties

@@ -1,0 +1,44 @@
+"""Copies over the host link that have ended: what the link does, and to whom."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Literal
+
+from vericache_sglang.telemetry.record import TransferRecord
+
+if TYPE_CHECKING:
+    from vericache_sglang.memory.transfers import Transfer
+    from vericache_sglang.scheduling.link import LinkEstimate
+
+KEPT = 256
+"""Records kept for observers; nobody may be listening."""
+
+
+class LinkLog:
+    """Teaches the link's estimate and keeps the last records.
+
+    Args:
+        estimate: Learns the link's speed.
+    """
+
+    def __init__(self, estimate: LinkEstimate) -> None:
+        self._estimate = estimate
+        self._records: deque[TransferRecord] = deque(maxlen=KEPT)
+
+    def note(
+        self, rid: str, direction: Literal["in", "out"], transfer: Transfer
+    ) -> None:
+        """Record a copy whose end was just noticed."""
+        self._estimate.observe(transfer.nbytes, transfer.seconds, direction)
+        now = time.perf_counter()
+        self._records.append(
+            TransferRecord(rid, direction, transfer.nbytes, now, transfer.seconds)
+        )
+
+    def drain(self) -> tuple[TransferRecord, ...]:
+        """Return what ended since the last call."""
+        ended = tuple(self._records)
+        self._records.clear()
+        return ended

@@ -1,0 +1,61 @@
+"""Who is told of every iteration: metrics where SGLang serves them, and a trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_observability,
+    get_parallel,
+    get_serving,
+)
+
+from vericache_sglang.telemetry.metrics import Metrics
+from vericache_sglang.telemetry.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.telemetry.record import Observer
+
+
+def open_observers(
+    config: VeriCacheConfig, report: Callable[[], Mapping[str, Any]]
+) -> list[Observer]:
+    """Return the observers that the settings of VeriCache and SGLang ask for.
+
+    Args:
+        config: Frozen settings.
+        report: Reads the engine's counters and gauges.
+
+    Raises:
+        ConfigError: The trace's file cannot be written.
+    """
+    observers: list[Observer] = []
+    if get_observability().enable_metrics:
+        observers.append(Metrics(_labels(), report))
+    if config.trace != "off":
+        rank = get_parallel().dp_rank
+        observers.append(Trace(config.trace, "VeriCache", rank=rank))
+    return observers
+
+
+def _labels() -> dict[str, str]:
+    """Return the labels of SGLang's own metrics (``SchedulerMetricsCollector``)."""
+    parallel = get_parallel()
+    labels = {
+        "model_name": get_serving().served_model_name,
+        "engine_type": DisaggregationMode.to_engine_type(
+            get_disagg().disaggregation_mode
+        ),
+        "tp_rank": parallel.tp_rank,
+        "pp_rank": parallel.pp_rank,
+        "moe_ep_rank": parallel.moe_ep_rank,
+    }
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    labels.update(get_observability().extra_metric_labels or {})
+    return {name: str(value) for name, value in labels.items()}

@@ -1,0 +1,66 @@
+"""What a request may ask of VeriCache: ``custom_params`` {"vericache": {...}}."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.engine.figures import KEY
+from vericache_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FIELDS = ("enabled", "draft_length", "report")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """One request's wishes.
+
+    Attributes:
+        enabled: Draft for it where that pays; else decode it plainly.
+        draft_length: Longest draft.
+        report: Put its figures into OpenAI's ``usage`` too.
+    """
+
+    enabled: bool
+    draft_length: int
+    report: bool
+
+
+def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestOptions:
+    """Read a request's wishes.
+
+    Args:
+        custom_params: ``SamplingParams.custom_params``.
+        most: The server's draft length; the default, and the longest allowed.
+
+    Raises:
+        ConfigError: A field is unknown, or its value is; the message names it.
+    """
+    if custom_params is not None and not isinstance(custom_params, dict):
+        raise ConfigError(f"custom_params must be an object, got {custom_params!r}")
+    given = (custom_params or {}).get(KEY, {})
+    where = f"custom_params.{KEY}"
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} must be an object with {', '.join(FIELDS)}")
+    unknown = [str(name) for name in given if name not in FIELDS]
+    if unknown:
+        raise ConfigError(
+            f"{where}.{unknown[0]} is not known; it has {', '.join(FIELDS)}"
+        )
+    switches = {"enabled": True, "report": False}
+    for name, default in switches.items():
+        switches[name] = value = given.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.{name} must be true or false, got {value!r}")
+    length = given.get("draft_length", most)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise ConfigError(f"{where}.draft_length must be >= 1, got {length!r}")
+    if length > most:
+        raise ConfigError(
+            f"{where}.draft_length must be at most {most}, the server's "
+            f"--vericache-draft-length, got {length}"
+        )
+    return RequestOptions(**switches, draft_length=length)

@@ -1,0 +1,1 @@
+"""What an iteration was, and where that is written: metrics, traces."""
