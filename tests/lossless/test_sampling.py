@@ -103,10 +103,24 @@ def without_determinism(waves):
 
 
 def test_a_seed_is_kept_where_sglang_would_drop_it(waves, plain, without_determinism):
-    """The noise is that of SGLang's deterministic sampler."""
+    """The noise is that of SGLang's deterministic sampler.
+
+    The first token is SGLang's own, drawn without the seed as it prefills: requests
+    that got another one go another way, and prove nothing.
+    """
     kinds = [wave["kind"] for wave in waves]
-    wanted = {"waves": [plain["waves"][kinds.index(kind)] for kind in in_order(waves)]}
-    got = {"waves": without_determinism["waves"][: len(NOISY)]}
+    wanted, got = {"waves": []}, {"waves": []}
+    for kind, answers in zip(
+        in_order(waves), without_determinism["waves"][: len(NOISY)], strict=True
+    ):
+        pairs = [
+            pair
+            for pair in zip(plain["waves"][kinds.index(kind)], answers, strict=True)
+            if pair[0]["ids"][0] == pair[1]["ids"][0]
+        ]
+        assert len(pairs) >= 4, kind
+        wanted["waves"].append([a for a, _ in pairs])
+        got["waves"].append([b for _, b in pairs])
     assert compare(wanted, got) == []
     assert logprob_gap(wanted, got) < GAP
 
