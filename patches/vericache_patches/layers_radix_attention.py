@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/layers/radix_attention.py``: the queries of a prefill."""
+"""Hook on ``sglang/srt/layers/radix_attention.py``: queries and keys of a forward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Show a prefill's queries to whoever asked the layer, then attend as always."""
+    """Show queries and keys to whoever asked the layer, then attend as always."""
     observer = getattr(layer, "vericache_observer", None)
-    if observer is not None:
-        mode = forward_batch.forward_mode
-        if mode.is_extend() and not mode.is_target_verify():
-            heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            observer(layer.layer_id, heads, forward_batch)
+    if observer is not None and k is not None:
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        observer(layer.layer_id, queries, keys, forward_batch)
     return original(layer, q, k, v, forward_batch, *args, **kwargs)
 
 
@@ -42,7 +41,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
                 "key_value_num_tokens",
                 "**kwargs",
             ),
-            reason="Query-aware compressors need post-RoPE queries; attention backends "
+            reason="Compressors ask for post-RoPE queries and keys; attention backends "
             "see them too, but there is one per device and SGLang owns most of them.",
             remove_when="SGLang lets a worker observe a layer's queries.",
         ),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.compression import snapkv
-from vericache_sglang.compression.base import QueryTail
+from vericache_sglang.compression.base import QueryTail, Seen
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.snapkv import SnapKV
 from vericache_sglang.errors import CompressionError
@@ -29,7 +29,7 @@ def drawn(shape, prompt, window, *, seed=0, offered=None):
 
 
 def score(keys, tail, pooling=5):
-    return SnapKV(pooling=pooling).scores("r", 0, keys, keys, tail)
+    return SnapKV(pooling=pooling).scores("r", 0, keys, keys, Seen(tail=tail))
 
 
 def oracle(keys, tail, pooling):

@@ -13,7 +13,7 @@ class RandomTokens(Selector):
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
-    def scores(self, rid, layer, keys, values, queries):
+    def scores(self, rid, layer, keys, values, seen):
         return torch.rand(keys.shape[:2], generator=self._generator)
 
 
@@ -23,5 +23,5 @@ class NotANumber(Selector):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def scores(self, rid, layer, keys, values, queries):
+    def scores(self, rid, layer, keys, values, seen):
         return torch.full(keys.shape[:2], torch.nan, dtype=torch.float64)

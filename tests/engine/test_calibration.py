@@ -57,7 +57,7 @@ def test_a_link_that_fails_is_reported_and_leaves_the_start(caplog):
             raise TransferError("layer 0")
 
     broken = places(0.0)
-    broken.transfers.start = lambda image, lease: Failing()
+    broken.transfers.start = lambda image, lease, drafts: Failing()
     region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
     measure_link(broken, region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9

@@ -7,11 +7,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-from vericache_patches.layers_radix_attention import forward
-from vericache_sglang.engine.query_tails import QueryTails, attention_layers
+from vericache_sglang.engine.query_tails import QueryTails
 
 pytestmark = pytest.mark.sglang
 
@@ -101,49 +97,3 @@ def test_a_warm_up_without_requests_is_passed_over():
     tails = QueryTails(WIDTH)
     tails.observe(0, queries(4)[0], SimpleNamespace(rids=None))
     assert len(tails) == 0
-
-
-def attention(layer_id):
-    return RadixAttention(HEADS, DIM, DIM**-0.5, HEADS, layer_id)
-
-
-@pytest.mark.parametrize(("width", "watched"), [(0, False), (WIDTH, True)])
-def test_layers_are_watched_only_where_somebody_asks(width, watched):
-    model = torch.nn.ModuleList([attention(0), torch.nn.Linear(2, 2), attention(1)])
-    QueryTails(width).watch(model)
-    layers = attention_layers(model)
-    assert [layer.layer_id for layer in layers] == [0, 1]
-    assert {hasattr(layer, "vericache_observer") for layer in layers} == {watched}
-
-
-@pytest.mark.parametrize(
-    ("mode", "seen"),
-    [
-        (ForwardMode.EXTEND, True),
-        (ForwardMode.DECODE, False),
-        (ForwardMode.TARGET_VERIFY, False),
-        (ForwardMode.IDLE, False),
-    ],
-)
-def test_the_hook_shows_prefills_and_nothing_else(mode, seen):
-    layer, whole = attention(1), queries(5)
-    tails = QueryTails(WIDTH)
-    tails.watch(layer)
-    batch = SimpleNamespace(
-        forward_mode=mode,
-        rids=["a"],
-        extend_prefix_lens_cpu=[0],
-        extend_seq_lens_cpu=[5],
-    )
-
-    def original(*args, **kwargs):
-        return args, kwargs
-
-    flat = whole[1].reshape(5, HEADS * DIM)
-    args, kwargs = forward(original, layer, flat, 1, 2, batch, False, extra=3)
-    assert args[0] is layer
-    assert args[1] is flat
-    assert (args[2:], kwargs) == ((1, 2, batch, False), {"extra": 3})
-    assert list(tails.of("a")) == ([1] if seen else [])
-    if seen:
-        assert torch.equal(tails.of("a")[1].rows, whole[1].transpose(0, 1))

@@ -33,6 +33,7 @@ VERIFIED_OVER = {
     Layout.KEPT: [*KEPT, 100, 101, 102, 110, 111],
 }
 DRAFT_SHADOW, VERIFY_SHADOW = 7, 4
+NOTHING_CODED = torch.zeros(1, 1, 0, dtype=torch.int32)
 
 
 class Staged:
@@ -75,7 +76,7 @@ def state(layout=Layout.KEPT, drafts=()):
     made.drafts = list(drafts)
     if layout is not Layout.WHOLE:
         chosen = torch.zeros(1, 1, 3, dtype=torch.int32)
-        made.parts = Parts(Budget(8, 3, 0, 0), chosen, layout, True)
+        made.parts = Parts(Budget(8, 3, 0, 0), chosen, NOTHING_CODED, layout, True)
         if layout is not Layout.KEPT:
             made.parts.shadow = DRAFT_SHADOW
     return made

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -26,7 +26,7 @@ def geometry(dtype):
 
 def filled(dtype, seed=0, slots=5, kept=3):
     """A sealed complement of random bits, NaN and infinities among them."""
-    made = Complement(geometry(dtype), slots, kept, dtype)
+    made = RawComplement(geometry(dtype), slots, kept, dtype)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (made.keys, made.values, made.kept):
         raw = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
@@ -76,7 +76,7 @@ def test_the_checksum_is_xxh3_of_keys_values_and_positions():
 
 
 def test_a_layer_is_trusted_only_once_it_is_sealed():
-    made = Complement(geometry(torch.float32), 2, 1, torch.float32)
+    made = RawComplement(geometry(torch.float32), 2, 1, torch.float32)
     with pytest.raises(TransferError, match="in layer 0"):
         made.verify(0)
     assert not made.sealed

@@ -5,9 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
+
+SIZE = Budget(10, 3, 0, 0)
+"""7 slots of complement, 3 exact tokens."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -40,30 +44,30 @@ def test_the_budget_is_exact_to_the_byte(dtype, size):
     # 2 layers of 2 heads: a slot holds 3 + 5 elements each, a position 4 bytes.
     complement, parked = 7 * 2 * 2 * 8 * size + 2 * 2 * 3 * 4, 5 * 2 * 2 * 8 * size
     store = new_store(complement + parked, dtype)
-    assert store.complement_bytes(7, 3) == complement
+    assert store.complement_bytes(SIZE) == complement
     assert store.parked_bytes(5) == parked
-    assert store.open("a", 7, 3).nbytes == store.used_bytes == complement
+    assert store.open("a", SIZE).nbytes == store.used_bytes == complement
     assert store.fits(parked)
     assert not store.fits(parked + 1)
-    assert not store.fits_complement(7, 3)
+    assert not store.fits_complement(SIZE)
     assert store.park("a", 5).nbytes == parked
     assert (store.free_bytes, store.fits(0), store.fits(1)) == (0, True, False)
 
 
 def test_over_the_budget_nothing_is_allocated():
     store = new_store(7 * 2 * 2 * 8 * 4 + 2 * 2 * 3 * 4 - 1)
-    for allocate in (lambda: store.open("a", 7, 3), lambda: store.park("a", 8)):
+    for allocate in (lambda: store.open("a", SIZE), lambda: store.park("a", 8)):
         with pytest.raises(TransferError, match="that --vericache-host-gb allows"):
             allocate()
     assert store.used_bytes == store.drop("a") == 0
-    store.open("a", 7, 2)
+    store.open("a", Budget(9, 2, 0, 0))
     store.check({"a"})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_complements_count_once(dtype):
     store = new_store(10**6, dtype)
-    first, second = store.open("a", 7, 3), store.open("b", 7, 3)
+    first, second = store.open("a", SIZE), store.open("b", SIZE)
     fill(first, 1)
     fill(second, 1)
     assert store.used_bytes == 2 * first.nbytes
@@ -82,17 +86,17 @@ def test_equal_complements_count_once(dtype):
 
 def test_a_freed_name_is_never_used_again():
     store = new_store(10**6)
-    store.open("a", 7, 3)
+    store.open("a", SIZE)
     name = store.group_of("a")
     store.drop("a")
-    store.open("a", 7, 3)
+    store.open("a", SIZE)
     assert store.group_of("a") != name
 
 
 @pytest.mark.parametrize("part", ["keys", "values", "kept"])
 def test_a_damaged_complement_is_not_shared(part):
     store = new_store(10**6)
-    first, second = store.open("a", 7, 3), store.open("b", 7, 3)
+    first, second = store.open("a", SIZE), store.open("b", SIZE)
     fill(first, 1)
     fill(second, 1)
     getattr(first, part).view(torch.uint8).view(-1)[3] ^= 1
@@ -102,22 +106,22 @@ def test_a_damaged_complement_is_not_shared(part):
 
 def test_only_full_complements_are_shared():
     store = new_store(10**6)
-    fill(store.open("a", 7, 3), 1)
-    unfinished = store.open("b", 7, 3)
+    fill(store.open("a", SIZE), 1)
+    unfinished = store.open("b", SIZE)
     with pytest.raises(InvariantError, match="b is shared before it is full"):
         store.share("b")
     fill(unfinished, 1)
-    blank = store.open("c", 7, 3)
+    blank = store.open("c", SIZE)
     assert not blank.sealed
     assert store.share("b") == store.group_of("a")
 
 
 def test_a_request_holds_one_of_each():
     store = new_store(10**6)
-    store.open("a", 7, 3)
+    store.open("a", SIZE)
     store.park("a", 4)
     with pytest.raises(InvariantError, match="a has a complement already"):
-        store.open("a", 7, 3)
+        store.open("a", SIZE)
     with pytest.raises(InvariantError, match="a is parked already"):
         store.park("a", 4)
     with pytest.raises(InvariantError, match="b has no complement"):
@@ -126,12 +130,12 @@ def test_a_request_holds_one_of_each():
     assert store.drop_parked("a") == store.parked_bytes(4)
     assert store.drop_parked("a") == 0
     assert store.parked("a") is None
-    assert store.drop("a") == store.complement_bytes(7, 3)
+    assert store.drop("a") == store.complement_bytes(SIZE)
 
 
 def test_the_dead_are_found():
     store = new_store(10**6)
-    store.open("a", 7, 3)
+    store.open("a", SIZE)
     store.park("b", 4)
     store.check({"a", "b", "c"})
     with pytest.raises(InvariantError, match=r"dead requests \['b'\]"):
@@ -151,7 +155,7 @@ class Model:
 
     def __init__(self, store):
         self.store = store
-        self.size = store.complement_bytes(7, 3)
+        self.size = store.complement_bytes(SIZE)
         self.content, self.group, self.parked = {}, {}, {}
         self.opened = 0
 
@@ -165,9 +169,9 @@ class Model:
             return
         if self.used + self.size > self.store.budget_bytes:
             with pytest.raises(TransferError):
-                self.store.open(rid, 7, 3)
+                self.store.open(rid, SIZE)
             return
-        fill(self.store.open(rid, 7, 3), number)
+        fill(self.store.open(rid, SIZE), number)
         self.content[rid], self.group[rid] = number, self.opened
         self.opened += 1
 

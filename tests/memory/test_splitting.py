@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.budget import complement_indices
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.splitting import join_layer, pick, split_layer
 
@@ -34,7 +34,7 @@ def test_round_trip_is_bit_exact(dtype, tokens, data):
         element_bytes=keys.element_size(),
         page_size=1,
     )
-    complement = Complement(geometry, tokens - kept_count, kept_count, dtype)
+    complement = RawComplement(geometry, tokens - kept_count, kept_count, dtype)
     dropped = complement_indices(kept, tokens)
     kept_k, kept_v = split_layer(keys, values, kept, dropped, complement, 0)
     complement.verify(0)

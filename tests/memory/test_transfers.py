@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.link import Link
 from vericache_sglang.memory.parked import ParkedImage, gathered
@@ -15,6 +15,7 @@ from vericache_sglang.memory.thread_transfers import ThreadTransfers
 from vericache_sglang.memory.transfers import open_transfers
 
 LAYERS, POOL = 3, 64
+NO_DRAFTS = dict.fromkeys(range(LAYERS), ()).get
 DTYPES = [torch.float32, torch.bfloat16]
 SLOW = 1e-6
 """GB/s at which one layer of the complement below takes a second and more."""
@@ -40,7 +41,7 @@ def scramble(tensor, seed):
 
 
 def new_complement(dtype, seed=1):
-    made = Complement(geometry(dtype), 16, 4, dtype)
+    made = RawComplement(geometry(dtype), 16, 4, dtype)
     scramble(made.keys, seed)
     scramble(made.values, seed + 1)
     for layer in range(LAYERS):
@@ -111,7 +112,7 @@ def test_every_layer_arrives_in_its_pieces(dtype, pieces, links):
             for place, entry in zip(places, rows(arriving), strict=True):
                 wanted[place] = entry
             expected.append(wanted)
-    transfer = links(pool).start(complement, lease)
+    transfer = links(pool).start(complement, lease, NO_DRAFTS)
     wait(transfer)
     assert [rows(buffer) for buffers in pool for buffer in buffers] == expected
     assert transfer.layers_done == LAYERS
@@ -127,7 +128,7 @@ def test_a_fragmented_region_still_stages(links):
     assert max(region.free_spans()) == 4
     lease = region.take(16)
     complement, pool = new_complement(torch.float32), new_pool(torch.float32)
-    wait(links(pool).start(complement, lease))
+    wait(links(pool).start(complement, lease, NO_DRAFTS))
     listed = [slot for p in lease.pieces for slot in range(p.start, p.end)]
     for layer in range(LAYERS):
         assert rows(pool[0][layer][listed]) == rows(complement.keys[layer])
@@ -140,7 +141,7 @@ def test_a_full_region_or_a_small_lease_starts_nothing(links):
     assert region.take(16) is None
     pool = new_pool(torch.float32)
     with pytest.raises(InvariantError, match="16 slots in a lease of 4"):
-        links(pool).start(new_complement(torch.float32), region.take(4))
+        links(pool).start(new_complement(torch.float32), region.take(4), NO_DRAFTS)
     assert not any(buffer.any() for buffers in pool for buffer in buffers)
 
 
@@ -208,7 +209,7 @@ def test_damage_is_noticed_and_a_second_try_can_succeed(dtype, part, layer, link
     link = links(pool)
     byte = getattr(complement, part).view(torch.uint8)[layer, 3, 1]
     byte[0] ^= 1
-    transfer = link.start(complement, whole(0))
+    transfer = link.start(complement, whole(0), NO_DRAFTS)
     for _ in range(2):  # it stays failed
         with pytest.raises(TransferError, match=f"checksum differs in layer {layer}"):
             wait(transfer)
@@ -216,7 +217,7 @@ def test_damage_is_noticed_and_a_second_try_can_succeed(dtype, part, layer, link
     assert not pool[0][layer].any(), "a damaged layer reaches no slot"
     transfer.cancel()
     byte[0] ^= 1
-    again = link.start(complement, whole(0))
+    again = link.start(complement, whole(0), NO_DRAFTS)
     wait(again)
     assert rows(pool[1][layer][:16]) == rows(complement.values[layer])
 
@@ -236,11 +237,11 @@ def test_a_copy_that_raises_names_its_layer(links):
     complement, pool = new_complement(torch.float32), new_pool(torch.float32)
     pool[0][1] = torch.zeros(40, 2, 4)
     link = links(pool)
-    transfer = link.start(complement, whole(40))
+    transfer = link.start(complement, whole(40), NO_DRAFTS)
     with pytest.raises(TransferError, match="copying layer 1 failed: could not broad"):
         wait(transfer)
     assert transfer.layers_done == 1
-    wait(link.start(complement, whole(20)))  # the link goes on
+    wait(link.start(complement, whole(20), NO_DRAFTS))  # the link goes on
 
 
 def test_bookings_follow_each_other():
@@ -256,7 +257,7 @@ def test_an_emulated_link_takes_its_time(links):
     nbytes = complement.keys.nbytes + complement.values.nbytes
     link = links(new_pool(torch.float32), nbytes / seconds / 1e9)
     began = time.perf_counter()
-    transfer = link.start(complement, whole(0))
+    transfer = link.start(complement, whole(0), NO_DRAFTS)
     seen = []
     while not transfer.done():
         seen.append(transfer.layers_done)
@@ -286,8 +287,8 @@ def test_both_directions_share_one_link(links):
     image = ParkedImage(geometry(torch.float32), 16, torch.float32)
     began = time.perf_counter()
     saved = link.save(gathered(*pool, torch.arange(16)), image)
-    first = link.start(complement, whole(0))
-    second = link.start(complement, whole(16))
+    first = link.start(complement, whole(0), NO_DRAFTS)
+    second = link.start(complement, whole(16), NO_DRAFTS)
     for position, transfer in enumerate((saved, first, second), start=1):
         wait(transfer)
         assert time.perf_counter() - began >= position * seconds
@@ -297,7 +298,7 @@ def test_both_directions_share_one_link(links):
 
 def test_cancelling_a_running_copy_returns_when_nothing_writes_any_more(links):
     complement, pool = new_complement(torch.float32), new_pool(torch.float32)
-    transfer = links(pool, SLOW).start(complement, whole(0))
+    transfer = links(pool, SLOW).start(complement, whole(0), NO_DRAFTS)
     while not pool[1][0].any():
         time.sleep(0.001)
     began = time.perf_counter()
@@ -316,8 +317,8 @@ def test_cancelling_a_running_copy_returns_when_nothing_writes_any_more(links):
 def test_a_cancelled_copy_that_had_not_begun_wrote_nothing(links):
     complement, pool = new_complement(torch.float32), new_pool(torch.float32)
     link = links(pool, SLOW)
-    running = link.start(complement, whole(0))
-    behind = link.start(complement, whole(20))
+    running = link.start(complement, whole(0), NO_DRAFTS)
+    behind = link.start(complement, whole(20), NO_DRAFTS)
     behind.cancel()
     with pytest.raises(TransferError, match="cancelled before layer 0"):
         behind.done()
@@ -328,12 +329,12 @@ def test_a_cancelled_copy_that_had_not_begun_wrote_nothing(links):
 def test_closing_drops_what_waits():
     complement, pool = new_complement(torch.float32), new_pool(torch.float32)
     link = ThreadTransfers(*pool, SLOW)
-    running, waiting = (link.start(complement, whole(i)) for i in (0, 20))
+    running, waiting = (link.start(complement, whole(i), NO_DRAFTS) for i in (0, 20))
     running.cancel()
     waiting.cancel()
     link.close()
     with pytest.raises(RuntimeError, match="shutdown"):
-        link.start(complement, whole(0))
+        link.start(complement, whole(0), NO_DRAFTS)
 
 
 def test_a_pool_on_the_cpu_gets_a_thread():
@@ -349,7 +350,7 @@ def test_a_cuda_device_saves_stages_and_restores(dtype):
     pool = tuple([b.cuda() for b in kind] for kind in new_pool(dtype, seed=5))
     link = open_transfers(*pool, 0.0)
     complement, lease = new_complement(dtype), Lease((Span(3, 6), Span(40, 10)))
-    staged = link.start(complement, lease)
+    staged = link.start(complement, lease, NO_DRAFTS)
     wait(staged)
     places = torch.tensor([*range(3, 9), *range(40, 50)], device="cuda")
     image = ParkedImage(geometry(dtype), 16, dtype)
@@ -365,7 +366,7 @@ def test_a_cuda_device_saves_stages_and_restores(dtype):
         assert (transfer.layers_done, transfer.nbytes) == (LAYERS, image.nbytes)
         assert transfer.seconds > 0
     complement.keys[1].view(torch.uint8)[0, 0, 0] ^= 1
-    damaged = link.start(complement, lease)
+    damaged = link.start(complement, lease, NO_DRAFTS)
     with pytest.raises(TransferError, match="checksum differs in layer 1"):
         wait(damaged)
     damaged.cancel()

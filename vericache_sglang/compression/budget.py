@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,17 +18,36 @@ class Budget:
         kept: n, tokens each head keeps; 0 < n <= T.
         sinks: First tokens always kept.
         recent: Last tokens always kept.
+        coded: Of the kept tokens, those a codec packs; the others stay exact.
+        code_slots: KV slots the packed tokens take.
     """
 
     offered: int
     kept: int
     sinks: int
     recent: int
+    coded: int = 0
+    code_slots: int = 0
 
     @property
     def dropped(self) -> int:
-        """Tokens each head gives up, in tokens; the length of the complement."""
+        """Tokens that each head gives up, in tokens."""
         return self.offered - self.kept
+
+    @property
+    def exact(self) -> int:
+        """Tokens that stay as they are, one slot each."""
+        return self.kept - self.coded
+
+    @property
+    def slots(self) -> int:
+        """Slots of the draft part: of codes, then of exact tokens."""
+        return self.code_slots + self.exact
+
+    @property
+    def staged(self) -> int:
+        """Tokens a verification brings back: packed ones and dropped ones."""
+        return self.offered - self.exact
 
 
 def budget_for(
@@ -50,6 +69,32 @@ def budget_for(
     kept = min(offered, max(align, -(-wanted // align) * align))
     sinks = min(sinks, kept)
     return Budget(offered, kept, sinks, min(recent, kept - sinks))
+
+
+def code_from(budget: Budget, block: int) -> Budget:
+    """Have as many kept tokens packed as fill whole blocks; protected ones stay exact.
+
+    Args:
+        budget: Nothing of it is packed yet.
+        block: Tokens a codec packs together, a multiple of the page size.
+    """
+    free = budget.kept - budget.sinks - budget.recent
+    return replace(budget, coded=free // block * block)
+
+
+def coded_rows(kept: torch.Tensor, budget: Budget) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part a layer's kept tokens into exact and packed ones.
+
+    Args:
+        kept: [H, n] ascending per row.
+        budget: Of n tokens.
+
+    Returns:
+        [H, exact] and [H, coded], ascending: the packed ones follow the sinks.
+    """
+    begin, end = budget.sinks, budget.sinks + budget.coded
+    exact = torch.cat([kept[:, :begin], kept[:, end:]], dim=1)
+    return exact, kept[:, begin:end]
 
 
 def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:

@@ -1,54 +1,211 @@
-"""Finding a compressor by name: ours, then those of installed packages."""
+"""Finding a compressor by a line of text: ours, then those of installed packages."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.base import SELECTORS, Selector
+from vericache_sglang.compression.codecs import catalog as codec_catalog
+from vericache_sglang.compression.codecs.base import Codec
+from vericache_sglang.compression.compressor import Compressor
+from vericache_sglang.compression.expected_attention import ExpectedAttention
 from vericache_sglang.compression.keynorm import KeyNorm
+from vericache_sglang.compression.kvzap import KVzap
+from vericache_sglang.compression.kvzip import KVzip
+from vericache_sglang.compression.observed import Observed
+from vericache_sglang.compression.options import (
+    Option,
+    arguments_of,
+    fields_of,
+    read_options,
+    spell,
+)
+from vericache_sglang.compression.random_tokens import RandomTokens
 from vericache_sglang.compression.recency import Recency
 from vericache_sglang.compression.snapkv import SnapKV
 from vericache_sglang.errors import CompressionError, ConfigError
 
-GROUP = "vericache_sglang.compressors"
-"""Entry point group of third-party compressors: name -> factory taking the seed."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.metadata import EntryPoint
 
-OURS = (KeyNorm, Recency, SnapKV)
+GROUP = "vericache_sglang.compressors"
+"""Entry point group of third-party compressors; see ``create_compressor``."""
+
+FLAG = "--vericache-compressor"
+
+OURS: tuple[type[Selector], ...] = (
+    *(ExpectedAttention, KeyNorm, KVzap, KVzip, Observed, RandomTokens, Recency),
+    SnapKV,
+)
+"""Our selectors, by what ``SELECTORS`` calls them."""
+
+CODECS = {codec.name: codec for codec in codec_catalog.OURS}
+"""Our codecs by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What one name stands for.
+
+    Attributes:
+        name: In a line.
+        factory: Called with the seed and options.
+        options: Known ones, by name.
+        others: It takes other options too, as texts.
+        version: Of what it makes, or of the package that makes it.
+        origin: Where a third party's is; "" is ours.
+    """
+
+    name: str
+    factory: Callable[..., object]
+    options: dict[str, Option]
+    others: bool = False
+    version: str = "1"
+    origin: str = ""
 
 
 def known_names() -> tuple[str, ...]:
-    """Return every name that ``create_selector`` accepts, sorted; imports nothing."""
+    """Return every name a line may have, sorted: selectors, codecs, third parties."""
     theirs = {entry.name for entry in entry_points(group=GROUP)}
-    return tuple(sorted(theirs.union(SELECTORS.names())))
+    return tuple(sorted(theirs.union(SELECTORS.names(), CODECS)))
 
 
-def create_selector(name: str, seed: int) -> Selector:
-    """Build the selector ``--vericache-compressor`` names.
-
-    Args:
-        name: Registry or entry point name; ours win.
-        seed: ``VeriCacheConfig.seed``.
-
-    Returns:
-        A fresh selector, not yet bound.
+def find_method(name: str) -> Method:
+    """Look a name up; ours win, and a third party's code is loaded only now.
 
     Raises:
         ConfigError: Nobody knows the name; the message lists the known ones.
-        CompressionError: The entry point did not give a ``Selector``.
     """
-    if name in SELECTORS.names():
-        return SELECTORS[name](seed)
+    if name in SELECTORS:
+        factory = SELECTORS[name]
+        version = str(getattr(factory, "version", 1))
+        return Method(name, factory, *arguments_of(factory), version=version)
+    if name in CODECS:
+        return _codec(name, CODECS[name])
     for entry in entry_points(group=GROUP):
-        if entry.name != name:
-            continue
-        selector = entry.load()(seed)
-        if not isinstance(selector, Selector):
-            raise CompressionError(
-                f"compressor {name!r} ({entry.value}) is a "
-                f"{type(selector).__name__}, not a Selector"
-            )
-        return selector
+        if entry.name == name:
+            return _third_party(entry)
     raise ConfigError(
-        f"--vericache-compressor: unknown compressor {name!r}; "
-        f"known: {', '.join(known_names())}"
+        f"{FLAG}: unknown compressor {name!r}; known: {', '.join(known_names())}"
     )
+
+
+def create_compressor(line: str, seed: int) -> Compressor:
+    """Build what ``--vericache-compressor`` says.
+
+    A line is ``SELECTOR``, ``CODEC`` or ``SELECTOR+CODEC``, each a name with options:
+    ``name:key=value,key=value``. Values are read as the type of the option's default,
+    ``true`` and ``false`` for switches; they hold no comma, and no plus before a
+    letter. Examples: ``snapkv:pooling=7``, ``split-planes:exponent_bits=3``,
+    ``kvzip:chunk=4096+kivi:bits=4``.
+
+    An entry point of the group ``vericache_sglang.compressors`` is called with the seed
+    and the options, and returns a ``Selector``, a ``Codec`` or a ``Compressor``; a
+    codec class is called with the options alone.
+
+    Args:
+        line: See above.
+        seed: ``VeriCacheConfig.seed``, for selectors and third parties.
+
+    Returns:
+        A fresh compressor, not yet bound.
+
+    Raises:
+        ConfigError: A name or option is unknown, or a value is refused; the message
+            names the flag, the part of the line and what is known.
+        CompressionError: An entry point gave something else, or the parts do not go
+            together.
+    """
+    texts = [text.strip() for text in re.split(r"\+(?=\s*[A-Za-z])", line)]
+    parts = [_part(text, seed) for text in texts]
+    if len(parts) == 1:
+        return replace(parts[0], line=line)
+    dropping, packing = parts[0], parts[-1]
+    if (
+        len(parts) > 2
+        or dropping.selector is None
+        or dropping.codec is not None
+        or packing.selector is not None
+    ):
+        raise ConfigError(
+            f"{FLAG}: {line!r} must be a selector, a codec, or SELECTOR+CODEC; "
+            f"selectors: {', '.join(SELECTORS.names())}; "
+            f"codecs: {', '.join(CODECS)}"
+        )
+    return replace(dropping, line=line, codec=packing.codec)
+
+
+def create_selector(line: str, seed: int) -> Selector:
+    """Build a compressor that has no codec; see ``create_compressor``.
+
+    Raises:
+        ConfigError: See ``create_compressor``.
+        CompressionError: See there; or the line has a codec.
+    """
+    compressor = create_compressor(line, seed)
+    if compressor.selector is None or compressor.codec is not None:
+        raise CompressionError(f"compressor {line!r} is not a selector alone")
+    return compressor.selector
+
+
+def _codec(name: str, factory: type[Codec]) -> Method:
+    def made(seed: int, /, **options: Any) -> Codec:
+        return factory(**options)  # a codec draws nothing that its fields do not say
+
+    return Method(name, made, fields_of(factory))
+
+
+def _third_party(entry: EntryPoint) -> Method:
+    factory = entry.load()
+    if isinstance(factory, type) and issubclass(factory, Codec):
+        return replace(_codec(entry.name, factory), origin=entry.value)
+    return Method(
+        entry.name,
+        factory,
+        *arguments_of(factory),
+        version=entry.dist.version if entry.dist else "unknown",
+        origin=entry.value,
+    )
+
+
+def _part(text: str, seed: int) -> Compressor:
+    """Build one part of a line.
+
+    Raises:
+        ConfigError: See ``create_compressor``.
+        CompressionError: An entry point gave something else.
+    """
+    name, _, given = text.partition(":")
+    method = find_method(name.strip())
+    kind = "codec" if method.name in CODECS else "compressor"
+    try:
+        known, others = method.options, method.others
+        options = read_options(f"{kind} {method.name!r}", given, known, others=others)
+        made = method.factory(seed, **options)
+    except (ConfigError, CompressionError) as error:
+        raise ConfigError(f"{FLAG}: {text!r}: {error}") from error
+    if isinstance(made, Compressor):
+        return made
+    if isinstance(made, Codec):
+        return Compressor(line=text, codec=made)
+    if isinstance(made, Selector):
+        return Compressor(
+            line=text,
+            selector=made,
+            selector_identity=_identity(method, options, seed),
+        )
+    raise CompressionError(
+        f"compressor {method.name!r} ({method.origin}) is a {type(made).__name__}, "
+        "not a Selector, a Codec or a Compressor"
+    )
+
+
+def _identity(method: Method, given: dict[str, Any], seed: int) -> str:
+    """Name a selector as ``Codec.identity`` names a codec, all options said."""
+    values = {name: option.default for name, option in method.options.items()} | given
+    said = [f"{name}={spell(value)}" for name, value in values.items()]
+    return f"{method.name}@{method.version}({','.join([*said, f'seed={seed}'])})"

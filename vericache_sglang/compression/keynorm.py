@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from vericache_sglang.compression.base import SELECTORS, QueryTail, Selector
+from vericache_sglang.compression.about import About
+from vericache_sglang.compression.base import SELECTORS, Seen, Selector
 
 
 @SELECTORS.register("keynorm")
@@ -14,13 +17,17 @@ class KeyNorm(Selector):
     RoPE is a rotation: the norm is the same before and after it.
     """
 
+    about: ClassVar[About] = About(
+        paper="L2 norm, arXiv:2406.11430, EMNLP 2024", licence="paper only"
+    )
+
     def scores(
         self,
         rid: str,
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        queries: QueryTail | None,
+        seen: Seen,
     ) -> torch.Tensor:
         """See ``Selector.scores``; one pass over the keys."""
         norms: torch.Tensor = torch.linalg.vector_norm(

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from vericache_sglang.compression.base import SELECTORS, Needs, QueryTail, Selector
+from vericache_sglang.compression.about import About
+from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector
 
 
 @SELECTORS.register("recency")
@@ -14,6 +15,10 @@ class Recency(Selector):
     """Later is better; the sinks come from the protected first tokens."""
 
     needs: ClassVar[Needs] = Needs(keys=False)
+    about: ClassVar[About] = About(
+        paper="StreamingLLM, arXiv:2309.17453",
+        licence="MIT (mit-han-lab/streaming-llm)",
+    )
 
     def scores(
         self,
@@ -21,7 +26,7 @@ class Recency(Selector):
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        queries: QueryTail | None,
+        seen: Seen,
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(T), reads no key."""
         heads, tokens, _ = keys.shape

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from vericache_sglang.compression.base import SELECTORS, Needs, QueryTail, Selector
+from vericache_sglang.compression.about import About
+from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector
 from vericache_sglang.errors import CompressionError
 
 CHUNK_ELEMENTS = 4 * 2**20
@@ -33,6 +34,11 @@ class SnapKV(Selector):
 
     # kvpress' width; a question longer than the window loses what its start asks for.
     needs: ClassVar[Needs] = Needs(q_tail=64)
+    about: ClassVar[About] = About(
+        paper="SnapKV, arXiv:2404.14469",
+        scenarios=("long-context",),
+        licence="Apache-2.0 (FasterDecoding/SnapKV; kvpress)",
+    )
 
     def __init__(self, seed: int = 0, pooling: int = 5) -> None:
         super().__init__(seed)
@@ -46,16 +52,17 @@ class SnapKV(Selector):
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        queries: QueryTail | None,
+        seen: Seen,
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(Hq * w * T * D), a few copies of 16 MiB at most.
 
-        Tokens in the window, those of ``queries``, score above every other token and
+        Tokens in the window, those of ``seen.tail``, score above every other token and
         ascending, so they are kept, the latest ones first where they do not all fit.
 
         Raises:
-            CompressionError: ``queries`` is None.
+            CompressionError: ``seen.tail`` is None.
         """
+        queries = seen.tail
         if queries is None:
             raise CompressionError("snapkv: the prompt's last queries are missing")
         heads, tokens, _ = keys.shape

@@ -71,7 +71,11 @@ class VeriCacheConfig:
     """
 
     compressor: Annotated[
-        str, Opt("compression method that chooses what stays, by registry name")
+        str,
+        Opt(
+            "what stays of a prompt: SELECTOR, CODEC or SELECTOR+CODEC, options as in "
+            "kivi:bits=4; python -m vericache_sglang.compressors lists them"
+        ),
     ] = "snapkv"
     keep: Annotated[
         float,
@@ -250,7 +254,9 @@ def boot_line(config: VeriCacheConfig) -> str:
     return f"VeriCache: {' '.join(pairs)}"
 
 
-def resolve_staging(config: VeriCacheConfig, context_length: int) -> int:
+def resolve_staging(
+    config: VeriCacheConfig, context_length: int, exact: float | None = None
+) -> int:
     """Return the size of the staging region, in KV slots.
 
     Args:
@@ -259,6 +265,7 @@ def resolve_staging(config: VeriCacheConfig, context_length: int) -> int:
             complement exceeds the ceiling needs ``staging_tokens`` set by hand, or its
             requests are decoded on the full KV.
         context_length: Longest context the server accepts, in tokens, >= 1.
+        exact: Share of a prompt that stays exact on the device; None: ``keep``.
 
     Returns:
         A multiple of ``STAGING_STEP``; 0 only when nothing ever leaves the device.
@@ -270,6 +277,7 @@ def resolve_staging(config: VeriCacheConfig, context_length: int) -> int:
         raise ConfigError(f"context length must be >= 1 token, got {context_length}")
     wanted = config.staging_tokens
     if not wanted:
-        complement = context_length - int(config.keep * context_length)
+        share = config.keep if exact is None else exact
+        complement = context_length - int(share * context_length)
         wanted = min(config.max_verifies * complement, STAGING_CEILING)
     return -(-wanted // STAGING_STEP) * STAGING_STEP

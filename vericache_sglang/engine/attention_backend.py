@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from vericache_kernels.packed_attention import Segment, attend_packed
 from vericache_kernels.run_attention import RowPlan, attend_row, plan_row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -26,15 +27,12 @@ class RunMetadata:
 
     Attributes:
         plans: One plan a row, in batch order; rows without queries are left out.
-        by_layer: Layer id -> plans, for layers whose rows differ from ``plans``.
+        packed: Index of a plan -> what decodes the tokens its row has as codes, by
+            layer; the plan is that of the slots behind them.
     """
 
     plans: Sequence[RowPlan]
-    by_layer: dict[int, Sequence[RowPlan]] = field(default_factory=dict)
-
-    def runs_for(self, layer_id: int) -> Sequence[RowPlan]:
-        """Return the plans that layer ``layer_id`` attends by."""
-        return self.by_layer.get(layer_id, self.plans)
+    packed: dict[int, Callable[[int], list[Segment]]] = field(default_factory=dict)
 
 
 class SlotRunAttnBackend(AttentionBackend):
@@ -72,14 +70,19 @@ class SlotRunAttnBackend(AttentionBackend):
             return
         table = self.req_to_token_pool.req_to_token
         rows = forward_batch.req_pool_indices.tolist()
-        plans = [
-            plan_row(table[row, :length], queries)
-            for row, (length, queries) in zip(
-                rows, _row_lengths(forward_batch), strict=True
-            )
-            if queries
-        ]
-        self.forward_metadata = RunMetadata(plans=plans)
+        coded = getattr(forward_batch.spec_info, "packed", {})
+        plans: list[RowPlan] = []
+        packed: dict[int, Callable[[int], list[Segment]]] = {}
+        for i, (row, (length, queries)) in enumerate(
+            zip(rows, _row_lengths(forward_batch), strict=True)
+        ):
+            if not queries:
+                continue
+            begin = 0
+            if i in coded:
+                begin, packed[len(plans)] = coded[i]
+            plans.append(plan_row(table[row, begin:length], queries))
+        self.forward_metadata = RunMetadata(plans=plans, packed=packed)
 
     def forward_decode(
         self,
@@ -138,11 +141,18 @@ class SlotRunAttnBackend(AttentionBackend):
         k_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         start = 0
-        for plan in self.forward_metadata.runs_for(layer.layer_id):
+        for i, plan in enumerate(self.forward_metadata.plans):
             stop = start + plan.query_len
-            out[start:stop] = attend_row(
-                queries[start:stop], k_buffer, v_buffer, plan, layer.scaling
-            )
+            mine = queries[start:stop]
+            decoded = self.forward_metadata.packed.get(i)
+            if decoded is None:
+                rows = attend_row(mine, k_buffer, v_buffer, plan, layer.scaling)
+            else:
+                segments = decoded(layer.layer_id)
+                rows = attend_packed(
+                    mine, segments, k_buffer, v_buffer, plan, layer.scaling
+                )
+            out[start:stop] = rows
             start = stop
         return out.view(out.shape[0], -1)
 

@@ -10,7 +10,7 @@ import torch
 
 from vericache_kernels.run_attention import run_attention
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.iteration_model import Coefficients
 
@@ -56,7 +56,7 @@ def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> N
 
 def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
     host, geometry = places.host, places.geometry
-    image = Complement(geometry, lease.slots, 1, host.dtype)
+    image = RawComplement(geometry, lease.slots, 1, host.dtype)
     image.kept.zero_()
     blocks = (
         (torch.zeros_like(image.keys[layer]), torch.zeros_like(image.values[layer]))
@@ -65,7 +65,7 @@ def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
     saved = places.transfers.save(blocks, image)
     _wait(saved)
     link.observe(saved.nbytes, saved.seconds, "out")
-    staged = places.transfers.start(image, lease)
+    staged = places.transfers.start(image, lease, lambda layer: [])
     _wait(staged)
     link.observe(staged.nbytes, staged.seconds, "in")
 

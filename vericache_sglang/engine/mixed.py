@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from vericache_sglang.engine.rows import MixedRows, build_forward
+from vericache_sglang.engine.rows import ForwardRow, MixedRows, build_forward
 from vericache_sglang.engine.sampling.logprobs import LogprobTable
 from vericache_sglang.engine.sampling.query import Query, RowQueries
 from vericache_sglang.engine.sampling.sampler import RowSampler
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from vericache_sglang.config.schema import VeriCacheConfig
@@ -77,6 +79,7 @@ class MixedForward:
             forward = build_forward(
                 copy.copy(batch), rows.rows, self._worker.model_runner
             )
+            forward.spec_info.packed = self._packed(rows.rows)
             run = self._worker.forward_batch_generation(
                 batch=None, forward_batch=forward, is_verify=True
             )
@@ -88,6 +91,17 @@ class MixedForward:
             self._residence.counters.note_forward(actions.values())
         output = table.pack(len(batch.reqs)) if batch.return_logprob else None
         return self._result(emitted, output), work
+
+    def _packed(self, rows: Sequence[ForwardRow]) -> dict[int, Any]:
+        """Return, by row, its code slots and what decodes them; for the attention."""
+        codes = self._residence.codes
+        if codes is None:
+            return {}
+        return {
+            i: (row.packed.split.budget.code_slots, codes.segments(row.packed))
+            for i, row in enumerate(rows)
+            if row.packed is not None
+        }
 
     def _conclude(
         self, state: RequestState, action: RowAction, tokens: list[int]

@@ -20,10 +20,10 @@ from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.splitting import as_bits, join_layer, pick
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vericache_sglang.engine.places import Places
-    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.transfers import Transfer
 
 
@@ -32,9 +32,13 @@ class Mover:
 
     Args:
         places: Pool, row table, host memory.
+        drafts: Returns a reader of a request's packed draft part.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(
+        self, places: Places, drafts: Callable[[RequestState], DraftParts]
+    ) -> None:
+        self._drafts = drafts
         self._places = places
         self._geometry = places.geometry
         self._pool = places.pool
@@ -47,21 +51,22 @@ class Mover:
         Returns:
             The copy; None when the host budget does not allow it.
         """
-        parts, row = _parts(state), self._places.row(state)
+        parts, row = state.split, self._places.row(state)
         budget = parts.budget
-        if not self._host.fits_complement(budget.dropped, budget.kept):
+        if not self._host.fits_complement(budget):
             return None
-        complement = self._host.open(state.rid, budget.dropped, budget.kept)
-        body = row[: budget.offered].to(torch.int64).clone()
+        complement = self._host.open(state.rid, budget)
         kv = state.req.kv
         if parts.layout is Layout.PERMUTED:
-            out = body[budget.kept :]
+            body = row[: budget.offered].to(torch.int64).clone()
+            out = body[budget.slots :]
             transfer = self._transfers.save(
                 self._permuted(out, parts, complement), complement
             )
             free(tree_cache, out)
-            relist(row, kv, budget.offered, body[: budget.kept])
+            relist(row, kv, parts.head, body[: budget.slots])
         else:
+            body = row[: budget.offered].to(torch.int64).clone()
             owned = kv.cache_protected_len
             transfer = self._transfers.save(
                 self._beside(body, parts, complement), complement
@@ -69,6 +74,7 @@ class Mover:
             leave_tree(state.req, tree_cache)
             free(tree_cache, body[owned:])
             relist(row, kv, budget.offered, body[:0])
+        self._host.settle(state.rid)
         parts.layout = Layout.KEPT
         return transfer
 
@@ -81,29 +87,31 @@ class Mover:
         Raises:
             TransferError: The host copy is damaged.
         """
-        parts, row = _parts(state), self._places.row(state)
-        fresh = allocate(tree_cache, parts.budget.dropped)
+        parts, row = state.split, self._places.row(state)
+        budget = parts.budget
+        packed = budget.code_slots > 0
+        fresh = allocate(tree_cache, budget.offered if packed else budget.staged)
         if fresh is None:
             return False
-        complement = self._host.complement(state.rid)
+        draft = row[: budget.slots].to(torch.int64).clone()
         try:
-            for layer in range(self._geometry.layers):
-                complement.verify(layer)
-                self._places.put(
-                    layer, fresh, complement.keys[layer], complement.values[layer]
-                )
+            if packed:  # codes stay codes, so the whole KV goes beside them
+                self._write_whole(state, draft[budget.code_slots :], fresh)
+            else:
+                for layer, entries in enumerate(self._away(state, fresh)):
+                    self._places.put(layer, fresh, *entries)
         except BaseException:
             free(tree_cache, fresh)
             raise
-        kept = row[: parts.budget.kept].to(torch.int64)
-        relist(row, state.req.kv, parts.budget.kept, torch.cat([kept, fresh]))
-        parts.layout = Layout.PERMUTED
+        head = [fresh, draft] if packed else [draft, fresh]
+        relist(row, state.req.kv, budget.slots, torch.cat(head))
+        parts.layout = Layout.BESIDE if packed else Layout.PERMUTED
         self._host.drop(state.rid)
         return True
 
     def unsplit(self, state: RequestState, tree_cache: Any) -> None:
         """Give the copies beside a whole prompt back; the choice is remembered."""
-        parts, row = _parts(state), self._places.row(state)
+        parts, row = state.split, self._places.row(state)
         if parts.layout is not Layout.BESIDE:
             return
         body = row[: parts.budget.offered].to(torch.int64).clone()
@@ -119,7 +127,7 @@ class Mover:
         Returns:
             The copy; None when the host budget does not allow it.
         """
-        parts, row, kv = _parts(state), self._places.row(state), state.req.kv
+        parts, row, kv = state.split, self._places.row(state), state.req.kv
         held = state.row_length + len(state.drafts)
         if not self._host.fits(self._host.parked_bytes(held)):
             return None
@@ -144,7 +152,7 @@ class Mover:
         Raises:
             TransferError: The host copy is damaged.
         """
-        parts, row, kv = _parts(state), self._places.row(state), state.req.kv
+        parts, row, kv = state.split, self._places.row(state), state.req.kv
         pages = -(-parts.parked_slots // self._page) * self._page
         fresh = allocate(tree_cache, pages - self._page)
         if fresh is None:
@@ -197,48 +205,61 @@ class Mover:
             relist(row, kv, parts.head, cached)
             kv.cache_protected_len = budget.offered
             return True
-        fresh = own[budget.kept :]
+        whole, exact = own, own[budget.code_slots : budget.slots]
         if parts.layout is Layout.KEPT:
-            taken = allocate(tree_cache, budget.dropped)
+            taken = allocate(tree_cache, budget.offered - budget.slots)
             if taken is None:
                 return False
-            fresh = taken
-        kept_slots = own[: budget.kept]
-        whole = torch.cat([kept_slots, fresh])
-        for layer, dropped in enumerate(self._dropped_entries(state, fresh)):
-            kept = parts.kept[layer].to(whole.device, torch.int64)
-            buffers = (self._pool.k_buffer[layer], self._pool.v_buffer[layer])
-            for buffer, entries in zip(buffers, dropped, strict=True):
-                bits = as_bits(buffer)
-                bits[whole] = join_layer(bits[kept_slots], kept, as_bits(entries))
+            whole = torch.cat([own, taken])
+        self._write_whole(state, exact, whole)
         relist(row, kv, parts.head, whole)
         return True
 
-    def _dropped_entries(
-        self, state: RequestState, fresh: torch.Tensor
+    def _write_whole(
+        self, state: RequestState, exact: torch.Tensor, whole: torch.Tensor
+    ) -> None:
+        """Write a prompt's entries in order.
+
+        Args:
+            state: Split; its complement is on the host or behind its exact entries.
+            exact: [n] int64, slots of the exact entries.
+            whole: [B] int64, where the entries go; may be slots they come from.
+
+        Raises:
+            TransferError: The host copy is damaged.
+        """
+        parts = state.split
+        away = self._places.row(state)[parts.budget.slots : parts.head]
+        for layer, others in enumerate(self._away(state, away.to(torch.int64).clone())):
+            kept = parts.kept[layer].to(whole.device, torch.int64)
+            buffers = (self._pool.k_buffer[layer], self._pool.v_buffer[layer])
+            for buffer, entries in zip(buffers, others, strict=True):
+                bits = as_bits(buffer)
+                bits[whole] = join_layer(bits[exact], kept, as_bits(entries))
+
+    def _away(
+        self, state: RequestState, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's dropped keys and values, from where they are.
+        """Yield each layer's entries that are not exact in the draft part.
 
         Raises:
             TransferError: The host copy is damaged.
         """
         if state.layout is not Layout.KEPT:
-            yield from gathered(self._pool.k_buffer, self._pool.v_buffer, fresh)
+            yield from gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
             return
-        complement = self._host.complement(state.rid)
+        complement, drafts = self._host.complement(state.rid), self._drafts(state)
         for layer in range(self._geometry.layers):
             complement.verify(layer)
-            yield (
-                complement.keys[layer].to(fresh.device),
-                complement.values[layer].to(fresh.device),
-            )
+            keys, values = complement.entries(layer, drafts)
+            yield keys.to(slots.device), values.to(slots.device)
 
     def _permuted(
         self, out: torch.Tensor, parts: Parts, complement: Complement
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, out)
         for layer, block in enumerate(blocks):
-            complement.kept[layer].copy_(parts.kept[layer])
+            complement.describe(layer, parts.kept[layer], parts.coded[layer])
             yield block
 
     def _beside(
@@ -246,7 +267,7 @@ class Mover:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
         for layer, (keys, values) in enumerate(blocks):
-            complement.kept[layer].copy_(parts.kept[layer])
+            complement.describe(layer, parts.kept[layer], parts.coded[layer])
             kept = parts.kept[layer].to(keys.device, torch.int64)
             dropped = complement_indices(kept, parts.budget.offered)
             yield pick(keys, dropped), pick(values, dropped)
@@ -254,9 +275,3 @@ class Mover:
     @property
     def _page(self) -> int:
         return self._geometry.page_size
-
-
-def _parts(state: RequestState) -> Parts:
-    if state.parts is None:
-        raise InvariantError(f"{state.rid} is not split")
-    return state.parts

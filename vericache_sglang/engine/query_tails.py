@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from vericache_sglang.compression.base import QueryTail
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 class QueryTails:
@@ -31,16 +31,6 @@ class QueryTails:
 
     def __len__(self) -> int:
         return len(self._tails)
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Have every attention layer of ``model`` report; nothing if ``width`` is 0.
-
-        The hook on ``RadixAttention.forward`` (patches: layers_radix_attention) calls
-        the attribute set here.
-        """
-        if self.width:
-            for layer in attention_layers(model):
-                layer.vericache_observer = self.observe
 
     def observe(self, layer: int, queries: torch.Tensor, batch: Any) -> None:
         """Take in one layer of one prefill forward.
@@ -65,6 +55,11 @@ class QueryTails:
             if count:
                 new = queries[stop - min(count, self.width) : stop].transpose(0, 1)
                 self._extend(rid, layer, new, prefix, prefix + count)
+
+    @property
+    def rids(self) -> Collection[str]:
+        """Requests with a tail."""
+        return self._tails.keys()
 
     def of(self, rid: str) -> Mapping[int, QueryTail]:
         """Return the tails of a request by layer; empty if none is known."""

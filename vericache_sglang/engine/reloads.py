@@ -12,6 +12,7 @@ from vericache_sglang.memory.ledger import Account
 if TYPE_CHECKING:
     from vericache_sglang.engine.counters import Counters
     from vericache_sglang.engine.link_log import LinkLog
+    from vericache_sglang.memory.complement import DraftParts
     from vericache_sglang.memory.host_store import HostStore
     from vericache_sglang.memory.ledger import Ledger
     from vericache_sglang.memory.staging import Lease, Span, StagingRegion
@@ -71,12 +72,13 @@ class Reloads:
         self._staged: dict[str, Staged] = {}
         self._key_of: dict[str, str] = {}
 
-    def start(self, rid: str, key: str) -> int:
+    def start(self, rid: str, key: str, drafts: DraftParts) -> int:
         """Start staging a request's complement, or join the one that is staged.
 
         Args:
             rid: Request id.
             key: What its staging is known by; equal for those who share.
+            drafts: Its draft part, which the complement may have to be joined with.
 
         Returns:
             Bytes put on the link; 0 where another request's are used.
@@ -95,7 +97,7 @@ class Reloads:
         if lease is None:
             raise InvariantError(f"no staging room for {complement.slots} slots")
         self._ledger.take(Account.STAGING_SLOTS, key, lease.slots)
-        transfer = self._transfers.start(complement, lease)
+        transfer = self._transfers.start(complement, lease, drafts)
         self._staged[key] = Staged(lease, complement.slots, transfer, {rid: None})
         counters = self._counters
         counters.peak_staged_bytes = max(

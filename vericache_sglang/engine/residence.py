@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.compression.base import ModelSpec
-from vericache_sglang.compression.catalog import create_selector
+import torch
+
+from vericache_sglang.compression.base import Selector
 from vericache_sglang.engine.calibration import measure_link
+from vericache_sglang.engine.codes import Codes
 from vericache_sglang.engine.counters import Counters
 from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
-from vericache_sglang.engine.query_tails import QueryTails
+from vericache_sglang.engine.prompt_watch import PromptWatch
 from vericache_sglang.engine.reloads import Reloads
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.engine.state import Layout, RequestState
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.ledger import Account, Ledger
@@ -34,9 +38,10 @@ from vericache_sglang.scheduling.plan import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    import torch
-
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.memory.complement import DraftParts
     from vericache_sglang.memory.transfers import Transfer
     from vericache_sglang.scheduling.estimates import Estimates
 
@@ -52,7 +57,7 @@ class Residence:
         estimates: Learns the speed of link and splits.
         req_to_token_pool: SGLang's row pool; its table is replaced by a wider one.
         allocator: SGLang's slot allocator over a pool with a staging region.
-        query_heads: Query heads on this rank.
+        compressor: Bound to the model.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class Residence:
         estimates: Estimates,
         req_to_token_pool: Any,
         allocator: Any,
-        query_heads: int,
+        compressor: Compressor,
     ) -> None:
         pool = allocator.get_kvcache()
         page = allocator.page_size
@@ -77,28 +82,30 @@ class Residence:
             page_size=page,
         )
         rows = req_to_token_pool.req_to_token.shape[0]
-        self.table = _widen(req_to_token_pool, config, page)
+        self.table = _widen(
+            req_to_token_pool, config, page, _most_kept(config, compressor)
+        )
         self.verify_rows = range(rows, rows + config.max_verifies)
         self._draft_rows = list(range(self.verify_rows.stop, self.table.shape[0]))
         self.ledger = Ledger()
+        selector, codec = compressor.selector, compressor.codec
+        if codec is not None:
+            codec = codec.without_tail()  # recent tokens are kept exact by the splitter
         self.host = HostStore(
-            self.geometry, pool.store_dtype, int(config.host_gb * GIB)
-        )
-        self._selector = create_selector(config.compressor, config.seed)
-        self._selector.bind(
-            ModelSpec(
-                layers=pool.layer_num,
-                query_heads=query_heads,
-                kv_heads=pool.head_num,
-                head_dim=pool.head_dim,
-            )
+            self.geometry, pool.store_dtype, int(config.host_gb * GIB), codec
         )
         self.link_log = LinkLog(estimates.link)
-        self.query_tails = QueryTails(self._selector.needs.q_tail)
         transfers = open_transfers(pool.k_buffer, pool.v_buffer, config.link_gbps)
-        places = Places(self.geometry, pool, self.table, self.host, transfers)
-        self.splitter = Splitter(config, self._selector, places)
-        self._mover = Mover(places)
+        self.places = Places(self.geometry, pool, self.table, self.host, transfers)
+        self.watch = PromptWatch(selector, self.places)
+        self.codes = None if codec is None else Codes(codec, self.places)
+        self.splitter = Splitter(config, selector, self.codes, self.places)
+        self._mover = Mover(self.places, self.drafts)
+        self._read_weight = 1.0
+        if self.codes is not None:
+            slot_s = estimates.iteration.coefficients
+            exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
+            self._read_weight += self.codes.seconds_per_token() / exact_s
         self.reloads = Reloads(
             StagingRegion(pool.staging_start, pool.staging_tokens, page),
             transfers,
@@ -107,13 +114,23 @@ class Residence:
             self.counters,
             self.link_log,
         )
-        measure_link(places, self.reloads.region, estimates.link)
+        measure_link(self.places, self.reloads.region, estimates.link)
         self._outgoing: list[tuple[str, Transfer]] = []
 
     @property
     def host_slots(self) -> int:
         """Slots of a complement that still fit the host budget."""
         return self.host.free_bytes // self.geometry.token_bytes
+
+    def draft_reads(self, budget: Budget) -> int:
+        """Return the exact slots that cost as much to read as a draft part."""
+        return budget.exact + round(budget.coded * self._read_weight)
+
+    def carried(self, budget: Budget) -> int:
+        """Return the bytes of a complement, in slots; escapes are not counted."""
+        if self.codes is None:
+            return budget.staged
+        return budget.dropped + round(budget.coded * self.codes.transfer_fraction)
 
     def make(self, move: Move, state: RequestState, tree_cache: Any) -> bool:
         """Carry out one move of a plan.
@@ -138,16 +155,28 @@ class Residence:
         """Return what a request's staging is known by; equal for those who share."""
         return self.host.group_of(rid)
 
+    def start_reload(self, state: RequestState) -> int:
+        """Start staging a request's complement; see ``Reloads.start``."""
+        key = self.staging_key(state.rid)
+        return self.reloads.start(state.rid, key, self.drafts(state))
+
+    def drafts(self, state: RequestState) -> DraftParts:
+        """Return a reader of a request's packed draft part; of nothing without one."""
+        return (lambda layer: []) if self.codes is None else self.codes.drafts(state)
+
     def join(self, state: RequestState, tree_cache: Any) -> None:
         """Make a finished row whole for the prefix tree; see ``Mover.join``."""
-        self.counters.joins += self._mover.join(state, tree_cache)
+        if not self._mover.join(state, tree_cache):
+            return
+        self.counters.joins += 1
+        body = self._body(state, state.split.budget)
+        self.watch.note(body, state.split.noted)
 
     def release(self, state: RequestState) -> None:
         """Give back all a request holds; its row itself is SGLang's to free."""
-        self.query_tails.forget(state.rid)
+        self.watch.forget(state.rid)
         self.reloads.end(state.rid)
         self.host.drop(state.rid)
-        self._selector.close(state.rid)
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         self._give_shadow(state)
 
@@ -179,7 +208,7 @@ class Residence:
             "staging_bytes": self.reloads.region.used * self.geometry.token_bytes,
             "host_bytes": self.host.used_bytes,
             "host_budget_bytes": self.host.budget_bytes,
-            "query_tails": len(self.query_tails),
+            "query_tails": len(self.watch),
             "staging_tokens": self.reloads.region.slots,
         }
 
@@ -208,6 +237,19 @@ class Residence:
         state.drop_drafts()
         return True
 
+    def budget(self, state: RequestState) -> Budget | None:
+        """Return the counts of a prompt whose row is whole; None: it is not split."""
+        plain = self.splitter.budget(state.prompt)
+        if plain is None:
+            return None
+        share = self.watch.share(self._body(state, plain))
+        return self.splitter.budget(state.prompt, share)
+
+    def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
+        """Return the slots of the prompt's whole pages, where the row is whole."""
+        row = self.table[state.req.kv.req_pool_idx]
+        return row[: budget.offered].to(torch.int64).clone()
+
     def _split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
         if state.layout is Layout.PERMUTED:  # both parts are there already
             if to is Residency.HOST:
@@ -220,19 +262,26 @@ class Residence:
         return made
 
     def _first_split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
-        queries = self.query_tails.of(state.rid)
-        if not self.splitter.ready(state, queries):
+        known = state.parts
+        if known is None and not self.watch.ready(state.rid):
             return False
+        budget = known.budget if known else self.budget(state)
+        if budget is None:
+            raise InvariantError(f"{state.rid} is too short to be split")
+        body = self._body(state, budget)
+        look = partial(self.watch.seen, state.rid, slots=body)
         began = time.perf_counter()
         if to is Residency.HOST:
-            transfer = self.splitter.to_host(state, tree_cache, queries)
+            transfer = self.splitter.to_host(state, tree_cache, budget, look)
             made = transfer is not None
             if transfer is not None:
                 self._note_offload(state, transfer)
         else:
-            made = self.splitter.on_device(state, tree_cache, queries)
+            made = self.splitter.on_device(state, tree_cache, budget, look)
         if made:
-            self.query_tails.forget(state.rid)
+            if known is None:
+                state.split.noted = self.watch.noted(body)
+            self.watch.forget(state.rid)
             elapsed = time.perf_counter() - began
             self._estimates.split_s.observe(elapsed / state.prompt)
         return made
@@ -255,7 +304,7 @@ class Residence:
     def _book(self, state: RequestState) -> None:
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         if state.parts is not None and state.layout in (Layout.KEPT, Layout.BESIDE):
-            self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.kept)
+            self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.slots)
 
     def _tell_scheduler(self, state: RequestState) -> None:
         """Leave on SGLang's request what our hooks read of a split one.
@@ -284,7 +333,7 @@ class Residence:
         budget = parts.budget
         own = self.table[state.req.kv.req_pool_idx]
         start = budget.offered if parts.layout is Layout.BESIDE else 0
-        self.table[parts.shadow, : budget.kept] = own[start : start + budget.kept]
+        self.table[parts.shadow, : budget.slots] = own[start : start + budget.slots]
 
     def _give_shadow(self, state: RequestState) -> None:
         if state.parts is not None and state.parts.shadow >= 0:
@@ -292,13 +341,20 @@ class Residence:
             state.parts.shadow = -1
 
 
-def _widen(pool: Any, config: VeriCacheConfig, page: int) -> torch.Tensor:
+def _most_kept(config: VeriCacheConfig, compressor: Compressor) -> float:
+    """Return the largest draft part, as a share of the prompt's slots."""
+    selector = compressor.selector
+    fixed = selector is not None and type(selector).keep_share is Selector.keep_share
+    return config.keep if fixed and compressor.codec is None else 1.0
+
+
+def _widen(pool: Any, config: VeriCacheConfig, page: int, share: float) -> torch.Tensor:
     """Give SGLang's row table shadow rows, and its rows room for copies and drafts."""
     old: torch.Tensor = pool.req_to_token
     rows, width = old.shape
     # Twice the round (SGLang reserves two, allocation_sizing.py) and a page to round;
-    # kept entries may be listed beside a whole prompt.
-    extra = 2 * (config.draft_length + 1) + int(config.keep * width) + 2 * page
+    # the draft part may be listed beside a whole prompt.
+    extra = 2 * (config.draft_length + 1) + int(share * width) + 2 * page
     wide = old.new_zeros(2 * rows + config.max_verifies, width + extra)
     wide[:rows, :width] = old
     pool.req_to_token = wide

@@ -10,8 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
-from vericache_sglang.engine.state import Layout, Parts
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.engine.state import Layout
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
 
@@ -33,6 +32,7 @@ class ForwardRow:
         tokens: Query tokens; 1, or d + 1 in a verification.
         position: True position of ``tokens[0]`` in the text.
         slots: [len(tokens)] int64, where their KV is written.
+        packed: The request, where the row begins with slots of codes.
     """
 
     batch_index: int
@@ -41,6 +41,7 @@ class ForwardRow:
     tokens: list[int]
     position: int
     slots: torch.Tensor
+    packed: RequestState | None = None
 
 
 class MixedRows:
@@ -78,7 +79,11 @@ class MixedRows:
         else:
             row, prefix = own, at
         slots = self._table[own, at : at + len(tokens)].to(torch.int64)
-        self.rows.append(ForwardRow(batch_index, row, prefix, tokens, position, slots))
+        coded = isinstance(action, Draft) and state.split.budget.coded
+        packed = state if coded else None
+        self.rows.append(
+            ForwardRow(batch_index, row, prefix, tokens, position, slots, packed)
+        )
         return True
 
     def starts(self) -> list[int]:
@@ -91,14 +96,18 @@ class MixedRows:
         tokens = reads = products = 0
         for row in self.rows:
             n = len(row.tokens)
+            slots = row.prefix + n
+            if row.packed is not None:
+                budget = row.packed.split.budget
+                slots += self._residence.draft_reads(budget) - budget.slots
             tokens += n
-            reads += row.prefix + n
-            products += n * (row.prefix + n)
+            reads += slots
+            products += n * slots
         return Work(tokens, reads, products)
 
     def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
         """Return the row that lists the draft part, and its length."""
-        parts = _split(state)
+        parts = state.split
         drafts = len(state.drafts)
         if parts.layout is Layout.KEPT:
             return own, state.row_length + drafts
@@ -107,16 +116,16 @@ class MixedRows:
         if decoded >= parts.listed:
             # Decode slots are listed once; two rounds ahead are allocated already.
             known = state.req.kv.kv_allocated_len - parts.head
-            kept = parts.budget.kept
-            shadow[kept + parts.listed : kept + known] = self._table[
+            slots = parts.budget.slots
+            shadow[slots + parts.listed : slots + known] = self._table[
                 own, parts.head + parts.listed : parts.head + known
             ]
             parts.listed = known
-        return parts.shadow, parts.budget.kept + decoded
+        return parts.shadow, parts.budget.slots + decoded
 
     def _whole_row(self, own: int, state: RequestState) -> int:
         """Return the row that lists both parts, for a verification."""
-        parts = _split(state)
+        parts = state.split
         if parts.layout is Layout.PERMUTED:
             return own
         source = self._table[own]
@@ -127,19 +136,13 @@ class MixedRows:
         if parts.layout is Layout.BESIDE:
             row[:offered] = source[:offered]
         else:
-            at = parts.budget.kept
-            row[:at] = source[:at]
+            codes, at = parts.budget.code_slots, parts.budget.exact
+            row[:at] = source[codes : codes + at]
             for span in self._residence.reloads.spans(state.rid):
                 row[at : at + span.slots] = torch.arange(span.start, span.end)
                 at += span.slots
         row[offered : offered + end - parts.head] = source[parts.head : end]
         return shadow
-
-
-def _split(state: RequestState) -> Parts:
-    if state.parts is None:
-        raise InvariantError(f"{state.rid} is not split")
-    return state.parts
 
 
 def build_forward(

@@ -1,14 +1,17 @@
-"""The runtime's fixed settings, from the configuration and the built pool."""
+"""What the runtime is told of the server once, and of a request when it arrives."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vericache_sglang.scheduling.plan import Shape
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
 if TYPE_CHECKING:
+    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.engine.residence import Residence
+    from vericache_sglang.engine.state import RequestState
 
 
 def runtime_settings(config: VeriCacheConfig, residence: Residence) -> RuntimeSettings:
@@ -22,4 +25,37 @@ def runtime_settings(config: VeriCacheConfig, residence: Residence) -> RuntimeSe
         token_bytes=residence.geometry.token_bytes,
         horizon=config.horizon,
         page=residence.geometry.page_size,
+    )
+
+
+def shape_of(
+    state: RequestState,
+    budget: Budget,
+    residence: Residence,
+    *,
+    cached: bool,
+    overlap: bool,
+) -> Shape:
+    """Return what the runtime plans a request by.
+
+    Args:
+        state: The request; its prompt is whole on the device.
+        budget: Counts of its prompt.
+        residence: Prices its draft part.
+        cached: There is a prefix tree, whose slots are never permuted.
+        overlap: The prefill's result (the tree insertion) is processed only after the
+            first decode was launched.
+    """
+    return Shape(
+        rid=state.rid,
+        prompt=state.prompt,
+        kept=budget.slots,
+        dropped=budget.offered - budget.slots,
+        copies=budget.slots if cached or budget.coded else 0,
+        staged=budget.staged,
+        carried=residence.carried(budget),
+        reads=residence.draft_reads(budget),
+        remaining=state.remaining,
+        longest=state.longest,
+        ready_in=1 if overlap else 0,
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_kernels.packed_attention import Segment
 
 
 class VeriCacheSpecInput(SpecInput):
@@ -32,6 +37,9 @@ class VeriCacheSpecInput(SpecInput):
         self.positions = positions
         # Read by the hook on LoRA batches (patches: lora_utils).
         self.row_lengths = row_lengths
+        # By row: slots of codes it begins with, and what decodes them, by layer.
+        # SGLang copies a ForwardBatch field by field, so it cannot carry them itself.
+        self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
         self.future_indices: torch.Tensor | None = None
         self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
         self.topk_p = None

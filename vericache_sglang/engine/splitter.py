@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
+    coded_rows,
     complement_indices,
     keep_indices,
 )
@@ -25,141 +27,180 @@ from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.splitting import pick
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from vericache_sglang.compression.base import QueryTail, Selector
+    from vericache_sglang.compression.base import Seen, Selector
+    from vericache_sglang.compression.codecs.base import Part
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine.codes import Codes
     from vericache_sglang.engine.places import Places
-    from vericache_sglang.memory.complement import Complement
     from vericache_sglang.memory.transfers import Transfer
 
-Entries = tuple[torch.Tensor, torch.Tensor]
+    Look = Callable[[int], Seen]
+    """What was collected of a prompt, by layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """What stays of a prompt; int32, on the CPU.
+
+    Attributes:
+        exact: [L, H, n] prompt positions.
+        coded: [L, H, coded] prompt positions.
+    """
+
+    exact: torch.Tensor
+    coded: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLayer:
+    """One layer of a draft part: exact entries [n, H, D], and what is packed."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    packed: list[Part]
 
 
 class Splitter:
     """Moves entries between a row's slots, fresh slots and the host.
 
-    Slots the tree owns are never written: other rows may list them. Then the kept
-    entries get slots of their own, and the tree keeps its full copy for as long as it
-    is not evicted. Where no slot is free for a split to the host, the kept entries
-    wait in host memory while our own lock on the tree is dropped, so device memory
+    Slots the tree owns are never written: other rows may list them. Then the draft
+    part gets slots of its own, and the tree keeps its full copy for as long as it
+    is not evicted. Where no slot is free for a split to the host, the draft part
+    waits in host memory while our own lock on the tree is dropped, so device memory
     never exceeds the full KV.
 
     Args:
         config: Compressor budget and protected tokens.
-        selector: Bound to the model.
+        selector: Bound to the model; None: every token is kept.
+        codes: Packs what is kept; None: it stays as it is.
         places: Pool, row table, host memory.
     """
 
     def __init__(
-        self, config: VeriCacheConfig, selector: Selector, places: Places
+        self,
+        config: VeriCacheConfig,
+        selector: Selector | None,
+        codes: Codes | None,
+        places: Places,
     ) -> None:
         self._config = config
         self._selector = selector
+        self._codes = codes
         self._places = places
         self._geometry = places.geometry
         self._pool = places.pool
         self._host = places.host
 
-    def budget(self, prompt: int) -> Budget | None:
-        """Return the counts for a prompt of ``prompt`` tokens; None: do not split."""
+    def budget(self, prompt: int, share: float | None = None) -> Budget | None:
+        """Return the counts for a prompt of ``prompt`` tokens; None: do not split.
+
+        Args:
+            prompt: T, in tokens.
+            share: The method's own share to keep; None: as configured.
+        """
         body = self._geometry.page_floor(prompt)
         if prompt < self._config.min_prompt or body == 0:
             return None
-        page = self._geometry.page_size
-        tail = prompt - body
+        align, keep = self._geometry.page_size, 1.0
+        if self._selector is not None:
+            align *= self._selector.needs.token_align
+            keep = self._config.keep if share is None else share
         budget = budget_for(
             body,
-            self._config.keep,
+            keep,
             self._config.sink_tokens,
-            max(0, self._config.recent_tokens - tail),
-            page * self._selector.needs.token_align,
+            max(0, self._config.recent_tokens - (prompt - body)),
+            align,
         )
-        return budget if budget.dropped else None
-
-    def ready(self, state: RequestState, queries: Mapping[int, QueryTail]) -> bool:
-        """Say whether the selector has what it asks for."""
-        return (
-            state.parts is not None
-            or not self._selector.needs.q_tail
-            or len(queries) == self._geometry.layers
-        )
+        if self._codes is not None:
+            budget = self._codes.complete(budget)
+        return budget if budget.slots < budget.offered else None
 
     def to_host(
-        self, state: RequestState, tree_cache: Any, queries: Mapping[int, QueryTail]
+        self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
     ) -> Transfer | None:
         """Split the prompt of a plainly decoding request; the complement leaves.
 
         Args:
             state: A request whose row is whole and whose prefill was processed.
             tree_cache: SGLang's prefix cache.
-            queries: Layer -> last queries of the prompt, where the selector asks.
+            budget: Counts of its prompt.
+            look: What was collected of it.
 
         Returns:
             The copy to the host; None when device or host memory does not allow it
             now, and nothing changed.
         """
-        req, budget = state.req, self._budget_of(state)
-        if not self._host.fits_complement(budget.dropped, budget.kept):
+        req = state.req
+        if not self._host.fits_complement(budget):
             return None
         row = self._places.row(state)
         body = row[: budget.offered].to(torch.int64).clone()
         owned = req.kv.cache_protected_len
-        target = body[: budget.kept] if owned == 0 else None
+        target = body[: budget.slots] if owned == 0 else None
         if target is None:
-            target = allocate(tree_cache, budget.kept)
-        if target is None and not own_lock_covers(req, tree_cache, budget.kept):
+            target = allocate(tree_cache, budget.slots)
+        if target is None and not own_lock_covers(req, tree_cache, budget.slots):
             return None
-        complement = self._host.open(state.rid, budget.dropped, budget.kept)
-        waiting: list[Entries] = []
-        transfer = self._places.transfers.save(
-            self._dropped(state, body, complement, target, waiting, queries), complement
-        )
+        complement = self._host.open(state.rid, budget)
+        chosen = self._chosen(state, budget)
+        waiting: list[DraftLayer] = []
+
+        def leaving() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for layer, keys, values in self._layers(state, body, budget, chosen, look):
+                complement.describe(layer, chosen.exact[layer], chosen.coded[layer])
+                draft = self._draft(layer, keys, values, chosen)
+                away = complement_indices(
+                    chosen.exact[layer].to(keys.device, torch.int64), budget.offered
+                )
+                yield pick(keys, away), pick(values, away)
+                if target is None:
+                    waiting.append(draft)
+                else:
+                    self._put(layer, target, budget, draft)
+
+        transfer = self._places.transfers.save(leaving(), complement)
+        self._host.settle(state.rid)
         leave_tree(req, tree_cache)
-        free(tree_cache, body[owned:] if owned else body[budget.kept :])
+        free(tree_cache, body[owned:] if owned else body[budget.slots :])
         if target is None:
-            target = allocate(tree_cache, budget.kept)
+            target = allocate(tree_cache, budget.slots)
             if target is None:
                 raise InvariantError(f"{state.rid}: its own prompt's slots are taken")
-            self._write_waiting(target, waiting)
+            for layer, draft in enumerate(waiting):
+                self._put(layer, target, budget, draft)
         relist(row, req.kv, budget.offered, target)
-        self._enter(state, budget, complement.kept, Layout.KEPT)
+        self._enter(state, budget, chosen, Layout.KEPT)
         return transfer
 
     def on_device(
-        self, state: RequestState, tree_cache: Any, queries: Mapping[int, QueryTail]
+        self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
     ) -> bool:
         """Split a prompt and leave both parts in the pool.
 
-        Where the tree owns prompt slots, the kept entries are copied beside them;
-        otherwise the prompt's own slots are permuted.
+        Where the tree owns prompt slots, or something is packed, the draft part gets
+        slots beside them; otherwise the prompt's own slots are permuted.
 
         Returns:
-            False when there is no room for the copies; nothing changed.
+            False when there is no room for the draft part; nothing changed.
         """
-        req, budget = state.req, self._budget_of(state)
+        req = state.req
         row = self._places.row(state)
         body = row[: budget.offered].to(torch.int64).clone()
-        beside = req.kv.cache_protected_len > 0
-        target = allocate(tree_cache, budget.kept) if beside else body[: budget.kept]
+        beside = req.kv.cache_protected_len > 0 or self._codes is not None
+        target = allocate(tree_cache, budget.slots) if beside else body[: budget.slots]
         if target is None:
             return False
-        chosen = torch.empty(
-            self._geometry.layers,
-            self._geometry.kv_heads,
-            budget.kept,
-            dtype=torch.int32,
-        )
-        for layer, keys, values, kept in self._chosen(state, body, budget, queries):
-            chosen[layer].copy_(kept)
-            self._places.put(layer, target, pick(keys, kept), pick(values, kept))
+        chosen = self._chosen(state, budget)
+        for layer, keys, values in self._layers(state, body, budget, chosen, look):
+            self._put(layer, target, budget, self._draft(layer, keys, values, chosen))
             if not beside:
-                dropped = complement_indices(kept, budget.offered)
+                exact = chosen.exact[layer].to(keys.device, torch.int64)
+                away = complement_indices(exact, budget.offered)
                 self._places.put(
-                    layer,
-                    body[budget.kept :],
-                    pick(keys, dropped),
-                    pick(values, dropped),
+                    layer, body[budget.slots :], pick(keys, away), pick(values, away)
                 )
         if beside:
             relist(row, req.kv, budget.offered, torch.cat([body, target]))
@@ -167,73 +208,77 @@ class Splitter:
         self._enter(state, budget, chosen, layout)
         return True
 
-    def _budget_of(self, state: RequestState) -> Budget:
-        budget = state.parts.budget if state.parts else self.budget(state.prompt)
-        if budget is None:
-            raise InvariantError(f"{state.rid} is too short to be split")
-        return budget
-
     def _enter(
-        self, state: RequestState, budget: Budget, kept: torch.Tensor, layout: Layout
+        self, state: RequestState, budget: Budget, chosen: Chosen, layout: Layout
     ) -> None:
         req = state.req
-        state.parts = Parts(budget, kept, layout, not req.skip_radix_cache_insert)
+        state.parts = Parts(
+            budget, chosen.exact, chosen.coded, layout, not req.skip_radix_cache_insert
+        )
         # The row no longer lists token i at place i: the tree must not key it.
         req.skip_radix_cache_insert = True
-        self._selector.close(state.rid)
+        if self._selector is not None:
+            self._selector.close(state.rid)
 
-    def _chosen(
+    def _chosen(self, state: RequestState, budget: Budget) -> Chosen:
+        """Return room for a choice, or what was chosen when it was split before."""
+        if state.parts is not None:
+            return Chosen(state.parts.kept, state.parts.coded)
+        shape = (self._geometry.layers, self._geometry.kv_heads)
+        exact = torch.empty(*shape, budget.exact, dtype=torch.int32)
+        return Chosen(exact, torch.empty(*shape, budget.coded, dtype=torch.int32))
+
+    def _layers(
         self,
         state: RequestState,
         body: torch.Tensor,
         budget: Budget,
-        queries: Mapping[int, QueryTail],
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (layer, keys [B, H, D], values, kept [H, n]); gathered copies.
-
-        A prompt that was split before keeps what was chosen then.
-        """
-        known = state.parts.kept if state.parts else None
-        if known is None:
-            self._selector.open(state.rid)
+        chosen: Chosen,
+        look: Look,
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield (layer, keys [B, H, D], values), gathered copies; fills ``chosen``."""
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
         for layer, (keys, values) in enumerate(blocks):
-            if known is not None:
-                kept = known[layer].to(keys.device, torch.int64)
-            else:
-                scores = self._selector.scores(
-                    state.rid,
-                    layer,
-                    keys.transpose(0, 1),
-                    values.transpose(0, 1),
-                    queries.get(layer),
-                )
-                kept = keep_indices(scores, budget)
-            yield layer, keys, values, kept
+            if state.parts is None:
+                kept = self._kept(state.rid, layer, keys, values, budget, look)
+                exact, coded = coded_rows(kept, budget)
+                chosen.exact[layer].copy_(exact)
+                chosen.coded[layer].copy_(coded)
+            yield layer, keys, values
 
-    def _dropped(
+    def _kept(
         self,
-        state: RequestState,
-        body: torch.Tensor,
-        complement: Complement,
-        target: torch.Tensor | None,
-        waiting: list[Entries],
-        queries: Mapping[int, QueryTail],
-    ) -> Iterator[Entries]:
-        """Yield each layer's dropped entries; the kept ones go to ``target``.
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        budget: Budget,
+        look: Look,
+    ) -> torch.Tensor:
+        """Choose the kept tokens of one layer: [H, kept] int64."""
+        if self._selector is None:
+            every = torch.arange(budget.offered, device=keys.device)
+            return every.expand(keys.shape[1], -1)
+        scores = self._selector.scores(
+            rid, layer, keys.transpose(0, 1), values.transpose(0, 1), look(layer)
+        )
+        return keep_indices(scores, budget)
 
-        Without a target they are appended to ``waiting``, in host memory.
-        """
-        budget = self._budget_of(state)
-        for layer, keys, values, kept in self._chosen(state, body, budget, queries):
-            complement.kept[layer].copy_(kept)
-            dropped = complement_indices(kept, budget.offered)
-            yield pick(keys, dropped), pick(values, dropped)
-            if target is None:
-                waiting.append((pick(keys, kept).cpu(), pick(values, kept).cpu()))
-            else:
-                self._places.put(layer, target, pick(keys, kept), pick(values, kept))
+    def _draft(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, chosen: Chosen
+    ) -> DraftLayer:
+        exact = chosen.exact[layer].to(keys.device, torch.int64)
+        packed: list[Part] = []
+        if self._codes is not None:
+            coded = chosen.coded[layer].to(keys.device, torch.int64)
+            packed = self._codes.encode(layer, keys, values, coded)
+        return DraftLayer(pick(keys, exact), pick(values, exact), packed)
 
-    def _write_waiting(self, target: torch.Tensor, waiting: list[Entries]) -> None:
-        for layer, (keys, values) in enumerate(waiting):
-            self._places.put(layer, target, keys, values)
+    def _put(
+        self, layer: int, target: torch.Tensor, budget: Budget, draft: DraftLayer
+    ) -> None:
+        """Write one layer of a draft part into its slots."""
+        codes = budget.code_slots
+        self._places.put(layer, target[codes:], draft.keys, draft.values)
+        if self._codes is not None:
+            self._codes.put(layer, target[:codes], draft.packed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_server_args, get_spec
 
+from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.files import active_config, is_disabled
 from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
 from vericache_sglang.engine.algorithm import NAME
@@ -18,4 +19,7 @@ def staging_slots() -> int:
     if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
         return 0
     context: int = model_config_of(get_server_args()).context_len
-    return resolve_staging(active_config() or VeriCacheConfig(), context)
+    config = active_config() or VeriCacheConfig()
+    compressor = create_compressor(config.compressor, config.seed)
+    # Packed tokens come back whole for a verification.
+    return resolve_staging(config, context, 0.0 if compressor.codec else None)

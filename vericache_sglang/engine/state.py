@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.errors import InvariantError
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,21 +21,22 @@ if TYPE_CHECKING:
 class Layout(Enum):
     """What a request's row of ``req_to_token`` lists before its decode slots.
 
-    B prompt slots in whole pages, n kept, m = B - n dropped; the prompt's last partial
-    page counts as decode slots.
+    B prompt slots in whole pages; the draft part is c slots of codes, none without a
+    codec, and n of exact entries; m = B - n entries are neither exact nor kept so. The
+    prompt's last partial page counts as decode slots.
     """
 
     WHOLE = "whole"
     """The B prompt slots in order; plain SGLang's row."""
 
     BESIDE = "beside"
-    """The B prompt slots in order, then n copies of the kept entries."""
+    """The B prompt slots in order, then the draft part: c + n slots of its own."""
 
     PERMUTED = "permuted"
-    """n slots of kept entries, then m slots of dropped ones."""
+    """n slots of exact entries, then m of the other ones; never with codes."""
 
     KEPT = "kept"
-    """n slots of kept entries; the complement is on the host."""
+    """The draft part; the complement is on the host."""
 
     PARKED = "parked"
     """One page of no content: all of it is on the host."""
@@ -44,8 +47,9 @@ class Parts:
     """The two parts of a prompt's KV.
 
     Attributes:
-        budget: Kept and dropped counts.
-        kept: [L, H, n] int32 on the CPU, the prompt positions of the draft part.
+        budget: Counts.
+        kept: [L, H, n] int32 on the CPU, the prompt positions that stayed exact.
+        coded: [L, H, coded] int32 on the CPU, those a codec packed.
         layout: How the row lists them.
         insertable: ``Req.skip_radix_cache_insert`` as it was, negated: whether the
             finished request may enter the prefix tree once its row is whole again.
@@ -53,15 +57,18 @@ class Parts:
             the request's own row lists more; -1 for none.
         listed: Decode slots listed in the shadow row.
         parked_slots: Slots held when it was parked.
+        noted: Per layer [H, B], scores of the prompt's tokens; empty without any.
     """
 
     budget: Budget
     kept: torch.Tensor
+    coded: torch.Tensor
     layout: Layout
     insertable: bool
     shadow: int = -1
     listed: int = 0
     parked_slots: int = 0
+    noted: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def head(self) -> int:
@@ -69,9 +76,9 @@ class Parts:
         budget = self.budget
         return {
             Layout.WHOLE: budget.offered,
-            Layout.BESIDE: budget.offered + budget.kept,
+            Layout.BESIDE: budget.offered + budget.slots,
             Layout.PERMUTED: budget.offered,
-            Layout.KEPT: budget.kept,
+            Layout.KEPT: budget.slots,
             Layout.PARKED: 0,
         }[self.layout]
 
@@ -130,6 +137,17 @@ class RequestState:
     def emitted(self) -> int:
         """Output tokens verified, those before a retraction included."""
         return len(self.outputs)
+
+    @property
+    def split(self) -> Parts:
+        """The two parts of the prompt.
+
+        Raises:
+            InvariantError: It was not split.
+        """
+        if self.parts is None:
+            raise InvariantError(f"{self.rid} is not split")
+        return self.parts
 
     @property
     def layout(self) -> Layout:

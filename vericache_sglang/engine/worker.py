@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.engine.arrival import Arrivals
 from vericache_sglang.engine.calibration import starting_coefficients
 from vericache_sglang.engine.departure import keep_last_token, last_action
+from vericache_sglang.engine.entrance import Entrance
 from vericache_sglang.engine.mixed import MixedForward
+from vericache_sglang.engine.model_services import ModelServices
 from vericache_sglang.engine.observers import open_observers
 from vericache_sglang.engine.plain import run_plain, samples_as_sglang
+from vericache_sglang.engine.probing import Probing
 from vericache_sglang.engine.query_tails import attention_layers
 from vericache_sglang.engine.residence import PLAIN_ROOM, Residence
 from vericache_sglang.engine.row_edit import room
@@ -27,7 +31,7 @@ from vericache_sglang.engine.watch import Watch
 from vericache_sglang.errors import TransferError
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel, Work
-from vericache_sglang.scheduling.plan import Move, Plain, Plan, Shape, World
+from vericache_sglang.scheduling.plan import Move, Plain, Plan, World
 from vericache_sglang.scheduling.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -73,6 +77,7 @@ class VeriCacheWorker(BaseSpecWorker):
     ) -> None:
         super().__init__()
         self._config = config
+        self._server_args = server_args
         self._target_worker = target_worker
         self._draft_worker = None
         self.model_runner = target_worker.model_runner
@@ -110,15 +115,28 @@ class VeriCacheWorker(BaseSpecWorker):
         layers = attention_layers(self.model_runner.model)
         start = starting_coefficients(pool, layers, self._config.draft_length)
         estimates = Estimates(iteration=IterationModel(start))
+        services = ModelServices(self.model_runner, self._server_args)
+        compressor = create_compressor(self._config.compressor, self._config.seed)
+        compressor = compressor.bind(services, ranks=self._server_args.tp_size)
         self.residence = Residence(
             self._config,
             estimates,
             req_to_token_pool,
             token_to_kv_pool_allocator,
-            layers[0].tp_q_head_num,
+            compressor,
         )
         self.runtime = Runtime(
             runtime_settings(self._config, self.residence), estimates
+        )
+        probing = Probing(
+            compressor.selector,
+            self.residence.watch,
+            self.residence.places,
+            self.model_runner,
+            self.residence.verify_rows[0],
+        )
+        self._entrance = Entrance(
+            self.residence, probing, self.runtime, overlap=self._overlap
         )
         self._mixed = MixedForward(
             self._config,
@@ -135,7 +153,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         """See ``BaseSpecWorker``; from here on the layers report their queries."""
-        self.residence.query_tails.watch(self.model_runner.model)
+        self.residence.watch.watch(self.model_runner.model)
 
     # -- called by the scheduler ------------------------------------------------
 
@@ -171,7 +189,8 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
-        self.residence.query_tails.forget(req.rid)
+        self.residence.watch.forget(req.rid)
+        self._entrance.forget(req.rid)
         state = self._states.pop(req.rid, None)
         if state is None:
             return
@@ -213,7 +232,7 @@ class VeriCacheWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._tree_cache = batch.tree_cache
         # Read by the hook on the tree (patches: mem_cache_unified_radix_cache).
-        tail = self.residence.query_tails.width
+        tail = self.residence.watch.reprefill_tail
         self._tree_cache.vericache_reprefill_tail = tail
         result = self._target_worker.forward_batch_generation(batch)
         if not batch.is_prefill_only and batch.reqs:
@@ -228,7 +247,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 req.vericache_parked_slots = 0
                 whole = length >= len(req.origin_input_ids) + len(req.output_ids)
                 if whole and not state.eligible:  # nobody will read its queries
-                    self.residence.query_tails.forget(req.rid)
+                    self.residence.watch.forget(req.rid)
         result.accept_lens = torch.ones(
             len(batch.reqs), dtype=torch.int32, device=self.device
         )
@@ -250,9 +269,7 @@ class VeriCacheWorker(BaseSpecWorker):
         }
         states = list(seats.values())
         all_here = len(states) == len(batch.reqs)
-        for state in states:
-            if state.eligible and not state.planned:
-                self._arrive(state)
+        self._entrance.pass_on(batch, seats)
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         if as_sglang and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: no slower than plain SGLang.
@@ -277,29 +294,6 @@ class VeriCacheWorker(BaseSpecWorker):
         self._watch.end(result.accept_lens, moves)
         return result
 
-    def _arrive(self, state: RequestState) -> None:
-        """Hand a request to the runtime; its prompt is whole on the device."""
-        state.planned = True
-        budget = self.residence.splitter.budget(state.prompt)
-        if budget is None:
-            return
-        # Slots the prefix tree owns are never permuted.
-        beside = not self._tree_cache.disable
-        self.runtime.arrive(
-            Shape(
-                rid=state.rid,
-                prompt=state.prompt,
-                kept=budget.kept,
-                dropped=budget.dropped,
-                copies=budget.kept if beside else 0,
-                remaining=state.remaining,
-                longest=state.longest,
-                # Under overlap the prefill's result (the tree insertion) is processed
-                # only after the first decode was launched.
-                ready_in=1 if self._overlap else 0,
-            )
-        )
-
     def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
         arrived, failed = self.residence.reloads.poll()
         self.residence.poll_outgoing()
@@ -316,9 +310,8 @@ class VeriCacheWorker(BaseSpecWorker):
             )
         )
         for stage_in in plan.stage_ins:
-            key = self.residence.staging_key(stage_in.rid)
-            started = self.residence.reloads.start(stage_in.rid, key)
-            self._states[stage_in.rid].figures.staged_bytes += started
+            state = self._states[stage_in.rid]
+            state.figures.staged_bytes += self.residence.start_reload(state)
         self.residence.counters.note_drafting(self.runtime.drafting)
         return plan
 

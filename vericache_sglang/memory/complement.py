@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vericache_sglang.memory.host_image import HostImage
+from vericache_sglang.memory.host_image import HostImage, RawImage
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
+    from vericache_sglang.compression.codecs.base import Part
     from vericache_sglang.memory.geometry import KVGeometry
 
 
-class Complement(HostImage):
-    """One request's dropped entries; ``slots`` is m, complement slots.
+class DraftParts(Protocol):
+    """Reads a request's packed draft part where it is, in the KV pool."""
 
-    Slot j of head h holds the j-th dropped prompt token of that head; heads differ.
+    def __call__(self, layer: int) -> list[Part]:
+        """Return one layer's draft parts, segment by segment."""
+
+
+class Complement(HostImage):
+    """What brings back the tokens of a prompt that are not exact on the device.
+
+    They are counted per head in ascending position: entry j of head h is the j-th
+    token that is not among ``kept[layer, h]``; heads differ. ``slots`` is m, their
+    number.
+
+    Attributes:
+        kept: [L, H, n] int32, the prompt positions that stayed exact, for joining
+            again. Covered by the checksums, so written before a layer is sealed.
+    """
+
+    noun = "complement"
+    kept: torch.Tensor
+
+    def describe(self, layer: int, exact: torch.Tensor, coded: torch.Tensor) -> None:
+        """Say which tokens stay; before the layer is written.
+
+        Args:
+            layer: Layer index.
+            exact: [H, n] integers, positions that stay as they are.
+            coded: [H, c] integers, positions a codec packed.
+        """
+        self.kept[layer].copy_(exact)
+
+    @abstractmethod
+    def entries(
+        self, layer: int, drafts: DraftParts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one layer's entries, every bit as it was.
+
+        Args:
+            layer: Layer index; verified.
+            drafts: The draft part, for complements that hold only what it lacks.
+
+        Returns:
+            Keys [m, H, D] and values [m, H, Dv] on the host; not to be modified.
+        """
+
+    @abstractmethod
+    def equals(self, other: Complement) -> bool:
+        """Say whether both hold the same bits; reads them only if checksums agree."""
+
+
+class RawComplement(RawImage, Complement):
+    """The entries themselves.
 
     Args:
         geometry: Shapes of the pool.
         slots: m, complement slots.
-        kept: n, kept slots.
+        kept: n, exact tokens.
         dtype: Dtype of the pool.
-
-    Attributes:
-        kept: [L, H, n] int32, the prompt positions that stayed, for joining again.
-            Covered by the checksums, so written before a layer is sealed.
     """
-
-    noun = "complement"
 
     def __init__(
         self, geometry: KVGeometry, slots: int, kept: int, dtype: torch.dtype
@@ -44,10 +89,17 @@ class Complement(HostImage):
         """See ``HostImage.nbytes``; with the kept positions."""
         return super().nbytes + self.kept.nbytes
 
+    def entries(
+        self, layer: int, drafts: DraftParts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Complement.entries``; views."""
+        return self.keys[layer], self.values[layer]
+
     def equals(self, other: Complement) -> bool:
-        """Say whether both hold the same bits; reads them only if checksums agree."""
+        """See ``Complement.equals``."""
         return (
-            self.checksums == other.checksums
+            isinstance(other, RawComplement)
+            and self.checksums == other.checksums
             and torch.equal(self.kept, other.kept)
             and torch.equal(as_bits(self.keys), as_bits(other.keys))
             and torch.equal(as_bits(self.values), as_bits(other.values))

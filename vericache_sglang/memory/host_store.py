@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.complement import Complement, RawComplement
 from vericache_sglang.memory.parked import ParkedImage
+from vericache_sglang.memory.residual import ResidualComplement
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     import torch
 
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.compression.codecs.base import Codec
     from vericache_sglang.memory.geometry import KVGeometry
 
 INDEX_BYTES = 4
@@ -22,11 +25,12 @@ INDEX_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A complement and how many requests refer to it."""
+    """A complement, how many requests refer to it, and the bytes it counts as."""
 
     name: str
     complement: Complement
     holders: int
+    booked: int
 
 
 class HostStore:
@@ -40,19 +44,25 @@ class HostStore:
         geometry: Shapes of the pool the entries come from.
         dtype: Dtype of the pool.
         budget_bytes: Most bytes held at once.
+        codec: What packs draft parts; None: nothing is packed.
 
     Raises:
         InvariantError: ``geometry`` and ``dtype`` differ in bytes per element.
     """
 
     def __init__(
-        self, geometry: KVGeometry, dtype: torch.dtype, budget_bytes: int
+        self,
+        geometry: KVGeometry,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        codec: Codec | None = None,
     ) -> None:
         if geometry.element_bytes != dtype.itemsize:
             raise InvariantError(f"{geometry.element_bytes} bytes for a {dtype}")
         self.geometry = geometry
         self.dtype = dtype
         self.budget_bytes = budget_bytes
+        self._codec = codec
         self._used = 0
         self._opened = 0
         self._groups: dict[str, _Group] = {}
@@ -69,15 +79,13 @@ class HostStore:
         """Host bytes left of the budget."""
         return self.budget_bytes - self._used
 
-    def complement_bytes(self, slots: int, kept: int) -> int:
-        """Return the exact bytes of a complement, its kept positions included.
+    def complement_bytes(self, budget: Budget) -> int:
+        """Return the most bytes of a complement, its kept positions included.
 
-        Args:
-            slots: m, complement slots.
-            kept: n, kept slots.
+        Exact for one that holds entries; a residual is never larger than they are.
         """
-        positions = self.geometry.layers * self.geometry.kv_heads * kept
-        return slots * self.geometry.token_bytes + positions * INDEX_BYTES
+        positions = self.geometry.layers * self.geometry.kv_heads * budget.exact
+        return budget.staged * self.geometry.token_bytes + positions * INDEX_BYTES
 
     def parked_bytes(self, slots: int) -> int:
         """Return the exact bytes of a parked image of ``slots`` slots."""
@@ -87,17 +95,16 @@ class HostStore:
         """Say whether ``nbytes`` more bytes are within the budget."""
         return nbytes <= self.free_bytes
 
-    def fits_complement(self, slots: int, kept: int) -> bool:
+    def fits_complement(self, budget: Budget) -> bool:
         """Say whether ``open`` with these counts is within the budget."""
-        return self.fits(self.complement_bytes(slots, kept))
+        return self.fits(self.complement_bytes(budget))
 
-    def open(self, rid: str, slots: int, kept: int) -> Complement:
+    def open(self, rid: str, budget: Budget) -> Complement:
         """Allocate a complement for a request; the caller fills and seals it.
 
         Args:
             rid: Request id, holding no complement yet.
-            slots: m, complement slots.
-            kept: n, kept slots.
+            budget: Counts of its prompt.
 
         Raises:
             TransferError: It is over the budget; nothing was allocated.
@@ -105,13 +112,19 @@ class HostStore:
         """
         if rid in self._of_request:
             raise InvariantError(f"{rid} has a complement already")
-        self._require_room(self.complement_bytes(slots, kept))
-        complement = Complement(self.geometry, slots, kept, self.dtype)
-        group = _Group(f"complement-{self._opened}", complement, 1)
+        most = self.complement_bytes(budget)
+        self._require_room(most)
+        group = _Group(f"complement-{self._opened}", self._new(budget), 1, most)
         self._opened += 1
         self._groups[group.name] = self._of_request[rid] = group
-        self._used += complement.nbytes
-        return complement
+        self._used += most
+        return group.complement
+
+    def settle(self, rid: str) -> None:
+        """Count a complement as what it holds, now that it is filled."""
+        group = self._group(rid)
+        self._used += group.complement.nbytes - group.booked
+        group.booked = group.complement.nbytes
 
     def park(self, rid: str, slots: int) -> ParkedImage:
         """Allocate a parked image for a request; the caller fills it.
@@ -206,7 +219,7 @@ class HostStore:
         if dead:
             raise InvariantError(f"host memory held by dead requests {dead}")
         groups = self._groups.values()
-        used = sum(group.complement.nbytes for group in groups)
+        used = sum(group.booked for group in groups)
         used += sum(image.nbytes for image in self._parked.values())
         holders = sum(group.holders for group in groups)
         if (used, holders) != (self._used, len(self._of_request)):
@@ -226,8 +239,13 @@ class HostStore:
         if group.holders:
             return 0
         del self._groups[group.name]
-        self._used -= group.complement.nbytes
-        return group.complement.nbytes
+        self._used -= group.booked
+        return group.booked
+
+    def _new(self, budget: Budget) -> Complement:
+        if self._codec is not None and self._codec.splits:
+            return ResidualComplement(self.geometry, self.dtype, self._codec, budget)
+        return RawComplement(self.geometry, budget.staged, budget.exact, self.dtype)
 
     def _require_room(self, nbytes: int) -> None:
         if not self.fits(nbytes):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.host_image import HostImage
     from vericache_sglang.memory.parked import ParkedImage
     from vericache_sglang.memory.staging import Lease
@@ -59,11 +59,18 @@ class Transfers(Protocol):
     Nothing is tried twice: after a failure the caller may ask for the copy again.
     """
 
-    def start(self, complement: Complement, lease: Lease) -> Transfer:
+    def start(
+        self, complement: Complement, lease: Lease, drafts: DraftParts
+    ) -> Transfer:
         """Copy a complement into the first slots of a lease.
 
         Each layer is verified, then keys and values go with one contiguous copy per
         piece of the lease.
+
+        Args:
+            complement: Sealed.
+            lease: Nobody else's until the copy is done or cancelled.
+            drafts: The draft part it is joined with; it stays where it is until then.
 
         Raises:
             InvariantError: The lease is smaller than the complement.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.host_image import HostImage
+from vericache_sglang.memory.host_image import RawImage
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class ParkedImage(HostImage):
+class ParkedImage(RawImage):
     """Kept and decode slots of a request that waits without any slot on the device.
 
     Entry i of a layer is the one of the request's i-th slot, whatever its number was

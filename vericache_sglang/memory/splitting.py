@@ -9,7 +9,7 @@ import torch
 from vericache_sglang.compression.budget import complement_indices
 
 if TYPE_CHECKING:
-    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.complement import RawComplement
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size: torch's gather rewrites NaN payloads of bfloat16."""
@@ -51,7 +51,7 @@ def split_layer(
     values: torch.Tensor,
     kept: torch.Tensor,
     dropped: torch.Tensor,
-    complement: Complement,
+    complement: RawComplement,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the dropped entries of one layer to the host and gather the kept ones.

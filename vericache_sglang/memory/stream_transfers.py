@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.host_image import HostImage, RawImage
 from vericache_sglang.memory.link import copy_layer, numbered, raise_failure
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vericache_sglang.memory.complement import Complement
-    from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.link import Blocks, Move
     from vericache_sglang.memory.parked import ParkedImage
     from vericache_sglang.memory.staging import Lease
@@ -81,6 +81,17 @@ class StreamTransfer:
         self.marks.append(event)
 
 
+def _raw(image: HostImage) -> RawImage:
+    """Refuse what would have to be joined on the device.
+
+    Raises:
+        TransferError: It holds residuals.
+    """
+    if not isinstance(image, RawImage):
+        raise TransferError(f"a {image.noun} of residuals is not copied to a GPU yet")
+    return image
+
+
 class StreamTransfers:
     """See ``Transfers``; host memory is pinned.
 
@@ -102,8 +113,10 @@ class StreamTransfers:
         self._stream = torch.cuda.Stream()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
-    def start(self, complement: Complement, lease: Lease) -> StreamTransfer:
-        """See ``Transfers.start``."""
+    def start(
+        self, complement: Complement, lease: Lease, drafts: DraftParts
+    ) -> StreamTransfer:
+        """See ``Transfers.start``; entries only."""
         pieces = lease.first(complement.slots)
 
         def move(buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -113,7 +126,7 @@ class StreamTransfers:
                 buffer[piece.start : piece.end].copy_(rows, non_blocking=True)
                 filled += piece.slots
 
-        return self._queue(complement, move)
+        return self._queue(_raw(complement), move)
 
     def restore(self, image: ParkedImage, slots: torch.Tensor) -> StreamTransfer:
         """See ``Transfers.restore``."""
@@ -127,7 +140,8 @@ class StreamTransfers:
         return self._queue(image, move)
 
     def save(self, blocks: Blocks, image: HostImage) -> StreamTransfer:
-        """See ``Transfers.save``."""
+        """See ``Transfers.save``; entries only."""
+        image = _raw(image)
         transfer = StreamTransfer(image.nbytes_layer * image.layers)
         transfer.begin.record(self._stream)
         try:
@@ -156,7 +170,7 @@ class StreamTransfers:
         self._thread.shutdown(cancel_futures=True)
         self._stream.synchronize()
 
-    def _queue(self, image: HostImage, move: Move) -> StreamTransfer:
+    def _queue(self, image: RawImage, move: Move) -> StreamTransfer:
         # The slots may still be read by a forward that was launched before.
         free = torch.cuda.Event()
         free.record()

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.host_image import HostImage
-    from vericache_sglang.memory.link import Blocks, Booking, Move
+    from vericache_sglang.memory.link import Blocks, Booking
     from vericache_sglang.memory.parked import ParkedImage
     from vericache_sglang.memory.staging import Lease, Span
 
@@ -130,22 +130,34 @@ class ThreadTransfers:
         # One thread: a link carries one copy at a time, in the order they were asked.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
-    def start(self, complement: Complement, lease: Lease) -> ThreadTransfer:
+    def start(
+        self, complement: Complement, lease: Lease, drafts: DraftParts
+    ) -> ThreadTransfer:
         """See ``Transfers.start``."""
         pieces = lease.first(complement.slots)
-        return self._queue(
-            complement, lambda buffer, source: _copy_pieces(buffer, source, pieces)
-        )
+
+        def copy(layer: int) -> None:
+            complement.verify(layer)
+            keys, values = complement.entries(layer, drafts)
+            _copy_pieces(self._keys[layer], keys, pieces)
+            _copy_pieces(self._values[layer], values, pieces)
+
+        return self._queue(complement, copy)
 
     def restore(self, image: ParkedImage, slots: torch.Tensor) -> ThreadTransfer:
         """See ``Transfers.restore``."""
         image.require_places(slots)
         index = slots.numpy()
 
-        def scatter(buffer: torch.Tensor, source: torch.Tensor) -> None:
-            as_bits(buffer).numpy()[index] = as_bits(source).numpy()
+        def copy(layer: int) -> None:
+            image.verify(layer)
+            for buffer, source in (
+                (self._keys[layer], image.keys[layer]),
+                (self._values[layer], image.values[layer]),
+            ):
+                as_bits(buffer).numpy()[index] = as_bits(source).numpy()
 
-        return self._queue(image, scatter)
+        return self._queue(image, copy)
 
     def save(self, blocks: Blocks, image: HostImage) -> BookedTransfer:
         """See ``Transfers.save``; copies in the caller's thread.
@@ -153,25 +165,21 @@ class ThreadTransfers:
         Only the emulated link's time passes behind the caller's back: copies asked
         for later start after it.
         """
-        nbytes = image.nbytes_layer * image.layers
-        booking = self._link.book(nbytes, perf_counter())
+        asked = perf_counter()
         seconds = 0.0
         for layer, (keys, values) in numbered(blocks, image.layers):
             began = perf_counter()
             image.write(layer, keys, values)
             seconds += perf_counter() - began
+        nbytes = image.nbytes_layer * image.layers
+        booking = self._link.book(nbytes, asked)
         return BookedTransfer(nbytes, image.layers, booking, seconds)
 
     def close(self) -> None:
         """See ``Transfers.close``."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _queue(self, image: HostImage, move: Move) -> ThreadTransfer:
-        def copy(layer: int) -> None:
-            image.verify(layer)
-            move(self._keys[layer], image.keys[layer])
-            move(self._values[layer], image.values[layer])
-
+    def _queue(self, image: HostImage, copy: Callable[[int], None]) -> ThreadTransfer:
         transfer = ThreadTransfer(image.nbytes_layer * image.layers)
         transfer.run_on(self._thread, self._link, image.layers, copy)
         return transfer

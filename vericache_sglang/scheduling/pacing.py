@@ -84,10 +84,10 @@ class StagedRoom:
         key = self.key(track)
         users = self._users.get(key)
         if users is None:
-            if self.held + track.shape.dropped > self._total:
+            if self.held + track.shape.staged > self._total:
                 return False
-            self.held += track.shape.dropped
-            self._slots[key] = track.shape.dropped
+            self.held += track.shape.staged
+            self._slots[key] = track.shape.staged
             self._users[key] = {track.rid}
         else:
             users.add(track.rid)

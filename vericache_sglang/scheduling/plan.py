@@ -25,9 +25,13 @@ class Shape:
     Attributes:
         rid: Request id.
         prompt: Prompt tokens, T.
-        kept: Slots of the draft part once split, n.
-        dropped: Slots of the complement once split, m.
+        kept: Slots of the draft part once split.
+        dropped: Slots that leave the device with the complement.
         copies: Slots a split on the device takes beyond the prompt's own.
+        staged: Slots the complement takes when it is back; 0: as many as left. More
+            where the draft part is packed: a verification reads every token exactly.
+        carried: Its bytes on link and host, in slots; 0: as ``staged``.
+        reads: Exact slots that cost as much to read as the draft part; 0: ``kept``.
         remaining: Tokens it may still emit, >= 0.
         longest: Most drafts between two of its verifications, >= 1.
         ready_in: Decode iterations before its prompt may be split.
@@ -38,9 +42,18 @@ class Shape:
     kept: int
     dropped: int
     copies: int = 0
+    staged: int = 0
+    carried: int = 0
+    reads: int = 0
     remaining: int
     longest: int = 1 << 30
     ready_in: int = 0
+
+    def __post_init__(self) -> None:
+        staged = self.staged or self.dropped
+        object.__setattr__(self, "staged", staged)
+        object.__setattr__(self, "carried", self.carried or staged)
+        object.__setattr__(self, "reads", self.reads or self.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class ResidencyPolicy:
         """Return how a request whose drafts do not pay goes back to plain decoding."""
         if track.residency is Residency.DEVICE:
             return Unsplit(track.rid)
-        room = PIN_ROOM * track.shape.dropped + world.rows * self._round_slots()
+        room = PIN_ROOM * track.shape.staged + world.rows * self._round_slots()
         if (
             track.residency is Residency.HOST
             and not track.staged
@@ -191,9 +191,7 @@ class ResidencyPolicy:
 
     def _fits_host(self, track: Track, world: World) -> bool:
         """Say whether a complement fits the host budget, and its staging later."""
-        return track.shape.dropped <= min(
-            world.host_slots, self._settings.staging_slots
-        )
+        return track.shape.staged <= min(world.host_slots, self._settings.staging_slots)
 
     def _amortised(self, track: Track, gain: float, rows: int) -> bool:
         """Say whether what is left to decode saves more than the split costs."""
@@ -340,7 +338,7 @@ class ResidencyPolicy:
                 and not track.staged
                 and track.remaining > self._settings.draft_length
                 and now - track.moved_at >= MIN_STAY
-                and spare >= PIN_ROOM * track.shape.dropped + self._round_slots()
+                and spare >= PIN_ROOM * track.shape.staged + self._round_slots()
             ):
                 return Pin(track.rid)
         return None

@@ -328,7 +328,7 @@ class Runtime:
     def _count(self, track: Track) -> None:
         """Count a complement on the host once for all who share it."""
         key = track.group or track.rid
-        users = self._host_slots.setdefault(key, [0, track.shape.dropped])
+        users = self._host_slots.setdefault(key, [0, track.shape.carried])
         users[0] += 1
         if users[0] == 1:
             self._link_slots += users[1]

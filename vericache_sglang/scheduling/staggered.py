@@ -199,7 +199,7 @@ class Staggered:
             link_bytes_per_s=size / seconds,
             # A link too slow for the horizon gets all of it: late rather than never.
             iteration_s=max(iteration_s, seconds / (self.windows - 3)),
-            slots=track.shape.dropped,
+            slots=track.shape.staged,
         )
         track.reload = (iteration_s, seconds, reload)
         return reload

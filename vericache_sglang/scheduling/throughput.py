@@ -59,7 +59,7 @@ class Throughput:
 
     def reload_bytes(self, track: Track) -> int:
         """Return the bytes one reload moves."""
-        size = track.shape.dropped * self._settings.token_bytes
+        size = track.shape.carried * self._settings.token_bytes
         return int(size * self._settings.transfer_fraction)
 
     def split_s(self, track: Track) -> float:
@@ -133,7 +133,9 @@ class Throughput:
         return tokens / max(seconds, link)
 
     def _draft_slots(self, track: Track) -> int:
-        """Return the slots one drafted token reads."""
+        """Return the slots one drafted token reads, packed ones at what they cost."""
         # On average half a round's drafts have been appended already.
         half_round = self._settings.draft_length // 2
-        return track.tokens - track.shape.dropped + half_round
+        shape = track.shape
+        exact = track.tokens - shape.kept - shape.dropped
+        return exact + shape.reads + half_round

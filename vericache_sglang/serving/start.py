@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 
-from vericache_sglang.compression.catalog import create_selector
+from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.serving.refusals import (
     check_model,
     check_server_args,
@@ -26,9 +26,9 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
 
     Raises:
         UnsupportedError: The SGLang version, a flag or the model is refused.
-        ConfigError: Nobody knows the compressor.
+        ConfigError: The compressor's line is refused.
     """
     check_sglang_version()
-    create_selector(config.compressor, config.seed)
+    create_compressor(config.compressor, config.seed)
     check_server_args(server_args)
     check_model(model_config_of(server_args))

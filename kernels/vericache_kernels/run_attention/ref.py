@@ -9,13 +9,15 @@ import torch
 from vericache_kernels.run_attention.runs import RowPlan, plan_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # Up to here the causal square is one call with a mask, above it one causal call
 # for each query head of a group, which skips the masked half.
 MOST_MASKED_QUERIES = 160
 
 Part = tuple[torch.Tensor, torch.Tensor]
+"""Attention to some of a row's keys: output [Hkv, n * G, D], and the log-sum-exp of
+its scores [Hkv, n * G, 1] float32. Row ``i * G + g`` is query i of a group's head g."""
 
 
 def attend_row(
@@ -24,20 +26,56 @@ def attend_row(
     v_buffer: torch.Tensor,
     plan: RowPlan,
     scaling: float,
+    seen: Sequence[Part] = (),
 ) -> torch.Tensor:
     """See ``run_attention``; the row comes planned, so layers share the plan.
 
     Shapes: n queries, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head dim.
 
+    Args:
+        q: As for ``run_attention``, like the buffers and the factor.
+        k_buffer: See there.
+        v_buffer: See there.
+        plan: How the row's slots are read.
+        scaling: See there.
+        seen: Attention of all n queries to keys outside the plan that all of them see,
+            from ``part_of``; shares the softmax with the row.
+
     Raises:
         ValueError: q does not fit the plan or the KV buffers.
     """
     _check(q, k_buffer, v_buffer, plan)
-    if plan.query_len > 1:
+    n = plan.query_len
+    blocks = [0]
+    if n > 1:
         blocks = _blocks_apart(_tail(k_buffer, plan), _tail(v_buffer, plan))
-        if len(blocks) > 1:
-            return _attend_blocks(q, k_buffer, v_buffer, plan, scaling, blocks)
-    return _attend(q, k_buffer, v_buffer, plan, scaling)
+    if len(blocks) == 1:
+        return _attend(q, k_buffer, v_buffer, plan, scaling, seen)
+    before, group = plan.slots.numel() - n, q.shape[1] // k_buffer.shape[1]
+    outs = []
+    for start, stop in zip(blocks, [*blocks[1:], n], strict=True):
+        # The block's queries, and the row as it ends with them.
+        part = plan_row(plan.slots[: before + stop], stop - start)
+        rows = slice(start * group, stop * group)
+        own = [(out[:, rows], lse[:, rows]) for out, lse in seen]
+        outs.append(_attend(q[start:stop], k_buffer, v_buffer, part, scaling, own))
+    return torch.cat(outs)
+
+
+def fold_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Turn q [n, Hq, D] into rows [Hkv, n * G, D], so K and V are read once a group."""
+    n, heads, dim = q.shape
+    group = heads // kv_heads
+    rows = q.reshape(n, kv_heads, group, dim).transpose(0, 1)
+    return rows.reshape(kv_heads, n * group, dim)
+
+
+def unfold_queries(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Turn rows [Hkv, n * G, D] back into ``shape`` [n, Hq, D]."""
+    n, heads, dim = shape
+    kv_heads = rows.shape[0]
+    apart = rows.view(kv_heads, n, heads // kv_heads, dim)
+    return apart.transpose(0, 1).reshape(shape)
 
 
 def _attend(
@@ -46,22 +84,17 @@ def _attend(
     v_buffer: torch.Tensor,
     plan: RowPlan,
     scaling: float,
+    seen: Sequence[Part],
 ) -> torch.Tensor:
     """Attend as ``attend_row`` does, entries hidden from a query being finite."""
-    n, heads, dim = q.shape
-    kv_heads = k_buffer.shape[1]
-    group = heads // kv_heads
-    # [Hkv, n * G, D]: the queries of a group are rows, so K and V are read once.
-    rows = q.view(n, kv_heads, group, dim).transpose(0, 1)
-    rows = rows.reshape(kv_heads, n * group, dim)
-    parts = [
-        _flash(rows, k, v, scaling) for k, v in _seen_by_all(k_buffer, v_buffer, plan)
-    ]
-    if n > 1:
+    rows = fold_queries(q, k_buffer.shape[1])
+    parts = list(seen)
+    for k, v in _seen_by_all(k_buffer, v_buffer, plan):
+        parts.append(part_of(rows, k, v, scaling))
+    if plan.query_len > 1:
         tail_k, tail_v = _tail(k_buffer, plan), _tail(v_buffer, plan)
         parts.append(_causal(rows, tail_k, tail_v, scaling))
-    out = _merge(parts).view(kv_heads, n, group, dim)
-    return out.transpose(0, 1).reshape(n, heads, dim)
+    return unfold_queries(merge(parts), q.shape)
 
 
 def _seen_by_all(
@@ -81,7 +114,7 @@ def _tail(buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
     return buffer[plan.tail_start : plan.tail_start + plan.query_len]
 
 
-def _flash(
+def part_of(
     rows: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -117,18 +150,18 @@ def _causal(
     if n <= MOST_MASKED_QUERIES:
         hidden = torch.full((n, n), float("-inf"), dtype=rows.dtype).triu_(1)
         mask = hidden.repeat_interleave(group, dim=0).view(1, 1, folded, n)
-        return _flash(rows, k, v, scaling, mask=mask)
+        return part_of(rows, k, v, scaling, mask=mask)
     by_group = rows.view(kv_heads, n, group, dim)
     parts = [
-        _flash(by_group[:, :, g], k, v, scaling, causal=True) for g in range(group)
+        part_of(by_group[:, :, g], k, v, scaling, causal=True) for g in range(group)
     ]
     out = torch.stack([out for out, _ in parts], dim=2)
     lse = torch.stack([lse for _, lse in parts], dim=2)
     return out.view(kv_heads, folded, dim), lse.view(kv_heads, folded, 1)
 
 
-def _merge(parts: list[Part]) -> torch.Tensor:
-    """Weigh each part's output by its share of the softmax mass."""
+def merge(parts: Sequence[Part]) -> torch.Tensor:
+    """Weigh each part's output [Hkv, n * G, D] by its share of the softmax mass."""
     if len(parts) == 1:
         return parts[0][0].contiguous()
     weight = torch.stack([lse for _, lse in parts]).softmax(0)
@@ -148,23 +181,6 @@ def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
         return [0]
     finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
     return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
-
-
-def _attend_blocks(
-    q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    plan: RowPlan,
-    scaling: float,
-    blocks: list[int],
-) -> torch.Tensor:
-    """Attend each block of queries to the row as it ends with that block."""
-    before = plan.slots.numel() - plan.query_len
-    outs = []
-    for start, stop in zip(blocks, [*blocks[1:], plan.query_len], strict=True):
-        part = plan_row(plan.slots[: before + stop], stop - start)
-        outs.append(_attend(q[start:stop], k_buffer, v_buffer, part, scaling))
-    return torch.cat(outs)
 
 
 def _check(

@@ -184,8 +184,8 @@ def test_bits_are_codes_and_two_halves_per_group(bits, group, wanted):
     [
         ((1, 32, 32), "bits must be 2 to 8, got 1"),
         ((2, 0, 32), "group must be >= 1, got 0"),
-        ((2, 32, 48), "window must be a multiple of group 32, got 48"),
-        ((2, 32, 0), "window must be a multiple of group 32, got 0"),
+        ((2, 32, 48), "window must be 0 or a multiple of group 32, got 48"),
+        ((2, 32, -32), "window must be 0 or a multiple of group 32, got -32"),
     ],
 )
 def test_parameters_out_of_bounds_are_refused(parameters, says):

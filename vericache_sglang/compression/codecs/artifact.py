@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 
+from vericache_sglang.compression.codecs.fingerprint import model_fingerprint
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -18,8 +20,40 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.compression.base import ModelSpec
+
 FORMAT = "vericache-codec"
 """Value of the metadata key ``format`` in every file of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibratedModel:
+    """Which model a calibration is of.
+
+    Attributes:
+        name: Of its folder, for messages.
+        fingerprint: See ``model_fingerprint``.
+        layers: L.
+        kv_heads: H of the whole model, all ranks together.
+        head_dim: D, elements of one key.
+    """
+
+    name: str
+    fingerprint: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return it as metadata."""
+        return {
+            "model": self.name,
+            "model_fingerprint": self.fingerprint,
+            "model_layers": str(self.layers),
+            "model_kv_heads": str(self.kv_heads),
+            "model_head_dim": str(self.head_dim),
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,15 +110,70 @@ class Artifact:
         """Return a number from the metadata.
 
         Raises:
-            CompressionError: It is missing or no number; the message names both.
+            CompressionError: It is missing or no finite number; the message names both.
         """
+        text = self.notes.get(key, "missing")
         try:
-            return float(self.notes[key])
-        except (KeyError, ValueError) as error:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             raise CompressionError(
-                f"{self.path}: metadata {key!r} must be a number, is "
-                f"{self.notes.get(key, 'missing')!r}"
-            ) from error
+                f"{self.path}: metadata {key!r} must be a number, is {text!r}"
+            )
+        return number
+
+    def count(self, key: str) -> int:
+        """Return a whole number >= 1 from the metadata.
+
+        Raises:
+            CompressionError: It is missing or something else; the message names both.
+        """
+        number = self.note(key)
+        if number < 1 or number != int(number):
+            raise CompressionError(
+                f"{self.path}: metadata {key!r} must be >= 1, is {self.notes[key]}"
+            )
+        return int(number)
+
+    @property
+    def model(self) -> CalibratedModel | None:
+        """Return what it was calibrated on; None: it does not say.
+
+        Raises:
+            CompressionError: Part of it is missing; the message names the field.
+        """
+        if "model_fingerprint" not in self.notes:
+            return None
+        return CalibratedModel(
+            name=self.notes.get("model", "a model without name"),
+            fingerprint=self.notes["model_fingerprint"],
+            layers=self.count("model_layers"),
+            kv_heads=self.count("model_kv_heads"),
+            head_dim=self.count("model_head_dim"),
+        )
+
+    def check_shape(self, field: str, layers: int, columns: int) -> None:
+        """Refuse a field that is not of the model the metadata names.
+
+        Args:
+            field: Name of the field.
+            layers: It has.
+            columns: It has, of each layer.
+
+        Raises:
+            CompressionError: Naming file and field.
+        """
+        made = self.model
+        if made is None:
+            return
+        wanted = made.layers, made.kv_heads * made.head_dim
+        if (layers, columns) != wanted:
+            raise CompressionError(
+                f"{self.path}: field {field!r} has {layers} layers of {columns} "
+                f"columns, metadata 'model_layers', 'model_kv_heads' and "
+                f"'model_head_dim' make it {wanted[0]} of {wanted[1]}"
+            )
 
 
 def read_artifact(path: Path | str, kind: str) -> Artifact:
@@ -130,17 +219,79 @@ def write_artifact(
     tensors: Mapping[str, torch.Tensor],
     notes: Mapping[str, str],
 ) -> Artifact:
-    """Write a calibration file and read it back.
+    """Write a calibration file and read it back; equal content, equal bytes.
 
     Args:
         path: Where; an existing file is replaced once the new one is whole.
         kind: What it is, ``CodecNeeds.artifact``.
         tensors: By field name.
         notes: More metadata, texts.
+
+    Raises:
+        CompressionError: It cannot be written; the message names the file.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     metadata = {**notes, "format": FORMAT, "kind": kind}
-    save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata)
-    partial.replace(path)
+    whole = save({name: t.contiguous() for name, t in tensors.items()}, metadata)
+    try:
+        partial.write_bytes(_in_order(whole))
+        partial.replace(path)
+    except OSError as error:
+        raise CompressionError(
+            f"{path}: cannot be written: {error.strerror}"
+        ) from error
     return read_artifact(path, kind)
+
+
+def _in_order(content: bytes) -> bytes:
+    """Sort the metadata: safetensors writes it in another order every time."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The tensors behind it start at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+def check_model(
+    source: Path, shape: tuple[int, int], made: CalibratedModel | None, spec: ModelSpec
+) -> None:
+    """Refuse a calibration of another model.
+
+    Args:
+        source: The file, for messages.
+        shape: Layers and columns (KV heads times head dim) of its tensors.
+        made: What it says it was calibrated on; None: only ``shape`` is compared.
+        spec: The served model, whole: of all ranks. Where its ``name`` is a folder the
+            weights are compared too.
+
+    Raises:
+        CompressionError: Naming file, field, what it has and what the model has.
+    """
+    layers, columns = shape
+    compared = [
+        ("layers", layers, spec.layers),
+        ("columns", columns, spec.kv_heads * spec.head_dim),
+    ]
+    if made is not None:
+        compared = [
+            ("model_layers", made.layers, spec.layers),
+            ("model_kv_heads", made.kv_heads, spec.kv_heads),
+            ("model_head_dim", made.head_dim, spec.head_dim),
+        ]
+    served = spec.name or "the model"
+    for field, has, wanted in compared:
+        if has != wanted:
+            raise CompressionError(
+                f"{source}: {field!r} is {has}, {served} has {wanted}: the file is of "
+                f"another model{f', {made.name}' if made else ''}"
+            )
+    if made is not None and Path(spec.name, "config.json").is_file():
+        found = model_fingerprint(spec.name)
+        if made.fingerprint != found:
+            raise CompressionError(
+                f"{source}: 'model_fingerprint' is {made.fingerprint} (of "
+                f"{made.name}), {served} has {found}: the file is of another model"
+            )

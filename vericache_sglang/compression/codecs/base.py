@@ -7,12 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from vericache_sglang.compression.about import UNKNOWN, About
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.registry import Registry
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.base import ModelSpec
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of every tensor of a part, by field name."""
@@ -138,6 +142,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    about: ClassVar[About] = UNKNOWN
 
     @property
     def identity(self) -> str:
@@ -154,8 +159,30 @@ class Codec(ABC):
         """What the runtime must bring; default: nothing."""
         return CodecNeeds()
 
+    @property
+    def splits(self) -> bool:
+        """The residual is what the draft part lacks; else it is the whole KV."""
+        return type(self)._join is not Codec._join
+
     def bind(self, rope: Rotation) -> Codec:
         """Return a codec that knows the model's rotation; default: it needs none."""
+        return self
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Refuse a model the calibration file is not of; default: there is no file.
+
+        Args:
+            spec: The served model, of all ranks.
+
+        Raises:
+            CompressionError: Naming the file and what differs.
+        """
+
+    def without_tail(self) -> Codec:
+        """Return the codec for callers that keep recent tokens exact themselves.
+
+        Parts of ``token_align`` tokens can then be encoded anywhere; default: itself.
+        """
         return self
 
     @abstractmethod

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from vericache_sglang.compression.codecs.base import CODECS, Codec
 from vericache_sglang.compression.codecs.kivi import KIVI
 from vericache_sglang.compression.codecs.kvquant import KVQuant
 from vericache_sglang.compression.codecs.rotatekv import RotateKV
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.compression.codecs.turboquant import TurboQuant
+from vericache_sglang.compression.options import fields_of, read_options
 from vericache_sglang.errors import ConfigError
 
 OURS: tuple[type[Codec], ...] = (KIVI, KVQuant, RotateKV, SplitPlanes, TurboQuant)
-
-SWITCH = {"true": True, "false": False}
 
 
 def create_codec(line: str) -> Codec:
@@ -39,39 +35,5 @@ def create_codec(line: str) -> Codec:
     name, _, options = line.partition(":")
     if name not in CODECS.names():
         raise ConfigError(f"unknown codec {name!r}; known: {', '.join(CODECS.names())}")
-    fields = {
-        field.name: field
-        for field in dataclasses.fields(CODECS[name])  # type: ignore[arg-type]
-        if field.metadata.get("identity", True)
-    }
-    given: dict[str, Any] = {}
-    for option in filter(None, options.split(",")):
-        key, _, text = option.partition("=")
-        if key not in fields or key in given:
-            raise ConfigError(
-                f"codec {name!r}: unknown or repeated parameter {key!r}; "
-                f"known: {', '.join(fields)}"
-            )
-        given[key] = _value(f"codec {name!r}: {key}", fields[key], text)
-    for key, field in fields.items():
-        if key not in given and field.default is dataclasses.MISSING:
-            raise ConfigError(f"codec {name!r}: parameter {key!r} is missing")
-    return CODECS[name](**given)
-
-
-def _value(what: str, field: dataclasses.Field[Any], text: str) -> Any:
-    """Read one parameter as the type of its default.
-
-    Raises:
-        ConfigError: It cannot be read so.
-        CompressionError: See ``create_codec``.
-    """
-    if "read" in field.metadata:
-        return field.metadata["read"](text)
-    try:
-        if isinstance(field.default, bool):
-            return SWITCH[text]
-        return int(text) if isinstance(field.default, int) else float(text)
-    except (KeyError, ValueError) as error:
-        kind = type(field.default).__name__
-        raise ConfigError(f"{what} must be of type {kind}, got {text!r}") from error
+    known = fields_of(CODECS[name])
+    return CODECS[name](**read_options(f"codec {name!r}", options, known))

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
@@ -39,13 +40,19 @@ class KIVI(Codec):
     Attributes:
         bits: Width of a code, 2 to 8; the paper has 2 and 4.
         group: g, tokens (keys) or channels (values) that share step and minimum.
-        window: R, tokens, a multiple of ``group``.
+        window: R, tokens, a multiple of ``group``; 0: nothing is exact, and whole
+            groups are asked for.
 
     Raises:
         CompressionError: A parameter is out of its bounds.
     """
 
     name: ClassVar[str] = "kivi"
+    about: ClassVar[About] = About(
+        paper="KIVI, arXiv:2402.02750",
+        kind="quantize",
+        licence="MIT (jy-yuan/KIVI)",
+    )
 
     bits: int = 2
     group: int = 32
@@ -56,9 +63,9 @@ class KIVI(Codec):
             raise CompressionError(f"kivi: bits must be 2 to 8, got {self.bits}")
         if self.group < 1:
             raise CompressionError(f"kivi: group must be >= 1, got {self.group}")
-        if self.window < 1 or self.window % self.group:
+        if self.window < 0 or self.window % self.group:
             raise CompressionError(
-                f"kivi: window must be a multiple of group {self.group}, "
+                f"kivi: window must be 0 or a multiple of group {self.group}, "
                 f"got {self.window}"
             )
 
@@ -66,6 +73,10 @@ class KIVI(Codec):
     def needs(self) -> CodecNeeds:
         """See ``Codec.needs``: keys are grouped along tokens, the window aside."""
         return CodecNeeds(token_align=self.group)
+
+    def without_tail(self) -> KIVI:
+        """See ``Codec.without_tail``."""
+        return dataclasses.replace(self, window=0)
 
     def draft_layout(self, extent: Extent) -> Layout:
         """See ``Codec.draft_layout``; fixed by the shape.
@@ -131,7 +142,18 @@ class KIVI(Codec):
         return Part(self.identity, extent, draft.layer, None, tensors)
 
     def _sealed(self, tokens: int) -> tuple[int, int]:
-        """Return how many keys and values of ``tokens`` are quantized."""
+        """Return how many keys and values of ``tokens`` are quantized.
+
+        Raises:
+            CompressionError: Without a window, a group would be broken.
+        """
+        if not self.window:
+            if tokens % self.group:
+                raise CompressionError(
+                    f"kivi: window 0 needs whole groups of {self.group} tokens, "
+                    f"got {tokens} tokens"
+                )
+            return tokens, tokens
         return tokens - tokens % self.window, max(0, tokens - self.window)
 
     def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
@@ -43,6 +44,9 @@ from vericache_sglang.compression.codecs.sinks import (
 )
 from vericache_sglang.errors import CompressionError
 
+if TYPE_CHECKING:
+    from vericache_sglang.compression.base import ModelSpec
+
 
 @CODECS.register("kvquant")
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,11 @@ class KVQuant(Codec):
     """
 
     name: ClassVar[str] = "kvquant"
+    about: ClassVar[About] = About(
+        paper="KVQuant, arXiv:2401.18079",
+        kind="quantize",
+        licence="none at top level (SqueezeAILab/KVQuant); no code shared",
+    )
 
     tables: KVQuantTables = field(metadata={"read": KVQuantTables.read})
     cap: float = 0.0125
@@ -90,6 +99,10 @@ class KVQuant(Codec):
     def bind(self, rope: Rotation) -> KVQuant:
         """See ``Codec.bind``."""
         return dataclasses.replace(self, rope=rope)
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """See ``Codec.check_model``."""
+        self.tables.check_model(spec)
 
     def draft_layout(self, extent: Extent) -> Layout:
         """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.

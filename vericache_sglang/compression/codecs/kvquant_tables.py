@@ -9,6 +9,8 @@ import torch
 
 from vericache_sglang.compression.codecs.artifact import (
     Artifact,
+    CalibratedModel,
+    check_model,
     read_artifact,
     write_artifact,
 )
@@ -17,8 +19,10 @@ from vericache_sglang.compression.codecs.nuq import Scale, inner_range
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from vericache_sglang.compression.base import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +37,7 @@ class KVQuantTables:
         key_high: [L, C], the upper one.
         key_books: [L, 2**bits] float32, ascending, about [-1, 1].
         value_books: As ``key_books``.
+        model: What was calibrated; None: the file does not say.
     """
 
     KIND: ClassVar[str] = "kvquant-tables"
@@ -44,6 +49,7 @@ class KVQuantTables:
     key_high: torch.Tensor
     key_books: torch.Tensor
     value_books: torch.Tensor
+    model: CalibratedModel | None = None
 
     def __str__(self) -> str:
         return self.digest
@@ -80,6 +86,15 @@ class KVQuantTables:
                 f"{self.source}: field 'key_low' has {len(self.key_low)} layers, "
                 f"layer {layer} is asked for"
             )
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Refuse a model that was not calibrated; see ``artifact.check_model``.
+
+        Raises:
+            CompressionError: Naming the file and what differs.
+        """
+        shape = len(self.key_low), self.columns
+        check_model(self.source, shape, self.model, spec)
 
     def key_scale(self, layer: int, device: torch.device) -> Scale:
         """Return the scale [C] of a layer's key channels."""
@@ -135,13 +150,29 @@ def calibrate_layer(
 
 
 def write_tables(
-    path: Path | str, layers: Sequence[LayerTables], outliers: float
+    path: Path | str,
+    layers: Sequence[LayerTables],
+    outliers: float,
+    model: CalibratedModel | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> KVQuantTables:
-    """Write the layers of a model to one file and read it back."""
+    """Write the layers of a model to one file and read it back.
+
+    Args:
+        path: Where.
+        layers: As ``calibrate_layer`` found them.
+        outliers: As given to it.
+        model: What was calibrated, so that the file is refused elsewhere.
+        notes: More metadata.
+
+    Raises:
+        CompressionError: See ``KVQuantTables.read``; or it cannot be written.
+    """
     names = ("key_low", "key_high", "key_books", "value_books")
     stacked = (torch.stack(column) for column in zip(*layers, strict=True))
     tensors = dict(zip(names, stacked, strict=True))
-    notes = {"outliers": repr(outliers)}
+    notes = {**(notes or {}), **(model.notes if model else {})}
+    notes["outliers"] = repr(outliers)
     return _tables_of(write_artifact(path, KVQuantTables.KIND, tensors, notes))
 
 
@@ -188,4 +219,7 @@ def _tables_of(artifact: Artifact) -> KVQuantTables:
         )
     # The order of a book's entries carries nothing; ours are ascending.
     books = keys.sort(dim=1).values, values.sort(dim=1).values
-    return KVQuantTables(artifact.path, artifact.digest, outliers, low, high, *books)
+    artifact.check_shape("key_low", layers, columns)
+    return KVQuantTables(
+        artifact.path, artifact.digest, outliers, low, high, *books, artifact.model
+    )

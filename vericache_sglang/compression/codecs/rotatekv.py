@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
+from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
@@ -37,6 +38,9 @@ from vericache_sglang.compression.codecs.sinks import (
     sink_layout,
 )
 from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.base import ModelSpec
 
 ZERO_LIMIT = (1 << 15) - 1
 """Largest zero point that is stored, in steps."""
@@ -116,6 +120,11 @@ class RotateKV(Codec):
     """
 
     name: ClassVar[str] = "rotatekv"
+    about: ClassVar[About] = About(
+        paper="RotateKV, arXiv:2501.16383",
+        kind="quantize",
+        licence="no licence file; no code shared",
+    )
 
     tables: RotateKVTables = field(metadata={"read": RotateKVTables.read})
     bits: int = 2
@@ -142,6 +151,10 @@ class RotateKV(Codec):
     def bind(self, rope: Rotation) -> RotateKV:
         """See ``Codec.bind``."""
         return dataclasses.replace(self, rope=rope)
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """See ``Codec.check_model``."""
+        self.tables.check_model(spec)
 
     def draft_layout(self, extent: Extent) -> Layout:
         """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.

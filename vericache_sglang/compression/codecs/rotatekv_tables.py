@@ -9,6 +9,8 @@ import torch
 
 from vericache_sglang.compression.codecs.artifact import (
     Artifact,
+    CalibratedModel,
+    check_model,
     read_artifact,
     write_artifact,
 )
@@ -16,8 +18,10 @@ from vericache_sglang.compression.codecs.hadamard import hadamard
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from vericache_sglang.compression.base import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +33,7 @@ class RotateKVTables:
         digest: Of the file; equal digests are equal tables.
         rotated_heads: KV heads that were rotated together.
         order: [L, C] int64, the rotated channel that comes first, second and so on.
+        model: What was calibrated; None: the file does not say.
     """
 
     KIND: ClassVar[str] = "rotatekv-tables"
@@ -37,6 +42,7 @@ class RotateKVTables:
     digest: str
     rotated_heads: int
     order: torch.Tensor
+    model: CalibratedModel | None = None
 
     def __str__(self) -> str:
         return self.digest
@@ -64,6 +70,15 @@ class RotateKVTables:
                 f"{self.source}: field 'order' is for {layers} layers of {width} "
                 f"columns; layer {layer} of {columns} is asked for"
             )
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Refuse a model that was not calibrated; see ``artifact.check_model``.
+
+        Raises:
+            CompressionError: Naming the file and what differs.
+        """
+        layers, columns = self.order.shape
+        check_model(self.source, (layers, columns), self.model, spec)
 
 
 def rotate_heads(rows: torch.Tensor, dim: int, together: int) -> torch.Tensor:
@@ -108,11 +123,27 @@ def calibrate_order(keys: torch.Tensor, dim: int, together: int) -> torch.Tensor
 
 
 def write_tables(
-    path: Path | str, orders: Sequence[torch.Tensor], rotated_heads: int
+    path: Path | str,
+    orders: Sequence[torch.Tensor],
+    rotated_heads: int,
+    model: CalibratedModel | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> RotateKVTables:
-    """Write the orders of a model's layers to one file and read it back."""
+    """Write the orders of a model's layers to one file and read it back.
+
+    Args:
+        path: Where.
+        orders: As ``calibrate_order`` found them.
+        rotated_heads: As given to it.
+        model: What was calibrated, so that the file is refused elsewhere.
+        notes: More metadata.
+
+    Raises:
+        CompressionError: See ``RotateKVTables.read``; or it cannot be written.
+    """
     tensors = {"order": torch.stack(list(orders))}
-    notes = {"rotated_heads": str(rotated_heads)}
+    notes = {**(notes or {}), **(model.notes if model else {})}
+    notes["rotated_heads"] = str(rotated_heads)
     return _tables_of(write_artifact(path, RotateKVTables.KIND, tensors, notes))
 
 
@@ -128,10 +159,13 @@ def _tables_of(artifact: Artifact) -> RotateKVTables:
         raise CompressionError(
             f"{artifact.path}: field 'order' is not a permutation in every layer"
         )
-    rotated_heads = int(artifact.note("rotated_heads"))
-    if rotated_heads < 1:
+    layers, columns = order.shape
+    rotated_heads = artifact.count("rotated_heads")
+    if columns % rotated_heads:
         raise CompressionError(
-            f"{artifact.path}: metadata 'rotated_heads' must be >= 1, "
-            f"is {rotated_heads}"
+            f"{artifact.path}: metadata 'rotated_heads' is {rotated_heads}, which does "
+            f"not divide the {columns} columns of field 'order'"
         )
-    return RotateKVTables(artifact.path, artifact.digest, rotated_heads, order)
+    artifact.check_shape("order", layers, columns)
+    made = artifact.model
+    return RotateKVTables(artifact.path, artifact.digest, rotated_heads, order, made)

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
+from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
@@ -81,6 +82,11 @@ class SplitPlanes(Codec):
     """
 
     name: ClassVar[str] = "split-planes"
+    about: ClassVar[About] = About(
+        paper="ours, no paper",
+        kind="split",
+        licence="ours",
+    )
 
     exponent_bits: int = 4
     mantissa_bits: int = 3
@@ -172,6 +178,9 @@ class SplitPlanes(Codec):
         return extent, draft, residual
 
     def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._shared(draft)
+        if min(int(keys.min()), int(values.min())) >= self._escape:
+            return self._decode_normal(draft, keys, values)
         form = FORMATS[draft.extent.dtype]
         rest = form.mantissa - self.mantissa_bits
         results = []
@@ -182,6 +191,42 @@ class SplitPlanes(Codec):
             numbers = Numbers(plane.sign, exponent, mantissa)
             results.append(put_together(numbers, draft.extent.dtype))
         return results[0], results[1]
+
+    def _decode_normal(
+        self, draft: Part, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode a part without subnormal numbers: a table of codes times a power of 2.
+
+        Exact, hence the same bits as the long way, in half the time.
+
+        Args:
+            draft: The part.
+            keys: [H, blocks, D] shared exponents of the keys, each at least the escape.
+            values: [H, T] shared exponents of the values, likewise.
+        """
+        extent, tensors = draft.extent, draft.tensors
+        powers = self._over_tokens(_powers(keys, extent.dtype), extent.tokens)
+        fields = (
+            ("key_codes", extent.key_dim, powers),
+            ("value_codes", extent.value_dim, _powers(values, extent.dtype)[..., None]),
+        )
+        table = self._factors().to(keys.device)
+        results = []
+        for field, dim, scale in fields:
+            codes = unpack(tensors[field], self._code_bits, dim)
+            factors = table.index_select(0, codes.to(torch.int32).flatten())
+            results.append((factors.view(codes.shape) * scale).to(extent.dtype))
+        return results[0], results[1]
+
+    def _factors(self) -> torch.Tensor:
+        """Return what each code stands for, over the power of its block's exponent."""
+        codes = torch.arange(1 << self._code_bits)
+        distance = codes >> self.mantissa_bits & self._escape
+        top = (codes & (1 << self.mantissa_bits) - 1) + 0.5
+        size = (1 + top / 2**self.mantissa_bits) * 2.0**-distance
+        size = size.masked_fill(distance == self._escape, 0.0)
+        sign = 1 - 2 * (codes >> self._code_bits - 1)
+        return (sign * size).to(torch.float32)
 
     def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
         extent, tensors = draft.extent, residual.tensors
@@ -213,13 +258,21 @@ class SplitPlanes(Codec):
         """Read the draft part: keys, then values."""
         extent, tensors = draft.extent, draft.tensors
         form = FORMATS[extent.dtype]
-        shared = unpack(tensors["key_shared"], form.exponent, extent.key_dim)
-        keys = self._over_tokens(shared, extent.tokens).to(form.integer)
-        shared = unpack(tensors["value_shared"], form.exponent, extent.tokens)
-        values = shared[..., None].to(form.integer)
+        key_shared, value_shared = self._shared(draft)
+        keys = self._over_tokens(key_shared, extent.tokens).to(form.integer)
+        values = value_shared[..., None].to(form.integer)
         return (
             self._plane(tensors["key_codes"], keys, extent.key_dim),
             self._plane(tensors["value_codes"], values, extent.value_dim),
+        )
+
+    def _shared(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the shared exponents: of keys [H, blocks, D], of values [H, T]."""
+        extent, tensors = draft.extent, draft.tensors
+        width = FORMATS[extent.dtype].exponent
+        return (
+            unpack(tensors["key_shared"], width, extent.key_dim),
+            unpack(tensors["value_shared"], width, extent.tokens),
         )
 
     def _plane(self, packed: torch.Tensor, shared: torch.Tensor, dim: int) -> Plane:
@@ -244,3 +297,15 @@ class SplitPlanes(Codec):
     def _over_tokens(self, shared: torch.Tensor, tokens: int) -> torch.Tensor:
         """Repeat [H, blocks, D] for every token of a block: [H, T, D]."""
         return shared.repeat_interleave(self.block, dim=1)[:, :tokens]
+
+
+def _powers(shared: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 2 to the shared exponents, float32.
+
+    Args:
+        shared: Biased as in ``dtype``, above 0.
+        dtype: Of the KV.
+    """
+    above = 127 - (1 << FORMATS[dtype].exponent - 1) + 1
+    bits = (shared.to(torch.int32) + above) << 23
+    return bits.view(torch.float32)

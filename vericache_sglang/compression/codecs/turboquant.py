@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
@@ -73,6 +74,11 @@ class TurboQuant(Codec):
     """
 
     name: ClassVar[str] = "turboquant"
+    about: ClassVar[About] = About(
+        paper="TurboQuant, arXiv:2504.19874",
+        kind="quantize",
+        licence="no official code; written from the paper",
+    )
 
     bits: int = 4
     seed: int = 0

@@ -13,8 +13,8 @@ def install():
 
     def wrong(self, own, state):
         shadow = right(self, own, state)
-        kept, dropped = state.parts.budget.kept, state.parts.budget.dropped
-        self._table[shadow][kept : kept + dropped // 2] = 1
+        exact, staged = state.parts.budget.exact, state.parts.budget.staged
+        self._table[shadow][exact : exact + staged // 2] = 1
         return shadow
 
     MixedRows._whole_row = wrong

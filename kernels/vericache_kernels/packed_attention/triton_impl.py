@@ -1,0 +1,319 @@
+"""Triton kernels of ``packed_attention``: the shared loop, the merge, the launch.
+
+Importable where Triton is; nothing here runs before ``launch``. Decode steps are pairs
+of device functions that get
+
+    bytes, offsets      where the fields lie, and this segment's row of offsets
+    head, start, tokens KV head, first token of the tile, tokens of the segment
+    places              pointer to the positions of the segment's tokens (keys only)
+    tables, order, rope as in ``PackedRows``, of no meaning where the step wants none
+    STEP, KV, PRODUCT   the record's numbers, dtype of the KV, dtype of the products
+    H, D, TILE          KV heads, head dim, tokens of a tile
+
+and return [TILE, D] of dtype KV, finite zeros for tokens past the segment.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vericache_kernels.packed_attention.triton_bits import unchanged
+from vericache_kernels.packed_attention.triton_kivi import kivi_keys, kivi_values
+from vericache_kernels.packed_attention.triton_kvquant import (
+    kvquant_keys,
+    kvquant_values,
+)
+from vericache_kernels.packed_attention.triton_rotatekv import (
+    rotatekv_finish,
+    rotatekv_keys,
+    rotatekv_values,
+)
+from vericache_kernels.packed_attention.triton_split_planes import (
+    split_planes_keys,
+    split_planes_values,
+)
+
+if TYPE_CHECKING:
+    from vericache_kernels.packed_attention.rows import ExactRows, PackedRows
+    from vericache_kernels.packed_attention.steps import DecodeStep
+
+FUNCTIONS = {
+    "split_planes": (split_planes_keys, split_planes_values, unchanged),
+    "kivi": (kivi_keys, kivi_values, unchanged),
+    "kvquant": (kvquant_keys, kvquant_values, unchanged),
+    "rotatekv": (rotatekv_keys, rotatekv_values, rotatekv_finish),
+}
+"""By ``DecodeStep.name``: keys, values, and what follows the weighted sum of values."""
+
+EXACT_PIECE = tl.constexpr(256)
+"""Exact slots that go to one split together."""
+EXACT_TILE = tl.constexpr(32)
+LOG2_E = 1.4426950408889634
+LEAST_QUERY_ROWS = 16
+"""Fewest rows that the tensor cores multiply."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def _add(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    acc: tl.tensor,
+    top: tl.tensor,
+    mass: tl.tensor,
+    PRODUCT: tl.constexpr,
+) -> tl.tensor:
+    """Add a tile to the running softmax.
+
+    Args:
+        q: [M, D] PRODUCT.
+        keys: [T, D].
+        values: [T, D], finite where no query sees them.
+        seen: bool that broadcasts to [M, T].
+        scale: Factor on the scores, times log2(e).
+        acc: [M, D] float32, values weighted by ``2 ** (score - top)``.
+        top: [M] float32, the largest score so far, -inf before the first.
+        mass: [M] float32, sum of the weights.
+        PRODUCT: Dtype of the products.
+
+    Returns:
+        The new ``acc``, ``top`` and ``mass``.
+    """
+    scores = tl.dot(q, tl.trans(keys.to(PRODUCT)), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen nothing: -inf less -inf would be NaN.
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - finite[:, None])
+    kept = tl.exp2(top - finite)
+    mass = mass * kept + tl.sum(weights, 1)
+    acc = acc * kept[:, None]
+    acc += tl.dot(weights.to(PRODUCT), values.to(PRODUCT), input_precision="ieee")
+    return acc, higher, mass
+
+
+@triton.jit
+def attend_kernel(
+    q_at: tl.tensor,
+    out_at: tl.tensor,
+    lse_at: tl.tensor,
+    key_bytes: tl.tensor,
+    value_bytes: tl.tensor,
+    offsets: tl.tensor,
+    segment_tokens: tl.tensor,
+    first_segment: tl.tensor,
+    positions: tl.tensor,
+    places: tl.tensor,
+    tables: tl.tensor,
+    order: tl.tensor,
+    rope: tl.tensor,
+    k_buffer: tl.tensor,
+    v_buffer: tl.tensor,
+    slots: tl.tensor,
+    first_slot: tl.tensor,
+    slot_stride: tl.tensor,
+    head_stride: tl.tensor,
+    scale: tl.tensor,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    FINISH: tl.constexpr,
+    STEP: tl.constexpr,
+    FIELDS: tl.constexpr,
+    POSITIONED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    """Attend the queries of one row and KV head to every SPLITS-th piece of the row.
+
+    Grid (R, H, SPLITS). ``out_at`` is [R, H, SPLITS, QUERIES * GROUP, D] float32 and
+    ``lse_at`` the same without D, to base 2, -inf where the program saw nothing.
+    """
+    KV: tl.constexpr = k_buffer.dtype.element_ty  # noqa: N806
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place, dim = tl.arange(0, M), tl.arange(0, D)
+    query, member = place // GROUP, place % GROUP
+    asked = place < QUERIES * GROUP
+    lane = (row * QUERIES + query) * (H * GROUP) + head * GROUP + member
+    asked_at = q_at + lane.to(tl.int64)[:, None] * D + dim[None, :]
+    q = tl.load(asked_at, mask=asked[:, None], other=0.0).to(PRODUCT)
+    acc = tl.zeros([M, D], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+
+    first, last = tl.load(first_segment + row), tl.load(first_segment + row + 1)
+    for segment in range(first + split, last, SPLITS):
+        tokens = tl.load(segment_tokens + segment)
+        fields = offsets + segment * FIELDS
+        own_places = positions
+        if POSITIONED:
+            own_places += tl.load(places + segment)
+        for start in range(0, tokens, TILE):
+            keys = KEYS(
+                *(key_bytes, fields, head, start, tokens, own_places),
+                *(tables, order, rope, STEP, KV, PRODUCT, H, D, TILE),
+            )
+            values = VALUES(
+                *(value_bytes, fields, head, start, tokens, tables),
+                *(STEP, KV, H, D, TILE),
+            )
+            seen = (start + tl.arange(0, TILE) < tokens)[None, :]
+            acc, top, mass = _add(q, keys, values, seen, scale, acc, top, mass, PRODUCT)
+    acc = FINISH(acc, mass, PRODUCT, STEP, D)
+
+    begin, end = tl.load(first_slot + row), tl.load(first_slot + row + 1)
+    # Pieces of exact slots go on where the segments' turn ended.
+    turn = (split - (last - first) % SPLITS + SPLITS) % SPLITS
+    hidden_from = end - begin - QUERIES + query
+    for piece in range(begin + turn * EXACT_PIECE, end, SPLITS * EXACT_PIECE):
+        for start in range(piece, min(piece + EXACT_PIECE, end), EXACT_TILE):
+            entry = start + tl.arange(0, EXACT_TILE)
+            there = entry < end
+            slot = tl.load(slots + entry, mask=there, other=0).to(tl.int64)
+            source = slot[:, None] * slot_stride + head * head_stride + dim[None, :]
+            keys = tl.load(k_buffer + source, mask=there[:, None], other=0.0)
+            values = tl.load(v_buffer + source, mask=there[:, None], other=0.0)
+            seen = there[None, :] & (entry[None, :] - begin <= hidden_from[:, None])
+            acc, top, mass = _add(q, keys, values, seen, scale, acc, top, mass, PRODUCT)
+
+    # Nothing seen has mass 0; a mass of NaN stays one.
+    some = tl.where(mass == 0, 1.0, mass)
+    lse = tl.where(mass == 0, float("-inf"), top + tl.log2(some))
+    acc = acc / some[:, None]
+    part = ((row * H + head) * SPLITS + split).to(tl.int64) * (QUERIES * GROUP) + place
+    tl.store(lse_at + part, lse, mask=asked)
+    tl.store(out_at + part[:, None] * D + dim[None, :], acc, mask=asked[:, None])
+
+
+@triton.jit
+def merge_kernel(
+    out_at: tl.tensor,
+    lse_at: tl.tensor,
+    result_at: tl.tensor,
+    QUERIES: tl.constexpr,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    """Weigh the splits of one query head by log-sum-exp; grid (R * QUERIES, H * GROUP).
+
+    A split with mass NaN makes the result NaN; none with any mass makes it zero.
+    """
+    lane, q_head = tl.program_id(0), tl.program_id(1)
+    row, query = lane // QUERIES, lane % QUERIES
+    head, member = q_head // GROUP, q_head % GROUP
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, D)
+    part = ((row * H + head) * SPLITS + split).to(tl.int64) * (QUERIES * GROUP)
+    part += query * GROUP + member
+    lse = tl.load(lse_at + part)
+    out = tl.load(out_at + part[:, None] * D + dim[None, :])
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    mass = tl.sum(weight, 0)
+    # Nothing weighs nothing, whatever stands there.
+    share = tl.where(weight[:, None] == 0, 0.0, out * weight[:, None])
+    result = tl.sum(share, 0) / tl.where(mass == 0, 1.0, mass)
+    target = result_at + (lane * (H * GROUP) + q_head).to(tl.int64) * D + dim
+    tl.store(target, result.to(result_at.dtype.element_ty))
+
+
+def constants(
+    step: DecodeStep, product: Any, queries: int, kv_heads: int, group: int, dim: int
+) -> dict[str, Any]:
+    """Return what ``attend_kernel`` is compiled for, but for SPLITS.
+
+    Args:
+        step: The codec's record.
+        product: Triton's dtype of the products.
+        queries: N, queries of a row.
+        kv_heads: H.
+        group: Query heads of a KV head.
+        dim: D.
+    """
+    keys, values, finish = FUNCTIONS[step.name]
+    return {
+        "KEYS": keys,
+        "VALUES": values,
+        "FINISH": finish,
+        "STEP": step.numbers,
+        "FIELDS": len(step.fields),
+        "POSITIONED": "positions" in step.wants,
+        "PRODUCT": product,
+        "QUERIES": queries,
+        "H": kv_heads,
+        "GROUP": group,
+        "D": dim,
+        "M": max(LEAST_QUERY_ROWS, triton.next_power_of_2(queries * group)),
+        "TILE": step.tile,
+    }
+
+
+def launch(
+    q: torch.Tensor,
+    packed: PackedRows,
+    exact: ExactRows,
+    step: DecodeStep,
+    scaling: float,
+    splits: int,
+) -> torch.Tensor:
+    """See ``packed_attention``; the arguments are checked."""
+    rows, queries, heads, dim = q.shape
+    kv_heads = exact.k_buffer.shape[1]
+    group = heads // kv_heads
+    shape = (rows, kv_heads, splits, queries * group)
+    out = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    result = torch.empty_like(q)
+    if not rows * queries:
+        return result
+    # Where a step wants no table the pointer is not followed; any tensor will do.
+    attend_kernel[(rows, kv_heads, splits)](
+        *(q, out, lse, packed.key_bytes, packed.value_bytes),
+        *(packed.offsets, packed.tokens, packed.first),
+        packed.tokens if packed.positions is None else packed.positions,
+        packed.offsets if packed.places is None else packed.places,
+        lse if packed.tables is None else packed.tables,
+        packed.tokens if packed.order is None else packed.order,
+        lse if packed.rope is None else packed.rope,
+        *(exact.k_buffer, exact.v_buffer, exact.slots, exact.first),
+        *exact.k_buffer.stride()[:2],
+        scaling * LOG2_E,
+        **constants(step, product_dtype(q), queries, kv_heads, group, dim),
+        SPLITS=splits,
+        num_warps=NUM_WARPS,
+        maxnreg=step.registers,
+    )
+    merge_kernel[(rows * queries, heads)](
+        *(out, lse, result),
+        QUERIES=queries,
+        H=kv_heads,
+        GROUP=group,
+        D=dim,
+        SPLITS=splits,
+        num_warps=NUM_WARPS,
+    )
+    return result
+
+
+def product_dtype(q: torch.Tensor) -> Any:
+    """Return Triton's dtype of the products: that of ``q``.
+
+    The interpreter multiplies bfloat16 as the integers it stores them in, so there
+    products of bfloat16 are taken in float32.
+    """
+    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):
+        return tl.float32
+    return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16

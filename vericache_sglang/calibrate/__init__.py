@@ -1,0 +1,1 @@
+"""Offline measurements on a model: the best split of its KV, tables for the codecs."""

@@ -1,0 +1,158 @@
+"""How many drafts a verification would accept, without running a server.
+
+Drafting and verifying is replayed on a greedy answer that is known: as long as drafts
+are accepted they are the answer's own tokens, so one forward over those tokens on the
+approximate cache drafts a whole round, and where its argmax first differs from the
+answer the round ends. The tokens behind are never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.calibrate.cache import KV, RoundedCache
+from vericache_sglang.compression.codecs.rotatekv import massive_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.calibrate.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One prompt, its KV and its greedy answer, all on the full KV.
+
+    Attributes:
+        prompt: T, in tokens.
+        answer: Token ids, n >= 1; the last one ends the answer, or the run.
+        layers: Every layer's KV, [H, T + n - 1, D] in the dtype of the pool: the last
+            token of an answer is never run.
+        sinks: Every layer's slots of massive activations (RotateKV), ascending; empty
+            where nobody asked.
+    """
+
+    prompt: int
+    answer: tuple[int, ...]
+    layers: tuple[KV, ...]
+    sinks: tuple[torch.Tensor, ...] = ()
+
+    def prompt_kv(self) -> list[KV]:
+        """Return the KV of the prompt, [H, T, D]."""
+        return [kv.tokens(0, self.prompt) for kv in self.layers]
+
+    def answer_kv(self, tokens: int) -> list[KV]:
+        """Return the KV of the answer's first tokens."""
+        return [kv.tokens(self.prompt, self.prompt + tokens) for kv in self.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What became of the drafts of one or many answers.
+
+    Attributes:
+        rounds: Verifications.
+        drafted: Tokens drafted; the last round of an answer drafts what is left.
+        accepted: Of these.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Rounds) -> Rounds:
+        return Rounds(
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Accepted drafts of a round."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+
+@torch.inference_mode()
+def read(
+    subject: Subject,
+    prompt: Sequence[int],
+    most: int,
+    dtype: torch.dtype,
+    *,
+    sinks: bool = False,
+) -> Reading:
+    """Run a prompt and answer it greedily.
+
+    Args:
+        subject: The model.
+        prompt: Token ids, at least one.
+        most: Tokens of the answer, >= 1; it ends earlier where the model ends it.
+        dtype: Of the KV pool.
+        sinks: Find massive activations; keeps the inputs of all layers for a moment.
+    """
+    cache = RoundedCache(dtype)
+    output = subject.run(prompt, cache, last=1, output_hidden_states=sinks)
+    found = []
+    if sinks:
+        inputs = output.hidden_states[: len(cache.layers)]
+        found = [massive_slots(hidden[0].float()).cpu() for hidden in inputs]
+    answer = [int(output.logits[0, -1].argmax())]
+    while len(answer) < most and answer[-1] not in subject.ends:
+        output = subject.run(answer[-1:], cache, last=1)
+        answer.append(int(output.logits[0, -1].argmax()))
+    return Reading(len(prompt), tuple(answer), tuple(cache.exact()), tuple(found))
+
+
+@torch.inference_mode()
+def replay(
+    subject: Subject, reading: Reading, draft: Sequence[KV], length: int
+) -> Rounds:
+    """Draft and verify an answer on an approximate prompt.
+
+    A round starts behind the last verified token, whose own KV the drafts compute:
+    answer tokens before it have exact KV, drafted ones the KV of the drafts. The first
+    token of the answer is the prefill's. A round of r accepted drafts moves on by
+    r + 1 tokens, because the verification adds its own.
+
+    Args:
+        subject: The model that made ``reading``.
+        reading: Prompt and answer on the full KV.
+        draft: Every layer's approximate KV of the prompt, [H, T, D].
+        length: Drafts of a round, >= 1.
+    """
+    dtype, like = reading.layers[0].keys.dtype, subject.like
+    answer = reading.answer
+    cache = RoundedCache(dtype, draft, like)
+    rounds, begin = Rounds(), 1
+    while begin < len(answer):
+        drafted = min(length, len(answer) - begin)
+        cache.crop(reading.prompt)
+        cache.append(reading.answer_kv(begin - 1), like)
+        output = subject.run(answer[begin - 1 : begin + drafted - 1], cache)
+        guessed = output.logits[0].argmax(-1).tolist()
+        accepted = agreeing(guessed, answer[begin : begin + drafted])
+        rounds += Rounds(1, drafted, accepted)
+        begin += accepted + 1
+    return rounds
+
+
+def agreeing(guessed: Sequence[int], wanted: Sequence[int]) -> int:
+    """Return how many tokens agree before the first that does not."""
+    for place, (guess, want) in enumerate(zip(guessed, wanted, strict=True)):
+        if guess != want:
+            return place
+    return len(wanted)
+
+
+def perfect(reading: Reading, length: int) -> Rounds:
+    """Return the rounds of an answer whose drafts are all accepted."""
+    left, rounds = len(reading.answer) - 1, Rounds()
+    while left > 0:
+        drafted = min(length, left)
+        rounds += Rounds(1, drafted, drafted)
+        left -= drafted + 1
+    return rounds

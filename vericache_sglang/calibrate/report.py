@@ -1,0 +1,157 @@
+"""What ``split-planes`` prints and saves."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import textwrap
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.calibrate.acceptance import Rounds, perfect
+from vericache_sglang.calibrate.planes import Choice, Point, speedup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.calibrate.acceptance import Reading
+    from vericache_sglang.compression.codecs.artifact import CalibratedModel
+
+PACKAGES = ("torch", "transformers", "vericache-sglang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What was measured, and with what.
+
+    Attributes:
+        argv: Of the command.
+        model: That was measured.
+        device: Of torch.
+        dtype: Of the KV.
+        ratio: Bandwidth of the host link over that of device memory.
+        prompts: How many.
+        prompt_tokens: Mean.
+        answer_tokens: Mean.
+        limit: What full acceptance would be, by draft length: answers end.
+    """
+
+    argv: Sequence[str]
+    model: CalibratedModel
+    device: str
+    dtype: str
+    ratio: float
+    prompts: int
+    prompt_tokens: float
+    answer_tokens: float
+    limit: Mapping[int, Rounds]
+
+
+def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Rounds]:
+    """Return the rounds of drafts that are all accepted, by draft length."""
+    return {
+        length: sum((perfect(reading, length) for reading in readings), Rounds())
+        for length in lengths
+    }
+
+
+def markdown(setting: Setting, points: Sequence[Point], choice: Choice) -> str:
+    """Return the table, with what stands above and below it."""
+    lengths = list(setting.limit)
+    drafts = "/".join(map(str, lengths))
+    head = [
+        "draft part",
+        "c",
+        "transfer",
+        "key error",
+        "value error",
+        f"accepted of {drafts} drafts",
+        "speedup at most (drafts)",
+    ]
+    rows = [head, ["---"] * len(head)]
+    rows.append(["all accepted", "", "", "0", "0", _accepted(setting.limit), ""])
+    rows += [_row(point, setting.ratio) for point in points]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    about = (
+        f"{setting.prompts} prompts of {setting.prompt_tokens:.0f} tokens and greedy "
+        f"answers of {setting.answer_tokens:.1f}, on average; {setting.dtype} KV. "
+        "Accepted drafts are a simulation: teacher-forced on the answer, with the "
+        "whole prompt drafted from. c and transfer are measured bytes over those of "
+        "the KV. The speedup is a ceiling, not a prediction: accepted drafts and one "
+        "token more over the time of a round, against full-KV decoding limited by "
+        "reads of KV, "
+        f"with a host link of {setting.ratio:g} of the device memory's bandwidth."
+    )
+    chosen = (
+        f"Chosen: `{choice.line}` with drafts of {choice.draft_length}, "
+        f"{choice.accepted:.1f} accepted, {choice.speedup:.2f}x at most."
+    )
+    parts = [
+        f"# Draft planes of {setting.model.name}",
+        f"    {shlex.join(setting.argv)}",
+        textwrap.fill(about, 88),
+        table,
+        textwrap.fill(chosen, 88),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(
+    setting: Setting, points: Sequence[Point], choice: Choice
+) -> dict[str, Any]:
+    """Return everything as JSON has it."""
+    return {
+        "argv": list(setting.argv),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "model": asdict(setting.model),
+        "device": setting.device,
+        "kv_dtype": setting.dtype,
+        "link_over_memory": setting.ratio,
+        "prompts": setting.prompts,
+        "prompt_tokens": round(setting.prompt_tokens, 1),
+        "answer_tokens": round(setting.answer_tokens, 1),
+        "all_accepted": {x: round(r.mean, 3) for x, r in setting.limit.items()},
+        "points": [_point(point, setting.ratio) for point in points],
+        "choice": {
+            "compressor": choice.line,
+            "draft_length": choice.draft_length,
+            "accepted": round(choice.accepted, 3),
+            "speedup_at_most": round(choice.speedup, 3),
+        },
+    }
+
+
+def _accepted(rounds: Mapping[int, Rounds]) -> str:
+    return " / ".join(f"{found.mean:.1f}" for found in rounds.values())
+
+
+def _row(point: Point, ratio: float) -> list[str]:
+    most, length = max((speedup(point, x, ratio), -x) for x in point.rounds)
+    return [
+        f"`{point.line}`",
+        f"{point.keep:.3f}",
+        f"{point.transfer:.3f}",
+        f"{point.key_error:.4f}",
+        f"{point.value_error:.4f}",
+        _accepted(point.rounds),
+        f"{most:.2f} ({-length})",
+    ]
+
+
+def _point(point: Point, ratio: float) -> dict[str, Any]:
+    return {
+        "compressor": point.line,
+        "keep": round(point.keep, 5),
+        "transfer_fraction": round(point.transfer, 5),
+        "key_error": round(point.key_error, 6),
+        "value_error": round(point.value_error, 6),
+        "accepted": {x: round(r.mean, 3) for x, r in point.rounds.items()},
+        "rounds": {x: asdict(r) for x, r in point.rounds.items()},
+        "speedup_at_most": {
+            x: round(speedup(point, x, ratio), 3) for x in point.rounds
+        },
+    }

@@ -1,0 +1,101 @@
+"""Prompts to measure on: text files, or the demo models' own documents."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+DEMO_CALLS = {"demo-model": 1, "demo-model-long": 8}
+"""Demo models of this repository, and how many calls each is asked for at once."""
+
+
+def prompts(
+    tokenizer: Any,
+    folder: Path,
+    texts: Sequence[Path],
+    *,
+    context: int,
+    count: int,
+    seed: int,
+) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    A text of at most ``context`` tokens is one prompt, a longer one is cut. Without
+    texts a demo model gets documents and requests as it was trained on.
+
+    Args:
+        tokenizer: Of Hugging Face.
+        folder: The model's.
+        texts: Files, UTF-8.
+        context: Most tokens of a prompt.
+        count: Most prompts; of more, evenly spaced ones.
+        seed: Of the demo documents.
+
+    Raises:
+        ConfigError: A text cannot be read or is empty, or there is none; or a demo
+            document does not fit.
+    """
+    if texts:
+        cut = [p for file in texts for p in _cut(tokenizer, file, context)]
+        step = max(1.0, len(cut) / count)
+        return [cut[int(i * step)] for i in range(min(count, len(cut)))]
+    scripts = folder.resolve().parent.parent / "scripts"
+    demo = scripts / "demo_model" / "records.py"
+    if folder.resolve().name not in DEMO_CALLS or not demo.is_file():
+        raise ConfigError("--text FILE is needed: only demo models bring their own")
+    calls = DEMO_CALLS[folder.resolve().name]
+    drawn = _demo(scripts, tokenizer, context, calls)
+    return [drawn(random.Random(f"{seed}/{number}")) for number in range(count)]
+
+
+def _cut(tokenizer: Any, file: Path, context: int) -> list[list[int]]:
+    """Cut one text, with the tokens a prompt of this model begins with.
+
+    Raises:
+        ConfigError: It cannot be read, or is empty.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {file}: cannot be read: {error}") from error
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ConfigError(f"--text {file}: is empty")
+    first = tokenizer.bos_token_id
+    begins = first is not None and tokenizer.encode("a")[0] == first
+    begin = [first] if begins and ids[0] != first else []
+    room = context - len(begin)
+    pieces = [ids[at : at + room] for at in range(0, len(ids), room)]
+    if len(pieces) > 1 and len(pieces[-1]) < room:
+        pieces.pop()
+    return [begin + piece for piece in pieces]
+
+
+def _demo(scripts: Path, tokenizer: Any, context: int, calls: int) -> Any:
+    """Return a function that draws a demo prompt from a random generator."""
+    if str(scripts) not in sys.path:
+        sys.path.append(str(scripts))
+    records = importlib.import_module("demo_model.records")
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def draw(rng: random.Random) -> list[int]:
+        try:
+            prompt = records.prompt_of_length(
+                rng, context, lambda text: len(encode(text)), calls=calls
+            )
+        except ValueError as error:
+            raise ConfigError(f"--context: {error}") from error
+        return encode(prompt.text)
+
+    return draw

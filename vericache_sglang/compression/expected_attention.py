@@ -1,0 +1,274 @@
+"""Keep what future queries are expected to attend to (arXiv:2510.00636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vericache_sglang.compression.about import About
+from vericache_sglang.compression.base import (
+    SELECTORS,
+    Needs,
+    Seen,
+    Selector,
+    Services,
+    Step,
+)
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHUNK_ELEMENTS = 4 * 2**20
+"""Most float32 elements of one intermediate tensor (16 MiB a copy)."""
+
+
+@dataclass(slots=True, eq=False)
+class Statistics:
+    """Running mean and co-moment of one layer's queries before RoPE.
+
+    Batches are merged by the pairwise form of Welford's update (Chan, Golub, LeVeque
+    1979): no difference of large sums, so any cut into batches gives the same result
+    up to rounding.
+
+    Attributes:
+        mean: [Hq, D] float32.
+        comoment: [Hq, D, D] float32, sum of outer products of (query - mean); None
+            where it is not wanted.
+        count: Queries taken in.
+        end: Position behind the last token that was run, in tokens.
+    """
+
+    mean: torch.Tensor
+    comoment: torch.Tensor | None
+    end: int
+    count: int = 0
+
+    def add(self, queries: torch.Tensor) -> None:
+        """Take in queries.
+
+        Args:
+            queries: [Hq, n, D] float32, n >= 1; not modified.
+        """
+        new = queries.shape[1]
+        total = self.count + new
+        mean = queries.mean(1)
+        shift = mean - self.mean
+        if self.comoment is not None:
+            centred = queries - mean[:, None]
+            self.comoment.baddbmm_(centred.transpose(1, 2), centred)
+            weight = self.count * new / total
+            self.comoment.baddbmm_(shift[:, :, None], shift[:, None], alpha=weight)
+        self.mean += shift * (new / total)
+        self.count = total
+
+
+@SELECTORS.register("expected-attention")
+class ExpectedAttention(Selector):
+    """Attention that Gaussian queries at the next positions would pay, times ``|v|``.
+
+    The form of kvpress (``ExpectedAttentionPress``): mean and covariance of the
+    prompt's queries before RoPE, per query head; both rotated by the average rotation
+    of the next ``future`` positions; softmax over the tokens of the mean of a
+    log-normal weight, averaged over a KV head's group. The paper's derivation has
+    ``|W_O v|`` where the code, and ours, has ``|v|``.
+
+    Where we depart from it: everything is float32; tokens that fill no page are not
+    offered, so the softmax lacks their keys, while their queries count. Tokens a prefix
+    cache answers for are not run: the statistics are those of the other queries, which
+    is the question alone where the prefix was cached whole.
+
+    State per request and layer: Hq * (D + D * D) floats, without covariance Hq * D.
+
+    Args:
+        seed: Every factory gets one; nothing here is random.
+        future: F, next positions to average over, in tokens, >= 1.
+        sinks: First tokens whose queries are not counted and that score highest, in
+            tokens, >= 0.
+        covariance: Count the spread of the queries, not their mean alone.
+        value_norm: Weight a token by the norm of its value.
+        epsilon: Added to the attention before that weighting, >= 0; kvpress'
+            leaderboard uses 0.01.
+
+    Raises:
+        CompressionError: An option is out of its bounds.
+    """
+
+    needs: ClassVar[Needs] = Needs(q_stream=True)
+    about: ClassVar[About] = About(
+        paper="Expected Attention, arXiv:2510.00636",
+        licence="Apache-2.0 (NVIDIA/kvpress)",
+    )
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        future: int = 512,
+        sinks: int = 4,
+        covariance: bool = True,
+        value_norm: bool = True,
+        epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(seed)
+        for name, value, least in (
+            ("future", future, 1),
+            ("sinks", sinks, 0),
+            ("epsilon", epsilon, 0),
+        ):
+            if not value >= least:  # NaN as well
+                raise CompressionError(
+                    f"expected-attention: {name} must be >= {least}, got {value}"
+                )
+        self._future = future
+        self._sinks = sinks
+        self._covariance = covariance
+        self._value_norm = value_norm
+        self._epsilon = epsilon
+        self._services: Services | None = None
+        self._open: dict[str, dict[int, Statistics]] = {}
+        self._rotation: tuple[int, torch.Tensor] | None = None
+
+    def bind(self, services: Services) -> None:
+        """See ``Selector.bind``; needs RoPE alone, also behind the model's context."""
+        self._services = services
+        self._rotation = None
+
+    def open(self, rid: str) -> None:
+        """See ``Selector.open``."""
+        self._open[rid] = {}
+
+    def close(self, rid: str) -> None:
+        """See ``Selector.close``; frees the statistics."""
+        self._open.pop(rid, None)
+
+    def update(self, step: Step) -> None:
+        """See ``Selector.update``; O(Hq * n * D * D), a few copies of 16 MiB.
+
+        Raises:
+            CompressionError: ``bind`` was not called, or the step has no queries.
+        """
+        queries = step.queries
+        if queries is None:
+            raise CompressionError("expected-attention: a step without queries")
+        heads, tokens, dim = queries.shape
+        layers = self._open[step.rid]
+        known = layers.get(step.layer)
+        if known is None or known.end != step.start:
+            known = layers[step.layer] = self._empty(queries, step.start)
+        known.end = step.start + tokens
+        rope = self._rope()
+        chunk = max(1, CHUNK_ELEMENTS // (heads * dim))
+        for begin in range(max(0, self._sinks - step.start), tokens, chunk):
+            part = queries[:, begin : begin + chunk].to(torch.float32)
+            first = step.start + begin
+            places = torch.arange(first, first + part.shape[1], device=part.device)
+            known.add(rope(part, places, inverse=True))
+
+    def scores(
+        self,
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seen: Seen,
+    ) -> torch.Tensor:
+        """See ``Selector.scores``; O(Hq * T * D * D), a few copies of 16 MiB.
+
+        The first ``sinks`` tokens get the highest score of the layer and 1.
+
+        Raises:
+            CompressionError: ``update`` was never called for this layer.
+        """
+        known = self._open.get(rid, {}).get(layer)
+        if known is None:
+            raise CompressionError("expected-attention: no query of the prompt was run")
+        mean, spread = self._exponent(known)
+        heads, tokens, _ = keys.shape
+        scores = torch.ones(heads, tokens, dtype=torch.float32, device=keys.device)
+        rest = slice(self._sinks, None)
+        if tokens <= self._sinks:
+            return scores
+        means = mean.view(heads, -1, *mean.shape[1:])
+        spreads = [None] * heads if spread is None else spread.chunk(heads)
+        for head in range(heads):
+            exponents = _expected(keys[head, rest], means[head], spreads[head])
+            scores[head, rest] = torch.softmax(exponents, dim=1).mean(0)
+        if self._value_norm:
+            scores[:, rest] += self._epsilon
+            scores[:, rest] *= torch.linalg.vector_norm(
+                values[:, rest], dim=-1, dtype=torch.float32
+            )
+        scores[:, : self._sinks] = scores[:, rest].max() + 1
+        return scores
+
+    def _exponent(self, known: Statistics) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the linear and the quadratic form in a key, [Hq, D], [Hq, D, D]."""
+        dim = known.mean.shape[1]
+        rotation = self._average_rotation(known.end, known.mean)
+        mean = known.mean @ rotation * dim**-0.5
+        if known.comoment is None:
+            return mean, None
+        spread = known.comoment / (2 * dim * max(1, known.count))
+        return mean, rotation.t() @ spread @ rotation
+
+    def _average_rotation(self, end: int, like: torch.Tensor) -> torch.Tensor:
+        """Average the rotations of the positions from ``end`` on.
+
+        Returns:
+            [D, D] float32, row i is the average image of unit vector i. A contraction:
+            fast pairs turn several times in F positions and cancel out.
+        """
+        if self._rotation is not None:
+            of, rotation = self._rotation
+            if of == end and rotation.device == like.device:
+                return rotation  # one computation for all layers of a request
+        rope, dim = self._rope(), like.shape[1]
+        rotation = like.new_zeros(dim, dim)
+        units = torch.eye(dim, device=like.device)[:, None]
+        chunk = max(1, CHUNK_ELEMENTS // (dim * dim))
+        places = torch.arange(end, end + self._future, device=like.device)
+        for part in places.split(chunk):
+            rotation += rope(units.expand(-1, len(part), -1), part).sum(1)
+        rotation /= self._future
+        self._rotation = end, rotation
+        return rotation
+
+    def _empty(self, queries: torch.Tensor, start: int) -> Statistics:
+        heads, _, dim = queries.shape
+        mean = queries.new_zeros(heads, dim, dtype=torch.float32)
+        comoment = mean.new_zeros(heads, dim, dim) if self._covariance else None
+        return Statistics(mean, comoment, start)
+
+    def _rope(self) -> Callable[..., torch.Tensor]:
+        if self._services is None:
+            raise CompressionError("expected-attention: used before bind")
+        return self._services.rope
+
+
+def _expected(
+    keys: torch.Tensor, mean: torch.Tensor, spread: torch.Tensor | None
+) -> torch.Tensor:
+    """Evaluate the exponent of the expected weight for the keys of one head.
+
+    Args:
+        keys: [T, D] post-RoPE, any float dtype.
+        mean: [G, D] linear form of each query head of the group.
+        spread: [G, D, D] quadratic form, or None.
+
+    Returns:
+        [G, T] float32.
+    """
+    group, dim = mean.shape
+    parts = []
+    for part in keys.split(max(1, CHUNK_ELEMENTS // (group * dim))):
+        rows = part.to(torch.float32)
+        if spread is None:
+            parts.append(mean @ rows.t())
+            continue
+        # (mean + key S) . key: the [Hq, T, D] product never stands as a whole.
+        lifted = torch.baddbmm(mean[:, None], rows.expand(group, -1, -1), spread)
+        parts.append(lifted.mul_(rows).sum(2))
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,294 @@
+"""Keep what repeating the prompt attends to (KVzip, arXiv:2505.23416)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vericache_sglang.compression.about import About
+from vericache_sglang.compression.base import (
+    SELECTORS,
+    Needs,
+    Probe,
+    ProbeLayer,
+    Seen,
+    Selector,
+    Services,
+)
+from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REPEAT_ALL = "\n\nRepeat the previous context exactly."
+"""What the first probe asks; the wording of the official code, ``self_task``."""
+
+REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with "
+"""What later probes ask; the official code has the last space, kvpress has not."""
+
+LEAD = 8
+"""Tokens of the chunk before that tell a probe where to start."""
+
+SINKS = 4
+"""Fewest first tokens of the prompt in a later chunk's softmax (kvpress ``n_sink``)."""
+
+CACHED_ELEMENTS = 2**18
+"""Most attention weights computed at once on a CPU: 1 MiB a copy, for its caches."""
+
+DEVICE_ELEMENTS = 2**24
+"""The same on other devices, where launches cost more than 64 MiB a copy."""
+
+KEPT = torch.finfo(torch.float32).max
+"""Score of the template prefix: above whatever is measured, in every layer."""
+
+UNSCORED = torch.finfo(torch.float32).min
+"""Score of a token that no probe reached: below whatever is measured."""
+
+
+@SELECTORS.register("kvzip")
+class KVzip(Selector):
+    """Largest attention a token receives while the model repeats the prompt.
+
+    The prompt is repeated chunk by chunk, each in one probe over the prompt's whole KV.
+    The score is taken over all queries of the probe and of the KV head's group. As in
+    the official code (``KVScore._get_score``) the softmax runs over a subset of keys:
+    the sinks, the chunk, and the probe up to the query itself; unlike there, in
+    float32. The sinks are the prompt's first tokens before the chunk: the template
+    prefix, and ``SINKS`` where that is shorter. Scores lie in [0, 1].
+
+    KVzip+ (kvpress ``kvzip_plus_normalization``; the target of KVzap, arXiv:2601.07891)
+    weighs the attention a query j pays token t by ``||W_O v_t|| / ||x_j||``.
+
+    A request's scores take 4 bytes per token, KV head and layer until it is closed;
+    KVzip+ keeps Hq * D * min(d, D) float32 per layer.
+
+    Args:
+        seed: Every factory gets one; nothing here is random.
+        chunk: Prompt tokens that one probe repeats, >= 1; kvpress 2048, official 2000.
+        plus: KVzip+; asks for the attention inputs as well.
+        prefix: P, first prompt tokens that are the chat template's and not the
+            context's; never repeated, always kept. 0 where there is no template.
+        suffix: Text between the request to repeat and the repetition. The references
+            put the chat template's turn change here; kvpress has a newline where there
+            is no template.
+
+    Raises:
+        CompressionError: ``chunk`` is below 1 or ``prefix`` below 0.
+    """
+
+    needs: ClassVar[Needs] = Needs(keys=False, probes=True)
+    about: ClassVar[About] = About(
+        paper="KVzip, arXiv:2505.23416",
+        mode="offline",
+        licence="MIT (snu-mllab/KVzip); Apache-2.0 (kvpress)",
+    )
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        chunk: int = 2048,
+        plus: bool = False,
+        prefix: int = 0,
+        suffix: str = "\n",
+    ) -> None:
+        super().__init__(seed)
+        if chunk < 1:
+            raise CompressionError(f"kvzip: chunk must be >= 1 token, got {chunk}")
+        if prefix < 0:
+            raise CompressionError(f"kvzip: prefix must be >= 0 tokens, got {prefix}")
+        if plus:
+            # The one option that changes what is collected, so an instance's own.
+            self.needs = Needs(  # type: ignore[misc]
+                keys=False, probes=True, hidden=True
+            )
+        self._chunk = chunk
+        self._prefix = prefix
+        self._suffix = suffix
+        self._output_norms: list[torch.Tensor] = []
+        self._services: Services | None = None
+        self._states: dict[str, dict[int, torch.Tensor]] = {}
+
+    def bind(self, services: Services) -> None:
+        """See ``Selector.bind``; KVzip+ reduces W_O of every layer, O(Hq * d * D^2)."""
+        self._services = services
+        if self.needs.hidden:
+            self._output_norms = [
+                _same_norm(services.output_weight(layer))
+                for layer in range(services.spec.layers)
+            ]
+
+    def open(self, rid: str) -> None:
+        """Start a request with nothing scored, whatever an earlier one left."""
+        self._states[rid] = {}
+
+    def close(self, rid: str) -> None:
+        """Forget a request's scores; also of one that is not open."""
+        self._states.pop(rid, None)
+
+    def probes(self, rid: str, prompt: Sequence[int]) -> Sequence[Probe]:
+        """Return one probe per chunk of the context, in order.
+
+        A probe is the request to repeat, from the second on the ``LEAD`` tokens before
+        the chunk, the suffix, and the chunk's tokens. Their positions follow the
+        prompt's, so the model must reach that far.
+
+        Raises:
+            CompressionError: ``bind`` was not called.
+        """
+        if self._services is None:
+            raise CompressionError("kvzip: probes() before bind()")
+        repeat_all = tuple(self._services.encode(REPEAT_ALL))
+        repeat_part = tuple(self._services.encode(REPEAT_PART))
+        suffix = tuple(self._services.encode(self._suffix))
+        found = []
+        for start in range(self._prefix, len(prompt), self._chunk):
+            stop = min(start + self._chunk, len(prompt))
+            asked = repeat_all
+            if start > self._prefix:
+                asked = repeat_part + tuple(
+                    prompt[start - min(LEAD, self._chunk) : start]
+                )
+            found.append(Probe(asked + suffix + tuple(prompt[start:stop]), start, stop))
+        return found
+
+    def observe(self, rid: str, probe: Probe, layer: ProbeLayer) -> None:
+        """See ``Selector.observe``; O(Hq * n * (S + m + n / 2) * D), S sinks.
+
+        Probes may come in any order; one that comes again replaces its scores. One of a
+        request that is closed already is passed over. Temporary memory: the subset's
+        keys of one KV head, and a few blocks of ``CACHED_ELEMENTS`` weights on a CPU,
+        of ``DEVICE_ELEMENTS`` elsewhere.
+
+        Raises:
+            CompressionError: KVzip+, and ``layer.hidden`` is None, or ``bind`` was not
+                called.
+        """
+        held = self._states.get(rid)
+        if held is None:
+            return
+        tokens = layer.keys.shape[1]
+        start, stop = probe.start, min(probe.stop, tokens)
+        if start >= stop:
+            return
+        scores = held.get(layer.layer)
+        if scores is None or scores.shape[1] < tokens:
+            held[layer.layer] = scores = _resized(scores, layer.keys)
+        scores[:, start:stop] = self._score(layer, start, stop)
+
+    def _score(self, layer: ProbeLayer, start: int, stop: int) -> torch.Tensor:
+        """Score prompt tokens ``start`` to ``stop - 1``: [H, m], float32."""
+        sinks = min(start, max(self._prefix, SINKS))
+        decay = self._decay(layer)
+        groups = layer.queries.view(len(layer.keys), -1, *layer.queries.shape[1:])
+        size = groups.shape[1]
+        rows = []
+        for head, queries in enumerate(groups):
+            keys = layer.keys[head]
+            subset = torch.cat([keys[:sinks], keys[start:stop], layer.probe_keys[head]])
+            received = _largest_attention(queries, subset, sinks, decay)
+            if decay is not None:
+                factors = self._output_norms[layer.layer]
+                factors = factors[head * size : (head + 1) * size]
+                written = layer.values[head, start:stop].to(torch.float32)
+                received *= torch.linalg.vector_norm(
+                    written @ factors.transpose(1, 2), dim=2
+                )
+            rows.append(received.amax(0))
+        return torch.stack(rows)
+
+    def _decay(self, layer: ProbeLayer) -> torch.Tensor | None:
+        """Return [n] ``1 / ||x_j||`` for KVzip+, None otherwise."""
+        if not self.needs.hidden:
+            return None
+        if layer.hidden is None:
+            raise CompressionError(
+                "kvzip: plus needs the probe's attention inputs, and "
+                f"ProbeLayer.hidden of layer {layer.layer} is None"
+            )
+        if not self._output_norms:
+            raise CompressionError("kvzip: observe() with plus before bind()")
+        norms = torch.linalg.vector_norm(layer.hidden, dim=1, dtype=torch.float32)
+        # An input of zeros, of a pad token, would outweigh every other query.
+        return torch.where(norms > 0, 1 / norms, 0.0)
+
+    def scores(
+        self,
+        rid: str,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seen: Seen,
+    ) -> torch.Tensor:
+        """See ``Selector.scores``; O(H * T), reads no key."""
+        heads, tokens, _ = keys.shape
+        result = torch.full(
+            (heads, tokens), UNSCORED, dtype=torch.float32, device=keys.device
+        )
+        scores = self._states.get(rid, {}).get(layer)
+        if scores is not None:
+            known = min(tokens, scores.shape[1])
+            result[:, :known] = scores[:, :known]
+        result[:, : self._prefix] = KEPT
+        return result
+
+
+def _resized(scores: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+    """Return scores for all of ``keys`` [H, T, D], unknown ones ``UNSCORED``."""
+    result = torch.full(
+        keys.shape[:2], UNSCORED, dtype=torch.float32, device=keys.device
+    )
+    if scores is not None:
+        result[:, : scores.shape[1]] = scores
+    return result
+
+
+def _same_norm(weight: torch.Tensor) -> torch.Tensor:
+    """Reduce W_O [Hq, D, d] to R [Hq, r, D], r <= D, with ``||R v|| = ||v W_O||``.
+
+    By QR and not by the Gram matrix, which would halve the digits of small norms.
+    """
+    tall = weight.to(torch.float32).transpose(1, 2)
+    triangle: torch.Tensor = torch.linalg.qr(tall, mode="r").R
+    return triangle
+
+
+def _largest_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    sinks: int,
+    decay: torch.Tensor | None,
+) -> torch.Tensor:
+    """Find the most that each query head of a group attends to each key of the chunk.
+
+    Args:
+        queries: [G, n, D] of the probe.
+        keys: [S + m + n, D]: sinks, chunk, probe; query i sees the first S + m + i + 1.
+        sinks: S, in tokens.
+        decay: [n] factors of the queries; None: all are 1.
+
+    Returns:
+        [G, m], float32.
+    """
+    group, length, dim = queries.shape
+    rows = queries.to(torch.float32) / math.sqrt(dim)
+    transposed = keys.to(torch.float32).t()
+    before = len(keys) - length
+    best = rows.new_zeros(group, before - sinks)
+    block_elements = DEVICE_ELEMENTS if keys.device.type != "cpu" else CACHED_ELEMENTS
+    step = min(length, max(1, block_elements // (group * len(keys))))
+    later = rows.new_ones(step, step, dtype=torch.bool).triu(1)
+    for first in range(0, length, step):
+        block = rows[:, first : first + step]
+        width = block.shape[1]
+        # Keys behind the block's last query are left out, not computed and masked.
+        logits = block.reshape(-1, dim) @ transposed[:, : before + first + width]
+        logits = logits.view(group, width, -1)
+        logits[..., before + first :].masked_fill_(later[:width, :width], -torch.inf)
+        weights = torch.softmax(logits, dim=2)[..., sinks:before]
+        if decay is not None:
+            weights *= decay[first : first + width, None]
+        torch.maximum(best, weights.amax(1), out=best)
+    return best

@@ -1,0 +1,210 @@
+"""The command that lists every compression method and what each is like."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_sglang.compression.catalog import (
+    CODECS,
+    create_compressor,
+    find_method,
+    known_names,
+)
+from vericache_sglang.compression.codecs.base import Extent
+from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
+from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
+from vericache_sglang.compression.compressor import Compressor
+from vericache_sglang.errors import VeriCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EXTENT = Extent(heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+"""The layer that sizes are given for."""
+
+TABLE_BITS = 4
+"""Width of the codes in tables that stand in for a calibration file."""
+
+HEADER = f"""\
+What --vericache-compressor takes: SELECTOR, CODEC or SELECTOR+CODEC, each of the form
+name or name:option=value,option=value.
+
+bits      per element that stays on the device, scales and other overhead included
+transfer  share of the KV that a verification brings back
+
+Both with default options, for {EXTENT.tokens} tokens of {EXTENT.heads} KV heads of \
+{EXTENT.key_dim} in bfloat16;
+kvquant with {TABLE_BITS}-bit tables, split-planes without escapes (the KV decides \
+how many)."""
+
+COLUMNS = ("name", "kind", "mode", "scenarios", "bits", "transfer", "needs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method, as the listing shows it.
+
+    Attributes:
+        name: In a line of ``--vericache-compressor``.
+        paper: See ``About``, also for kind, mode, scenarios and licence.
+        needs: What the runtime must bring, in words.
+        draft_bits: Bits per element that stays on the device, overheads included.
+        transfer: Share of the KV a verification brings back; None: 1 - keep.
+        options: ``name=default`` each.
+        origin: Where a third party's is; "" is ours.
+        error: Why a third party's cannot be shown; "" where it can.
+    """
+
+    name: str
+    paper: str = ""
+    kind: str = ""
+    mode: str = ""
+    scenarios: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    draft_bits: float | None = None
+    transfer: float | None = None
+    options: tuple[str, ...] = ()
+    licence: str = ""
+    origin: str = ""
+    error: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what stands in ``COLUMNS``."""
+        bits = "?" if self.draft_bits is None else f"{self.draft_bits:.2f}"
+        transfer = "1 - keep" if self.transfer is None else f"{self.transfer:.2f}"
+        return (
+            *(self.name, self.kind, self.mode, " ".join(self.scenarios)),
+            *(
+                bits,
+                "?" if self.error else transfer,
+                ", ".join(self.needs) or "nothing",
+            ),
+        )
+
+    def details(self) -> str:
+        """Return origin and options, for below the table."""
+        facts = {
+            "paper": self.paper or "unknown",
+            "options": " ".join(self.options) or "none",
+            "licence of the reference": self.licence or "unknown",
+            "from": self.origin,
+            "cannot be shown": self.error,
+        }
+        lines = (f"  {fact}: {text}" for fact, text in facts.items() if text)
+        return "\n".join([self.name, *lines])
+
+
+def rows() -> list[Row]:
+    """Return every method that a line may name, sorted; loads third parties' code."""
+    return [_row(name) for name in known_names()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vericache_sglang.compressors", description=__doc__
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    asked = parser.parse_args(argv)
+    listed = rows()
+    if asked.json:
+        extent = asdict(EXTENT) | {"dtype": str(EXTENT.dtype).removeprefix("torch.")}
+        methods = [asdict(row) for row in listed]
+        print(json.dumps({"extent": extent, "methods": methods}, indent=1))
+    else:
+        print(HEADER, _table(listed), *(row.details() for row in listed), sep="\n\n")
+    return 0
+
+
+def _row(name: str) -> Row:
+    """Describe one method; a third party's may fail, which is then its description."""
+    origin = ""
+    options: tuple[str, ...] = ()
+    try:
+        method = find_method(name)
+        origin = method.origin
+        options = tuple(option.spelled() for option in method.options.values())
+        example = _example(name)
+    except (VeriCacheError, ImportError, AttributeError, TypeError) as error:
+        return Row(name=name, origin=origin, options=options, error=str(error))
+    about, codec = example.about, example.codec
+    return Row(
+        name=name,
+        paper=about.paper,
+        kind=about.kind,
+        mode=about.mode,
+        scenarios=about.scenarios,
+        needs=_needs(example),
+        draft_bits=codec.draft_bits(EXTENT) if codec else 8.0 * EXTENT.dtype.itemsize,
+        transfer=codec.transfer_fraction(EXTENT) if codec else None,
+        options=options,
+        licence=about.licence,
+        origin=origin,
+    )
+
+
+def _example(name: str) -> Compressor:
+    """Build a method with its default options, and tables that mean nothing."""
+    if name not in CODECS:
+        return create_compressor(name, 0)
+    return Compressor(line=name, codec=CODECS[name](**_tables(name)))
+
+
+def _tables(name: str) -> dict[str, Any]:
+    """Return the required options of a codec of ours."""
+    nowhere, columns = Path("example"), EXTENT.heads * EXTENT.key_dim
+    if name == "kvquant":
+        low, book = torch.zeros(1, columns), torch.zeros(1, 1 << TABLE_BITS)
+        thresholds = low, low + 1
+        return {"tables": KVQuantTables(nowhere, "", 0.01, *thresholds, book, book)}
+    if name == "rotatekv":
+        order = torch.arange(columns)[None]
+        return {"tables": RotateKVTables(nowhere, "", 1, order)}
+    return {}
+
+
+def _needs(compressor: Compressor) -> tuple[str, ...]:
+    """Say in words what the parts of a compressor ask for."""
+    needs, words = compressor.needs, []
+    if compressor.selector is not None:
+        words = [
+            "keys" if needs.keys else "",
+            f"last {needs.q_tail} queries" if needs.q_tail else "",
+            "queries" if needs.q_stream else "",
+            "attention inputs" if needs.hidden else "",
+            "further forwards" if needs.probes else "",
+        ]
+    if compressor.codec is not None:
+        codec = compressor.codec.needs
+        words += [
+            f"a file of {codec.artifact}" if codec.artifact else "",
+            "positions of the keys" if codec.rope else "",
+            "layer inputs for its sinks" if codec.resid_in else "",
+            "all KV heads on one rank" if codec.head_coupled else "",
+        ]
+    if compressor.token_align > 1:
+        words.append(f"multiples of {compressor.token_align} tokens")
+    return tuple(filter(None, words))
+
+
+def _table(listed: Sequence[Row]) -> str:
+    """Align the cells of all rows under their heads."""
+    lines = [COLUMNS, *(row.cells() for row in listed)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
