@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from vericache_sglang.engine.row_edit import (
     relist,
 )
 from vericache_sglang.engine.state import Layout, Parts, RequestState
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.splitting import as_bits, join_layer, pick
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.places import Places
     from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.transfers import Transfer
+
+logger = logging.getLogger(__name__)
 
 
 class Mover:
@@ -180,7 +183,8 @@ class Mover:
 
         Returns:
             False when the row stays as it is: no prefix cache, the user asked for no
-            insertion, or no room. The scheduler then releases the row uncached.
+            insertion, no room, or a damaged host copy. The scheduler then releases
+            the row uncached.
         """
         parts = state.parts
         if parts is None or parts.layout is Layout.WHOLE:
@@ -206,12 +210,19 @@ class Mover:
             kv.cache_protected_len = budget.offered
             return True
         whole, exact = own, own[budget.code_slots : budget.slots]
+        taken = own[:0]
         if parts.layout is Layout.KEPT:
-            taken = allocate(tree_cache, budget.offered - budget.slots)
-            if taken is None:
+            fresh = allocate(tree_cache, budget.offered - budget.slots)
+            if fresh is None:
                 return False
+            taken = fresh
             whole = torch.cat([own, taken])
-        self._write_whole(state, exact, whole)
+        try:
+            self._write_whole(state, exact, whole)
+        except TransferError as error:
+            logger.error("VeriCache: %s is not cached: %s", state.rid, error)
+            free(tree_cache, taken)
+            return False
         relist(row, kv, parts.head, whole)
         return True
 

@@ -233,6 +233,7 @@ class Residence:
         if isinstance(move, Resume):
             return self._mover.resume(state, tree_cache)
         self._mover.unsplit(state, tree_cache)
+        self.watch.note(self._body(state, state.split.budget), state.split.noted)
         self._give_shadow(state)
         state.drop_drafts()
         return True

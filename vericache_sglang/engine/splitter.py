@@ -213,7 +213,12 @@ class Splitter:
     ) -> None:
         req = state.req
         state.parts = Parts(
-            budget, chosen.exact, chosen.coded, layout, not req.skip_radix_cache_insert
+            budget,
+            chosen.exact,
+            chosen.coded,
+            layout,
+            not req.skip_radix_cache_insert,
+            noted=state.parts.noted if state.parts else [],
         )
         # The row no longer lists token i at place i: the tree must not key it.
         req.skip_radix_cache_insert = True

@@ -77,7 +77,8 @@ class HostImage(ABC):
         Raises:
             TransferError: The bytes changed since ``seal``, or there was none.
         """
-        if self._digest(layer) != self._checksums[layer]:
+        sealed = self._checksums[layer]
+        if sealed is None or self._digest(layer) != sealed:
             raise TransferError(f"{self.noun} checksum differs in layer {layer}")
 
     @abstractmethod

@@ -244,7 +244,7 @@ class HostStore:
 
     def _new(self, budget: Budget) -> Complement:
         if self._codec is not None and self._codec.splits:
-            return ResidualComplement(self.geometry, self.dtype, self._codec, budget)
+            return ResidualComplement(self.geometry, self._codec, budget)
         return RawComplement(self.geometry, budget.staged, budget.exact, self.dtype)
 
     def _require_room(self, nbytes: int) -> None:

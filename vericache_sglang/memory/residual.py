@@ -27,7 +27,6 @@ class ResidualComplement(Complement):
 
     Args:
         geometry: Shapes of the pool.
-        dtype: Dtype of the pool.
         codec: Whose residuals they are.
         budget: Counts of the prompt.
 
@@ -37,16 +36,13 @@ class ResidualComplement(Complement):
             checksums.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, dtype: torch.dtype, codec: Codec, budget: Budget
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, codec: Codec, budget: Budget) -> None:
         super().__init__(geometry.layers)
         heads = (geometry.layers, geometry.kv_heads)
         self.kept = torch.empty(*heads, budget.exact, dtype=torch.int32)
         self.coded = torch.empty(*heads, budget.coded, dtype=torch.int32)
         self._codec = codec
         self._budget = budget
-        self._dtype = dtype
         self._residuals: dict[int, list[Part]] = {}
         self._dropped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -112,10 +108,12 @@ class ResidualComplement(Complement):
         places = self._places(layer)
         whole = []
         for i in range(2):
-            packed = torch.cat([pair[i] for pair in pairs], dim=1).transpose(0, 1)
-            entries = packed.new_empty(self.slots, *packed.shape[1:])
-            put(entries, places[0], packed)
-            put(entries, places[1], self._dropped[layer][i])
+            dropped = self._dropped[layer][i]
+            entries = dropped.new_empty(self.slots, *dropped.shape[1:])
+            put(entries, places[1], dropped)
+            if pairs:  # a short prompt may have nothing packed
+                packed = torch.cat([pair[i] for pair in pairs], dim=1)
+                put(entries, places[0], packed.transpose(0, 1))
             whole.append(entries)
         return whole[0], whole[1]
 

@@ -296,7 +296,8 @@ class SplitPlanes(Codec):
 
     def _over_tokens(self, shared: torch.Tensor, tokens: int) -> torch.Tensor:
         """Repeat [H, blocks, D] for every token of a block: [H, T, D]."""
-        return shared.repeat_interleave(self.block, dim=1)[:, :tokens]
+        wide: torch.Tensor = shared.repeat_interleave(self.block, dim=1)
+        return wide[:, :tokens]
 
 
 def _powers(shared: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -308,4 +309,5 @@ def _powers(shared: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     above = 127 - (1 << FORMATS[dtype].exponent - 1) + 1
     bits = (shared.to(torch.int32) + above) << 23
-    return bits.view(torch.float32)
+    powers: torch.Tensor = bits.view(torch.float32)
+    return powers
