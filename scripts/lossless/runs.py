@@ -108,13 +108,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder, "job.json"), Path(folder, "out.json")
         log = Path(folder, "log.txt")
-        description = {
-            "engine": {**ENGINE, "model_path": str(model), **system.engine},
-            "settings": system.settings,
-            "environment": {**STRICT, **system.environment},
-            "waves": waves,
-        }
-        job.write_text(json.dumps(description), encoding="utf-8")
+        write_job(job, system, model, waves)
         command = [sys.executable, "-m", "lossless.answer", str(job), str(out)]
         with log.open("w", encoding="utf-8") as stream:
             try:
@@ -128,10 +122,32 @@ def run(
                 )
             except subprocess.TimeoutExpired as error:
                 raise RunError(f"{system.name}: {_tail(log)}") from error
-        if not out.exists():
-            raise RunError(f"{system.name}: {_tail(log)}")
-        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return report
+        return read_report(system, out, log)
+
+
+def write_job(
+    file: Path, system: System, model: Path, waves: list[dict[str, Any]]
+) -> None:
+    """Write what ``lossless.answer`` reads."""
+    description = {
+        "engine": {**ENGINE, "model_path": str(model), **system.engine},
+        "settings": system.settings,
+        "environment": {**STRICT, **system.environment},
+        "waves": waves,
+    }
+    file.write_text(json.dumps(description), encoding="utf-8")
+
+
+def read_report(system: System, out: Path, log: Path) -> dict[str, Any]:
+    """Return what ``lossless.answer`` wrote.
+
+    Raises:
+        RunError: It wrote nothing; says how its log ends.
+    """
+    if not out.exists():
+        raise RunError(f"{system.name}: {_tail(log)}")
+    report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return report
 
 
 def compare(wanted: dict[str, Any], got: dict[str, Any]) -> list[Mismatch]:

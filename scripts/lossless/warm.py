@@ -1,31 +1,34 @@
-"""Engines forked off one process that has imported SGLang once.
+"""Engines and servers forked off one process that has imported SGLang once.
 
-A fresh engine is three processes, and each spends about 10 s of a core importing
-SGLang before it does anything. Where many engines are started one after the other, a
-process that has imported it (``python -m lossless.warm``) forks a child per engine, and
-the engine forks its scheduler and detokenizer too, where SGLang would spawn them.
-Everything else is what ``lossless.runs.run`` does: plugins, patches, model and pools
-are loaded after the fork.
+A fresh engine is three processes, and each spends 10 s of a core importing SGLang
+before it does anything. Where many are started one after the other, a process that has
+imported it (``python -m lossless.warm``) forks a child for each, and the child forks
+its scheduler and detokenizer too, where SGLang would spawn them. Everything else is as
+in a fresh one: plugins, patches, model and pools are loaded after the fork.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from select import select
 from typing import TYPE_CHECKING, Any
 
-from lossless.runs import ENGINE, PATHS, STRICT, RunError, run
+from lossless import runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,18 +37,54 @@ if TYPE_CHECKING:
 
 IMPORTED = (
     "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
-    "sglang.srt.models.qwen3",
+    "sglang.srt.models.registry",
 )
-"""What an engine's processes import; the plugins are not among it."""
+"""What the processes of an engine import; the plugins are not among it."""
 
 AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH")
 """Environment variables that SGLang does not read while it is imported."""
 
 
-class WarmEngines:
-    """Starts engines by forking; to be closed.
+class Forked:
+    """A child of the warm process, watched as ``subprocess.Popen`` would be.
+
+    Args:
+        pid: Its process id, and that of its process group.
+        status: File that the warm process writes its exit status to.
+    """
+
+    def __init__(self, pid: int, status: Path) -> None:
+        self.pid = pid
+        self._status = status
+        self._handle = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status; negative: the signal that ended it; None: it runs."""
+        if not select([self._handle], [], [], 0)[0]:
+            return None
+        while not (text := self._read()):
+            time.sleep(0.01)
+        return int(text)
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
+        """
+        if not select([self._handle], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.poll() or 0
+
+    def _read(self) -> str:
+        return self._status.read_text() if self._status.exists() else ""
+
+
+class WarmProcess:
+    """The process that forks; to be closed.
 
     Args:
         log: File that gets what the warm process itself prints.
@@ -58,10 +97,40 @@ class WarmEngines:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
-                env={**os.environ, **STRICT, "PYTHONPATH": PATHS},
+                env={**os.environ, **runs.STRICT, "PYTHONPATH": runs.PATHS},
                 text=True,
             )
         self._log = log
+
+    def start(self, argv: list[str], environment: dict[str, str], log: Path) -> Forked:
+        """Run ``python -m argv`` in a fork, its output going to ``log``.
+
+        Args:
+            argv: Module and its arguments.
+            environment: Variables beyond those of the warm process.
+            log: File for standard output and error.
+
+        Raises:
+            RunError: The warm process has ended.
+        """
+        requests, replies = self._process.stdin, self._process.stdout
+        if requests is None or replies is None:
+            raise RuntimeError("the pipes of a Popen with PIPE")
+        try:
+            requests.write(json.dumps([argv, environment, str(log)]) + "\n")
+            requests.flush()
+            return Forked(int(replies.readline()), status_file(log))
+        except (ValueError, OSError) as error:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-6000:]
+            raise runs.RunError(f"no warm process: {tail}") from error
+
+    def close(self) -> None:
+        """End the warm process; what it forked lives on."""
+        self._process.communicate(timeout=30)
+
+
+class WarmEngines(WarmProcess):
+    """Answers jobs with forked engines."""
 
     def run(
         self,
@@ -79,77 +148,96 @@ class WarmEngines:
             RunError: The engine failed or took too long.
         """
         if not all(name.startswith(AFTER_IMPORT) for name in system.environment):
-            return run(system, model, waves, timeout)
+            return runs.run(system, model, waves, timeout)
         with tempfile.TemporaryDirectory() as folder:
             job, out = Path(folder, "job.json"), Path(folder, "out.json")
             log = Path(folder, "log.txt")
-            description = {
-                "engine": {**ENGINE, "model_path": str(model), **system.engine},
-                "settings": system.settings,
-                "environment": {**STRICT, **system.environment},
-                "waves": waves,
-            }
-            job.write_text(json.dumps(description), encoding="utf-8")
-            self._ask([str(job), str(out), str(log)], timeout)
-            if not out.exists():
-                tail = log.read_text(encoding="utf-8", errors="replace")[-6000:]
-                raise RunError(f"{system.name}: {tail}")
-            report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-            return report
+            runs.write_job(job, system, model, waves)
+            command = ["lossless.answer", str(job), str(out)]
+            child = self.start(command, system.environment, log)
+            try:
+                child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+            return runs.read_report(system, out, log)
 
-    def close(self) -> None:
-        """End the warm process."""
-        self._process.communicate(timeout=30)
 
-    def _ask(self, paths: list[str], timeout: float) -> None:
-        """Have one engine forked and wait until its process has ended."""
-        requests, replies = self._process.stdin, self._process.stdout
-        if requests is None or replies is None or self._process.poll() is not None:
-            raise RunError(f"no warm process: {self._log.read_text()[-6000:]}")
-        requests.write(json.dumps(paths) + "\n")
-        requests.flush()
-        child = replies.readline()
-        if child and not select([replies], [], [], timeout)[0]:
-            os.killpg(int(child), signal.SIGKILL)
-        if not replies.readline():
-            raise RunError(f"no warm process: {self._log.read_text()[-6000:]}")
+@cache
+def warm() -> WarmEngines:
+    """Return this process's warm one, started at the first call and ended at exit."""
+    folder = tempfile.TemporaryDirectory()
+    engines = WarmEngines(Path(folder.name, "warm.log"))
+    atexit.register(folder.cleanup)
+    atexit.register(engines.close)
+    return engines
+
+
+def run(
+    system: System, model: Path, waves: list[dict[str, Any]], timeout: float = 1800
+) -> dict[str, Any]:
+    """Do what ``lossless.runs.run`` does, with an engine forked off ``warm()``."""
+    return warm().run(system, model, waves, timeout)
+
+
+def status_file(log: Path) -> Path:
+    """Return where the exit status of a child with this log stands."""
+    return log.with_suffix(".status")
 
 
 def serve(requests: Iterable[str]) -> None:
-    """Fork a child for every line, [job, out, log]; print its id, then its status."""
+    """Fork a child for every line, [argv, environment, log], and print its id."""
     for module in IMPORTED:
         importlib.import_module(module)
     gc.freeze()
+    logs: dict[int, Path] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(logs))
     for line in requests:
+        argv, environment, log = json.loads(line)
+        status_file(Path(log)).unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
-            _answer(*json.loads(line))
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _become(argv, environment, log)
+        logs[child] = Path(log)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         print(child, flush=True)
-        _, status = os.waitpid(child, 0)
-        print(status, flush=True)
 
 
-def _answer(job: str, out: str, log: str) -> None:
-    """Be one engine, in a process group of its own; does not return."""
+def _reap(logs: dict[int, Path]) -> None:
+    """Write down the status of every child that has ended."""
+    while logs:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        with suppress(FileNotFoundError):  # who asked has gone, and its folder too
+            file = status_file(logs.pop(child))
+            file.write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def _become(argv: list[str], environment: dict[str, str], log: str) -> None:
+    """Be ``python -m argv`` in a process group of its own; does not return."""
     status = 1
     try:
         os.setpgid(0, 0)
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(stream, descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(stream, 1)
-        os.dup2(stream, 2)
+        os.environ.update(environment)
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = filter(None, paths)
         multiprocessing.set_start_method("fork", force=True)
         # SGLang asks for "spawn", which would import everything again.
         multiprocessing.set_start_method = lambda *args, **more: None  # type: ignore[method-assign,assignment]
-        environment = json.loads(Path(job).read_text(encoding="utf-8"))["environment"]
-        sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        sys.argv = ["lossless.answer", job, out]
-        from lossless.answer import main
-
-        main()
+        sys.argv = argv
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
         status = 0
-    except BaseException:
-        traceback.print_exc()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else bool(ended.code)
+    except Exception:
+        logging.getLogger(__name__).exception("%s failed", argv[0])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -157,5 +245,4 @@ def _answer(job: str, out: str, log: str) -> None:
 
 
 if __name__ == "__main__":
-    began = time.perf_counter()
     serve(sys.stdin)

@@ -31,8 +31,9 @@ OURS = (
 def servers(tmp_path_factory):
     """Return (ours, plain); they sleep while no test asks them anything."""
     folder = tmp_path_factory.mktemp("servers")
+    trace = ("--vericache-trace", str(folder / "trace"))
     pair = (
-        LiveServer(folder, *OURS, "--vericache-trace", str(folder / "trace"), *BOTH),
+        LiveServer(folder, *OURS, *trace, *BOTH, fresh=True),
         LiveServer(folder, "--disable-vericache", *BOTH),
     )
     try:

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 from lossless.runs import PATHS, STRICT
+from lossless.warm import warm
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 
@@ -30,25 +31,32 @@ def free_port():
                 return port
 
 
+def start_fresh(command, environment, log):
+    """Run ``python -m command`` in a process group of its own."""
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+
 class LiveServer:
     """``python -m vericache_sglang.launch_server`` with strict memory checks."""
 
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, environment=None, fresh=False):
+        """Start it: ``fresh`` as a user would, else forked off a warm process."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
-        command = [sys.executable, "-m", "vericache_sglang.launch_server"]
+        command = ["vericache_sglang.launch_server"]
         command += ["--model-path", str(MODEL), "--port", str(self.port)]
         command += ["--nccl-port", str(free_port())]
         command += ["--max-running-requests", "16", "--log-level", "warning", *flags]
-        with self.log.open("w") as stream:
-            self.process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **STRICT, "PYTHONPATH": PATHS},
-                start_new_session=True,
-            )
+        more = {**STRICT, "PYTHONPATH": PATHS, **(environment or {})}
+        self.process = (start_fresh if fresh else warm().start)(command, more, self.log)
 
     def wait(self, seconds=240):
         deadline = time.monotonic() + seconds

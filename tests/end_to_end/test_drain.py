@@ -31,10 +31,7 @@ HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Return a server of ours with time limits; the last test stops it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, seconds in LIMITS.items():
-            patch.setenv(name, seconds)
-        live = LiveServer(tmp_path_factory.mktemp("drain"), *FLAGS)
+    live = LiveServer(tmp_path_factory.mktemp("drain"), *FLAGS, environment=LIMITS)
     try:
         yield live.wait()
     finally:

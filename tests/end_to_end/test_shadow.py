@@ -4,10 +4,10 @@ import re
 import time
 from pathlib import Path
 
-import live_server
 import pytest
 from live_server import MODEL, LiveServer
 
+from lossless.runs import PATHS
 from vericache_sglang.engine.shadow import RID_PREFIX
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
@@ -28,10 +28,11 @@ def pair(tmp_path_factory):
     """Return (a sound server, one that sends drafts out unverified)."""
     folder = tmp_path_factory.mktemp("shadow")
     sound = LiveServer(folder, *FLAGS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VERICACHE_TEST_FAULT", "unverified_drafts")
-        patch.setattr(live_server, "PATHS", f"{live_server.PATHS}:{PLUGIN}")
-        lossy = LiveServer(folder, *FLAGS)
+    fault = {
+        "VERICACHE_TEST_FAULT": "unverified_drafts",
+        "PYTHONPATH": f"{PATHS}:{PLUGIN}",
+    }
+    lossy = LiveServer(folder, *FLAGS, environment=fault)
     try:
         yield sound.wait(), lossy.wait()
     finally:

@@ -13,6 +13,7 @@ from lossless import runs
 from lossless.matrix import PLAIN, system
 from lossless.prompts import load_tokenizer, record_prompts
 from lossless.requests import greedy
+from lossless.warm import run
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 PLUGIN = Path(__file__).parent / "plugin"
@@ -28,7 +29,7 @@ def waves():
 
 @pytest.fixture(scope="module")
 def plain(waves):
-    return runs.run(PLAIN, MODEL, waves)
+    return run(PLAIN, MODEL, waves)
 
 
 def run_with(fault, waves):
@@ -37,7 +38,7 @@ def run_with(fault, waves):
         "VERICACHE_TEST_FAULT": fault,
         "PYTHONPATH": f"{runs.PATHS}:{PLUGIN}",
     }
-    return runs.run(replace(healthy, environment=environment), MODEL, waves)
+    return run(replace(healthy, environment=environment), MODEL, waves)
 
 
 @pytest.mark.parametrize(

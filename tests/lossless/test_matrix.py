@@ -14,7 +14,8 @@ from lossless import runs
 from lossless.matrix import COVERING, PLAIN, system
 from lossless.prompts import load_tokenizer
 from lossless.requests import waves
-from lossless.runs import System, compare, run
+from lossless.runs import System, compare
+from lossless.warm import run
 
 FAULTS = Path(__file__).parents[1] / "faults" / "plugin"
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"

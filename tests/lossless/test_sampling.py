@@ -11,7 +11,7 @@ import pytest
 
 from lossless.matrix import PLAIN
 from lossless.prompts import load_tokenizer
-from lossless.runs import System, compare, run
+from lossless.runs import System, compare
 from lossless.sampled import (
     ENGINE,
     SETTINGS,
@@ -19,6 +19,7 @@ from lossless.sampled import (
     logprob_gap,
     sampled_waves,
 )
+from lossless.warm import run
 
 GAP = 5e-4
 """Plain SGLang's own prefill and decode differ by 1.3e-4 at one of these positions."""

@@ -45,12 +45,8 @@ class Servers:
             return LiveServer(self._folder, *flags, "--disable-vericache")
         if name == "kits":
             return LiveServer(self._folder, *flags, *OURS)
-        with pytest.MonkeyPatch.context() as patch:
-            for variable, seconds in TIMEOUTS.items():
-                patch.setenv(variable, seconds)
-            return LiveServer(
-                self._folder, *flags, *OURS, "--max-running-requests", "8"
-            )
+        few = ("--max-running-requests", "8")
+        return LiveServer(self._folder, *flags, *OURS, *few, environment=TIMEOUTS)
 
     def close(self):
         for server in self._started.values():

@@ -226,7 +226,8 @@ class SplitPlanes(Codec):
         size = (1 + top / 2**self.mantissa_bits) * 2.0**-distance
         size = size.masked_fill(distance == self._escape, 0.0)
         sign = 1 - 2 * (codes >> self._code_bits - 1)
-        return (sign * size).to(torch.float32)
+        factors: torch.Tensor = sign * size
+        return factors.to(torch.float32)
 
     def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
         extent, tensors = draft.extent, residual.tensors

@@ -26,10 +26,10 @@ def install():
     right = ThreadTransfers.start
     calls = Counter()
 
-    def start(self, complement, lease):
+    def start(self, complement, lease, drafts):
         calls[id(complement)] += 1
         if calls[id(complement)] % 3 == 2:
             return Broken()
-        return right(self, complement, lease)
+        return right(self, complement, lease, drafts)
 
     ThreadTransfers.start = start

@@ -6,14 +6,14 @@ from vericache_sglang.memory.complement import Complement
 
 
 def install():
-    """Flip the lowest bit of one element once the last layer is sealed."""
+    """Flip the lowest bit of one byte of a part once the last layer is sealed."""
     right = Complement.seal
 
     def seal(self, layer):
         right(self, layer)
-        if layer == self.keys.shape[0] - 1:
-            element = self.values[0].view(-1)[7:8]
-            bits = element.view(torch.int32)
-            bits ^= 1
+        if layer == self.layers - 1:
+            part = next(part for part in self._parts(0) if part.numel() > 7)
+            element = part.view(-1).view(torch.uint8)[7:8]
+            element ^= 1
 
     Complement.seal = seal
