@@ -2,9 +2,11 @@
 
     python scripts/check_lossless.py            # the whole matrix, about 40 minutes
     python scripts/check_lossless.py --covering # what the test suite runs
+    python scripts/check_lossless.py --compressors --out FILE
 
-Writes ``scripts/results/lossless.json`` after every row, so a stopped run keeps what it
-has; ``--resume`` goes on from there.
+The last runs every compressor with its KV on the device, on the host and over a slow
+link. Writes ``--out`` after every row, so a stopped run keeps what it has; ``--resume``
+goes on from there.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lossless.matrix import COVERING, PLAIN, full
+from lossless.matrix import COVERING, PLAIN, full, methods
 from lossless.prompts import load_tokenizer
 from lossless.provenance import provenance
 from lossless.requests import waves
-from lossless.runs import RunError, compare, run, tokens
+from lossless.runs import RunError, compare, tokens
+from lossless.warm import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--longest", type=int, default=8000, help="prompt tokens")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--covering", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--covering", action="store_true")
+    which.add_argument("--compressors", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "scripts/results/lossless.json"
@@ -48,7 +53,7 @@ def check(system: Any, options: argparse.Namespace, requests: Any, plain: Any) -
     """Run one row; a run that fails is a row with an error, not the end."""
     row: dict[str, Any] = {
         "name": system.name,
-        "settings": system.settings,
+        "settings": without_root(system.settings),
         "engine": system.engine,
     }
     try:
@@ -63,10 +68,16 @@ def check(system: Any, options: argparse.Namespace, requests: Any, plain: Any) -
         "mismatches": len(mismatches),
         "examples": [asdict(mismatch) for mismatch in mismatches[:5]],
         "rounds": state["rounds"],
+        "splits": state["splits"],
         "mean_accepted": state["mean_accepted"],
         "mixed_share": state["mixed_share"],
         "seconds": sum(ours["seconds"]),
     }
+
+
+def without_root(settings: Any) -> Any:
+    """Return settings whose files are named from the repository on."""
+    return json.loads(json.dumps(settings).replace(f"{ROOT}/", ""))
 
 
 def main() -> int:
@@ -80,7 +91,10 @@ def main() -> int:
         rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
         rows = [row for row in rows if "error" not in row]
     done = {row["name"] for row in rows}
-    systems = list(COVERING) if options.covering else full()
+    if options.compressors:
+        systems = methods()
+    else:
+        systems = list(COVERING) if options.covering else full()
     print("plain SGLang, the baseline", file=sys.stderr)
     plain = run(PLAIN, options.model, requests)
     report = {**provenance(sys.argv[1:]), "prompts": options.prompts}

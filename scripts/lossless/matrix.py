@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossless.runs import System
+from lossless.runs import ROOT, System
 
 SMALL: dict[str, Any] = {
     "compressor": "keynorm",
@@ -110,6 +110,79 @@ COVERING = (
     system("sequential, draft 4", pacing="sequential", draft_length=4),
 )
 """What the test suite runs: every feature and every value of each knob once."""
+
+
+FILES = ROOT / "configs/demo-model"
+TABLES = FILES / "calibration"
+
+METHODS = (
+    "snapkv",
+    "keynorm",
+    "recency",
+    "random",
+    "expected-attention",
+    "observed",
+    "kvzip",
+    "kvzip:plus=true",
+    f"kvzap:weights={FILES}/kvzap-linear",
+    f"kvzap:weights={FILES}/kvzap-mlp",
+    f"kvzap:weights={FILES}/kvzap-mlp,threshold=-6",
+    "kivi:bits=2",
+    "kivi:bits=4",
+    f"kvquant:tables={TABLES}/kvquant-2bit.safetensors",
+    f"kvquant:tables={TABLES}/kvquant-4bit.safetensors",
+    f"rotatekv:tables={TABLES}/rotatekv.safetensors,bits=2",
+    f"rotatekv:tables={TABLES}/rotatekv.safetensors,bits=3",
+    f"rotatekv:tables={TABLES}/rotatekv.safetensors,bits=4,clip=1.0",
+    "turboquant:bits=2",
+    "turboquant:bits=4",
+    "split-planes:exponent_bits=4,mantissa_bits=3",
+    "split-planes:exponent_bits=3,mantissa_bits=2",
+    "split-planes:exponent_bits=3,mantissa_bits=1",
+    "split-planes:exponent_bits=3,mantissa_bits=0",
+    "snapkv+split-planes:exponent_bits=3,mantissa_bits=1",
+    "kvzip+kivi:bits=4",
+    "expected-attention+turboquant:bits=3",
+    "test-nan+test-nonsense",
+    "test-nonsense",
+)
+"""Every compressor, and pairs of them; the last two are a third party's, bad on
+purpose."""
+
+PLACES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("on the host", {"residency": "host", "keep": 0.25, "draft_length": 16}, {}),
+    (
+        "over a slow link",
+        {"residency": "host", "keep": 0.125, "draft_length": 8, "link_gbps": 0.2},
+        {"chunked_prefill_size": 512},
+    ),
+    (
+        "on the device",
+        {"residency": "device", "keep": 0.5, "draft_length": 4},
+        {"page_size": 16, "chunked_prefill_size": 512},
+    ),
+)
+"""Where the complement is, with a kept share and a draft length. The host is the
+long-context scenario; the slow link is that of a remote prefix, emulated."""
+
+
+def methods(place: int | None = None) -> list[System]:
+    """Return every method in every place.
+
+    Args:
+        place: Index into ``PLACES``; None returns all places.
+    """
+    places = PLACES if place is None else PLACES[place : place + 1]
+    return [
+        system(
+            f"{line.replace(f'{ROOT}/', '')}, {where}",
+            compressor=line,
+            engine=engine,
+            **settings,
+        )
+        for line in METHODS
+        for where, settings, engine in places
+    ]
 
 
 def full() -> list[System]:

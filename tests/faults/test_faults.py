@@ -17,6 +17,7 @@ from lossless.warm import run
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 PLUGIN = Path(__file__).parent / "plugin"
+PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
 
 pytestmark = pytest.mark.server
 
@@ -32,8 +33,8 @@ def plain(waves):
     return run(PLAIN, MODEL, waves)
 
 
-def run_with(fault, waves):
-    healthy = system(fault, draft_length=8, keep=0.25)
+def run_with(fault, waves, **settings):
+    healthy = system(fault, **{"draft_length": 8, "keep": 0.25, **settings})
     environment = {
         "VERICACHE_TEST_FAULT": fault,
         "PYTHONPATH": f"{runs.PATHS}:{PLUGIN}",
@@ -50,8 +51,13 @@ def test_wrong_tokens_are_seen_by_the_comparison(fault, waves, plain):
     assert all(mismatch.position >= 0 for mismatch in mismatches)
 
 
-def test_a_flipped_bit_is_seen_by_the_checksum(waves, plain):
-    ours = run_with("flipped_bit", waves)
+def test_planes_joined_wrongly_are_seen_by_the_comparison(waves, plain):
+    assert runs.compare(plain, run_with("wrong_join", waves, compressor=PLANES))
+
+
+@pytest.mark.parametrize("compressor", ["keynorm", PLANES])
+def test_a_flipped_bit_is_seen_by_the_checksum(compressor, waves, plain):
+    ours = run_with("flipped_bit", waves, compressor=compressor)
     assert ours["state"]["failed_reloads"] >= 2 * len(waves[0]["prompts"])
     assert ours["state"]["reprefills"] == len(waves[0]["prompts"])
     assert ours["state"]["rounds"] == 0, "a damaged complement was used"
