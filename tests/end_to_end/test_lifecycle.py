@@ -304,7 +304,8 @@ def test_a_dead_scheduler_takes_the_server_down(pair):
     codes = []
     for server in pair:
         family = psutil.Process(server.process.pid).children(recursive=True)
-        (scheduler,) = (p for p in family if "scheduler" in " ".join(p.cmdline()))
+        # SGLang starts the scheduler before the detokenizer.
+        scheduler, _ = sorted(family, key=lambda process: process.create_time())
         scheduler.send_signal(signal.SIGKILL)
         codes.append(server.process.wait(60))
         _, alive = psutil.wait_procs(family, timeout=20)
