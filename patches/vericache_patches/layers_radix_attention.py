@@ -17,12 +17,16 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Show queries and keys to whoever asked the layer, then attend as always."""
+    """Show queries and keys to whoever asked the layer, then attend as always.
+
+    Where the observer says that nobody reads what the layer attends to, that is zeros.
+    """
     observer = getattr(layer, "vericache_observer", None)
     if observer is not None and k is not None:
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        observer(layer.layer_id, queries, keys, forward_batch)
+        if not observer(layer.layer_id, queries, keys, forward_batch):
+            return v.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
     return original(layer, q, k, v, forward_batch, *args, **kwargs)
 
 

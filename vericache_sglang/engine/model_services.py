@@ -45,11 +45,17 @@ class ModelServices:
     ) -> torch.Tensor:
         """See ``Services.rope``; by SGLang's own table of cosines and sines.
 
-        Whatever scales the table (YaRN, Llama 3) is in it, its amplitude too.
+        Whatever scales the table (YaRN, Llama 3) is in it, its amplitude too. The
+        table ends a little behind the model's context. Positions behind it, which only
+        queries that are yet to come can have, are reached in two turns: to the last
+        row, and on by the rest.
+
+        Raises:
+            IndexError: A position is more than twice the table's last one.
         """
         table, interleaved = self._rotation
-        rows = table[positions.to(table.device, torch.int64)].to(keys.device)
-        cosine, sine = rows.to(torch.float32).chunk(2, dim=-1)
+        cosine, sine = _turns(table, positions.to(table.device, torch.int64))
+        cosine, sine = cosine.to(keys.device), sine.to(keys.device)
         if inverse:
             length = cosine.square() + sine.square()
             cosine, sine = cosine / length, -sine / length
@@ -113,3 +119,24 @@ class ModelServices:
                 "table of cosines, which the compression method needs"
             )
         return table, not rotary.is_neox_style
+
+
+def _turns(
+    table: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Look up cosines and sines [..., rotated elements / 2], float32, of positions.
+
+    Both turns are made for every position: to ask whether one needs the second would
+    have the host wait for a GPU, in every layer of every prefill. The second turn of a
+    position inside the table is none, by cosine 1 and sine 0.
+    """
+    last = len(table) - 1
+    cosine, sine = table[positions.clamp(max=last)].float().chunk(2, dim=-1)
+    on_cosine, on_sine = table[(positions - last).clamp(min=0)].float().chunk(2, dim=-1)
+    # Row 0 turns nothing: its cosines are the amplitude (YaRN), 1 without one.
+    amplitude = table[0, : cosine.shape[-1]].float()
+    on_cosine, on_sine = on_cosine / amplitude, on_sine / amplitude
+    return (
+        cosine * on_cosine - sine * on_sine,
+        sine * on_cosine + cosine * on_sine,
+    )

@@ -30,7 +30,8 @@ class Probing:
     """Runs a selector's probes, one an iteration, while their request decodes plainly.
 
     A probe's tokens stand behind the prompt, in slots of their own that are freed after
-    the forward; the prompt's KV is read and stays as it is.
+    the forward; the prompt's KV is read and stays as it is. The last layer's queries
+    and keys are all that is wanted of it: what it attends to is not computed.
 
     Args:
         selector: Bound; None, or one without ``Needs.probes``, runs nothing.
@@ -129,18 +130,19 @@ class Probing:
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._places.pool, self._selector
+        last = self._places.geometry.layers - 1
 
         def observe(
             layer: int,
             queries: torch.Tensor,
             keys: torch.Tensor,
             hidden: torch.Tensor | None,
-        ) -> None:
+        ) -> bool:
             at = slice(layer, layer + 1)
             blocks = gathered(pool.k_buffer[at], pool.v_buffer[at], body)
             prompt_keys, prompt_values = next(blocks)
             if selector is None:
-                return
+                return True
             read = ProbeLayer(
                 layer=layer,
                 queries=queries.transpose(0, 1),
@@ -150,6 +152,7 @@ class Probing:
                 hidden=hidden,
             )
             selector.observe(rid, probe, read)
+            return layer < last
 
         return observe
 

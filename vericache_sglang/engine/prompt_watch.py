@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.places import Places
 
 
-ProbeObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""Called with a layer, its queries, keys and attention inputs; see ``observe``."""
+ProbeObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
+"""Called with a layer, its queries, keys and attention inputs, and returns whether
+anybody reads what the layer attends to; see ``observe``."""
 
 
 class PromptWatch:
@@ -73,7 +74,7 @@ class PromptWatch:
 
     def observe(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, batch: Any
-    ) -> None:
+    ) -> bool:
         """Take in one layer of one forward.
 
         Args:
@@ -82,19 +83,23 @@ class PromptWatch:
             keys: [N, H, D], as ``queries``.
             batch: SGLang's ``ForwardBatch``; one without request ids (a warm-up) is
                 passed over.
+
+        Returns:
+            False where nobody reads what the layer would attend to, so that the
+            attention may be left out; always True outside a probe.
         """
         hidden = self._hidden.pop(layer, None)
         if self.probe is not None:
-            self.probe(layer, queries, keys, hidden)
-            return
+            return self.probe(layer, queries, keys, hidden)
         if self._selector is None or batch.rids is None:
-            return
+            return True
         mode, needs = batch.forward_mode, self._selector.needs
         prefill = mode.is_extend() and not mode.is_target_verify()
         if prefill and needs.q_tail:
             self.tails.observe(layer, queries, batch)
         if hidden is not None or (prefill and needs.q_stream):
             self._update(layer, queries, hidden, batch)
+        return True
 
     def ready(self, rid: str) -> bool:
         """Say whether the last queries are there, where they are asked for."""

@@ -1,0 +1,1 @@
+"""What compressing costs: timers inside a server, and their sums by request."""

@@ -1,0 +1,240 @@
+"""Probes: one an iteration, over a row of their own, leaving no slot behind."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from known_kv import DIM, HEADS, LAYERS
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from tiny_engine import opened
+
+from vericache_sglang.compression.base import Needs, Probe, Selector
+from vericache_sglang.engine import probing
+from vericache_sglang.memory.splitting import as_bits
+
+pytestmark = pytest.mark.sglang
+
+CONTEXT = 60
+
+
+class Asking(Selector):
+    """Wants these probes, and remembers what it was shown."""
+
+    needs = Needs(probes=True)
+
+    def __init__(self, probes):
+        super().__init__()
+        self.wanted, self.asked, self.shown, self.calls = probes, [], [], []
+
+    def open(self, rid):
+        self.calls.append(("open", rid))
+
+    def close(self, rid):
+        self.calls.append(("close", rid))
+
+    def probes(self, rid, prompt):
+        self.asked.append((rid, list(prompt)))
+        return self.wanted
+
+    def observe(self, rid, probe, layer):
+        self.shown.append((rid, probe, layer))
+
+    def scores(self, rid, layer, keys, values, seen):
+        raise NotImplementedError
+
+
+class Runner:
+    """Stands for the model: shows every layer, writes KV where it is told."""
+
+    def __init__(self, engine, watch, fails=False):
+        self.engine, self.watch, self.fails = engine, watch, fails
+        self.model_config = SimpleNamespace(context_len=CONTEXT)
+        self.forwards = []
+
+    def forward(self, batch):
+        (row,), engine = batch.rows, self.engine
+        listed = engine.table[row.table_row, : row.prefix + len(row.tokens)]
+        free = set(engine.allocator.get_all_free_pages().tolist())
+        assert not {slot // engine.page for slot in listed.tolist()} & free
+        assert listed[row.prefix :].tolist() == row.slots.tolist()
+        engine.kv.put(row.slots, engine.kv.drawn(len(row.tokens)))
+        self.forwards.append((batch, row, listed.clone()))
+        queries = torch.randn(len(row.tokens), 2 * HEADS, DIM)
+        keys = torch.randn(len(row.tokens), HEADS, DIM)
+        for layer in range(LAYERS):
+            self.watch.observe(layer, queries, keys, batch)
+            if self.fails and layer:
+                raise RuntimeError("out of memory")
+
+
+@pytest.fixture(autouse=True)
+def rows_as_they_are(monkeypatch):
+    """A forward is what ``build_forward`` was given; SGLang's batch is not built."""
+
+    def build(batch, rows, runner):
+        return SimpleNamespace(
+            rows=rows,
+            batch=batch,
+            rids=[row.batch_index for row in rows],
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            spec_info="positions",
+        )
+
+    monkeypatch.setattr(probing, "build_forward", build)
+
+
+class World:
+    """A request whose prompt is whole, and who probes it."""
+
+    def __init__(self, engine, probes, tokens=20, fails=False):
+        self.engine = engine
+        self.selector = Asking(probes)
+        self.watch = engine.residence.watch
+        self.watch._selector = self.selector
+        self.runner = Runner(engine, self.watch, fails)
+        self.row = engine.table.shape[0] - 1
+        self.probing = probing.Probing(
+            self.selector,
+            self.watch,
+            engine.residence.places,
+            self.runner,
+            self.row,
+        )
+        self.state = engine.admit("a", "x", tokens)
+        self.batch = SimpleNamespace(tree_cache=engine.tree)
+
+    def step(self):
+        return self.probing.step(self.state, 3, self.batch)
+
+
+def probe(tokens, start=0, stop=9):
+    return Probe(tuple(range(100, 100 + tokens)), start, stop)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_probes_run_one_a_step_in_order_and_give_their_slots_back(page):
+    wanted = [probe(3), probe(6, 9, 20), probe(1)]
+    with opened(page=page) as engine:
+        world = World(engine, wanted)
+        before = engine.checks.books()
+        for i in range(3):
+            assert not world.probing.done(world.state)
+            assert world.step()
+            assert world.probing.forwards == len(world.runner.forwards) == i + 1
+            after = engine.checks.books()
+            assert after[1:] == before[1:], "slots, lengths, tree, host: as before"
+            engine.checks.row(engine.requests["a"])
+        assert world.probing.done(world.state)
+        assert [shown[1] for shown in world.selector.shown] == [
+            asked for asked in wanted for _ in range(LAYERS)
+        ]
+        assert world.watch.probe is None
+
+
+def test_a_probe_stands_behind_the_prompt_in_a_row_of_its_own():
+    with opened() as engine:
+        world = World(engine, [probe(5)])
+        assert not world.probing.done(world.state)
+        world.step()
+        ((forward, row, listed),) = world.runner.forwards
+        assert (row.batch_index, row.table_row) == (3, world.row)
+        assert (row.prefix, row.position, row.packed) == (20, 20, None)
+        assert row.tokens == [100, 101, 102, 103, 104]
+        own = engine.table[world.state.req.kv.req_pool_idx, :20]
+        assert listed[:20].tolist() == own.tolist()
+        assert forward.forward_mode is ForwardMode.EXTEND
+        assert forward.spec_info is None
+        assert forward.batch is not world.batch, "the decode batch stays as it is"
+
+
+def test_the_selector_sees_the_prompt_s_keys_and_values():
+    with opened() as engine:
+        world = World(engine, [probe(5)])
+        assert not world.probing.done(world.state)
+        world.step()
+        kv = engine.kv.truth("x")[0]
+        for layer, (rid, _, read) in enumerate(world.selector.shown):
+            assert (rid, read.layer, read.hidden) == ("a", layer, None)
+            assert read.queries.shape == (2 * HEADS, 5, DIM)
+            assert read.probe_keys.shape == (HEADS, 5, DIM)
+            for found, wanted in (
+                (read.keys, kv[layer, 0]),
+                (read.values, kv[layer, 1]),
+            ):
+                bits = as_bits(found.contiguous())
+                assert torch.equal(bits, wanted[:20].transpose(0, 1))
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_probe_that_fails_leaves_no_slot_and_no_observer(page):
+    with opened(page=page) as engine:
+        world = World(engine, [probe(5)], fails=True)
+        assert not world.probing.done(world.state)
+        before = engine.checks.books()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            world.step()
+        assert engine.checks.books()[1:] == before[1:]
+        assert world.watch.probe is None
+        assert not world.probing.done(world.state), "it is still to be run"
+        assert world.probing.forwards == 0
+
+
+def test_without_free_slots_nothing_happens():
+    with opened() as engine:
+        world = World(engine, [probe(5)])
+        assert not world.probing.done(world.state)
+        hog = engine.allocator.alloc(engine.allocator.available_size() - 4)
+        before = engine.checks.held()
+        assert not world.step()
+        assert engine.checks.held() == before
+        assert world.runner.forwards == []
+        engine.allocator.free(hog)
+        assert world.step()
+        assert world.probing.done(world.state)
+
+
+def test_probes_behind_the_context_are_skipped_with_a_warning(caplog):
+    fits, late = probe(CONTEXT - 20, 0, 7), probe(CONTEXT - 19, 7, 15)
+    with opened() as engine, caplog.at_level(logging.WARNING):
+        world = World(engine, [late, fits, late])
+        assert not world.probing.done(world.state)
+        assert world.step()
+        assert world.probing.done(world.state)
+        assert [shown[1] for shown in world.selector.shown] == [fits] * LAYERS
+        says = "a: a probe to token 61 does not fit the context of 60; tokens 7 to 15"
+        assert [says in record.message for record in caplog.records] == [True, True]
+
+
+def test_a_prompt_is_asked_about_once_and_again_once_it_is_forgotten():
+    with opened() as engine:
+        world = World(engine, [probe(2)])
+        state = world.state
+        for _ in range(3):
+            assert not world.probing.done(state)
+        tokens = list(state.req.origin_input_ids)
+        assert world.selector.asked == [("a", tokens)]
+        assert world.selector.calls == [("open", "a")]
+        world.probing.forget("a")
+        world.probing.forget("a")
+        world.watch.forget("a")
+        # Retracted: the output so far is part of the prompt it prefills next.
+        state.prompt = 21
+        assert not world.probing.done(state)
+        assert world.selector.asked[1:] == [("a", [*tokens, 7])]
+        assert world.selector.calls == [("open", "a"), ("close", "a"), ("open", "a")]
+
+
+def test_selectors_that_ask_nothing_are_done_at_once():
+    with opened() as engine:
+        state = engine.admit("a", "x", 20)
+        for selector in (None, engine.selector):
+            made = probing.Probing(
+                selector, engine.residence.watch, engine.residence.places, None, 0
+            )
+            assert made.done(state)
+        world = World(engine, [])
+        assert world.probing.done(state)

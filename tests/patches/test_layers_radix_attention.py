@@ -1,0 +1,60 @@
+"""What the hook on a layer's attention shows, and when it leaves the attention out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vericache_patches.layers_radix_attention import forward
+
+TOKENS, HEADS, KV_HEADS, DIM = 3, 4, 2, 8
+
+
+def asked(answer, keys=True):
+    """Run the hook over an observer that answers so; return result, calls, shown."""
+    calls, shown = [], []
+
+    def original(*args, **kwargs):
+        calls.append((args, kwargs))
+        return "attended"
+
+    def observer(*seen):
+        shown.append(seen)
+        return answer
+
+    layer = SimpleNamespace(
+        layer_id=5,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=KV_HEADS,
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        vericache_observer=observer,
+    )
+    q = torch.randn(TOKENS, HEADS * DIM)
+    k = torch.randn(TOKENS, KV_HEADS * DIM, dtype=torch.bfloat16) if keys else None
+    result = forward(original, layer, q, k, k, "batch", save_kv_cache=True)
+    return result, calls, shown
+
+
+def test_queries_and_keys_are_shown_by_head():
+    result, calls, shown = asked(answer=True)
+    assert result == "attended"
+    ((layer, queries, keys, batch),) = shown
+    assert (layer, batch) == (5, "batch")
+    assert queries.shape == (TOKENS, HEADS, DIM)
+    assert keys.shape == (TOKENS, KV_HEADS, DIM)
+    assert calls[0][1] == {"save_kv_cache": True}
+
+
+def test_attention_that_nobody_reads_is_left_out():
+    result, calls, _ = asked(answer=False)
+    assert calls == []
+    assert result.shape == (TOKENS, HEADS * DIM)
+    assert result.dtype == torch.bfloat16, "as the model's values"
+    assert not result.any()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_layer_that_shares_another_ones_keys_is_not_shown(answer):
+    result, calls, shown = asked(answer, keys=False)
+    assert (result, len(calls), shown) == ("attended", 1, [])
