@@ -3,8 +3,14 @@
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
 # A second thread spins at every barrier on a busy small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 LONGEST = ("lossless", "faults", "end_to_end/kits", "end_to_end")
 """Folders whose tests start servers: begun first, so that no process ends up alone."""

@@ -297,6 +297,7 @@ def test_half_precision_chooses_nearly_the_same(score):
     ("options", "message"),
     [
         ({"future": 0}, "future must be >= 1, got 0"),
+        ({"future": 5000}, "future must be <= 4096, got 5000"),
         ({"sinks": -1}, "sinks must be >= 0, got -1"),
         ({"epsilon": -0.5}, "epsilon must be >= 0, got -0.5"),
         ({"epsilon": math.nan}, "epsilon must be >= 0, got nan"),

@@ -60,6 +60,7 @@ class World:
             and [total - n for total, n in zip(lengths, queries, strict=True)],
             out_cache_loc=torch.cat(tails).long(),
             encoder_lens=None,
+            spec_info=None,
         )
 
 
@@ -150,16 +151,6 @@ def test_idle_and_shared_kv_touch_nothing():
     assert torch.equal(world.pool.k_buffer[1], before)
 
 
-def test_a_layer_may_have_rows_of_its_own():
-    from vericache_kernels.run_attention import plan_row
-    from vericache_sglang.engine.attention_backend import RunMetadata
-
-    common, own = [plan_row(torch.arange(9), 1)], [plan_row(torch.arange(5), 1)]
-    metadata = RunMetadata(plans=common, by_layer={3: own})
-    assert metadata.runs_for(3) is own
-    assert metadata.runs_for(0) is common
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -209,3 +200,170 @@ def test_registering_twice_adds_one_name():
     register()
     assert ATTENTION_BACKENDS["vericache"] is SlotRunAttnBackend
     assert choices.ATTENTION_BACKEND_CHOICES.count("vericache") == 1
+
+
+# -- rows that begin with codes ------------------------------------------------
+
+SEGMENTS = (24, 8)
+"""Packed tokens of each segment."""
+
+
+def copied(batch):
+    """Copy a batch as SGLang's runners do on the way to the attention."""
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import (
+        CudaGraphBufferRegistry,
+    )
+
+    registry = CudaGraphBufferRegistry(
+        device=torch.device("cpu"), max_bs=8, max_num_tokens=64
+    )
+    return registry.extract_buffer(
+        padded_bs=batch.batch_size,
+        padded_num_tokens=len(batch.input_ids),
+        forward_batch_template=batch,
+    )
+
+
+def real_batch(world, queries, packed):
+    """Present the rows as ``build_forward`` does, as SGLang's own ``ForwardBatch``."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+
+    plain = world.batch("TARGET_VERIFY", queries)
+    batch = ForwardBatch(
+        forward_mode=plain.forward_mode,
+        batch_size=len(queries),
+        input_ids=torch.zeros(sum(queries), dtype=torch.int64),
+        req_pool_indices=plain.req_pool_indices,
+        seq_lens=plain.seq_lens,
+        seq_lens_cpu=plain.seq_lens_cpu,
+        out_cache_loc=plain.out_cache_loc,
+        seq_lens_sum=int(plain.seq_lens.sum()),
+        spec_info=VeriCacheSpecInput(len(queries), torch.zeros(sum(queries)), queries),
+        extend_seq_lens_cpu=queries,
+        extend_prefix_lens_cpu=plain.extend_prefix_lens_cpu,
+    )
+    batch.spec_info.packed = packed
+    return batch
+
+
+def pack_row(world, codec, row, seed):
+    """Write codes into the first slots of a row, in layer 1.
+
+    Returns:
+        Slots they take, what decodes them by layer, and that as [H, t, D] pairs.
+    """
+    from vericache_sglang.memory.code_slots import CodeLayout
+    from vericache_sglang.memory.geometry import KVGeometry
+
+    geometry = KVGeometry(
+        layers=2,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        element_bytes=4,
+        page_size=1,
+    )
+    buffers = world.pool.k_buffer[1], world.pool.v_buffer[1]
+    random, readers, near, used = torch.Generator().manual_seed(seed), [], [], 0
+    for tokens in SEGMENTS:
+        layout = CodeLayout(codec, geometry, torch.float32, tokens)
+        (segment,), slots = layout.segments, row[used:].long()
+        kv = torch.randn(2, KV_HEADS, tokens, DIM, generator=random)
+        where = torch.arange(tokens)
+        none = torch.empty(0, dtype=torch.int64)
+        draft, _ = codec.encode(*kv, positions=where, sinks=none)
+        layout.write(segment, buffers, slots, draft)
+        near.append(codec.decode(draft))
+        read = (layout, segment, slots, where)
+        readers.append(lambda read=read: decoded(codec, buffers, *read))
+        used += layout.slots
+
+    def by_layer(layer):
+        assert layer == 1
+        return readers
+
+    return used, by_layer, [torch.cat(pair, dim=1) for pair in zip(*near, strict=True)]
+
+
+def decoded(codec, buffers, layout, segment, slots, where):
+    return codec.decode(layout.read(segment, buffers, slots, 1, where))
+
+
+def dense(world, row, q, begin, near):
+    """Attend each query to what the codes decode to and the row's exact slots."""
+    k_buffer, v_buffer = (
+        world.pool.k_buffer[1].double(),
+        world.pool.v_buffer[1].double(),
+    )
+    out, n = [], len(q)
+    for i in range(n):
+        seen = row[begin : len(row) - n + i + 1].long()
+        for head in range(HEADS):
+            keys, values = k_buffer[seen, head // 2], v_buffer[seen, head // 2]
+            if near is not None:
+                keys = torch.cat([near[0][head // 2].double(), keys])
+                values = torch.cat([near[1][head // 2].double(), values])
+            query = q[i, head * DIM : (head + 1) * DIM].double()
+            out.append((keys @ query * SCALING).softmax(0) @ values)
+    return torch.stack(out).view(n, HEADS * DIM)
+
+
+CODECS = ["split-planes:exponent_bits=4,mantissa_bits=3,block=8", "turboquant:bits=3"]
+
+
+@pytest.mark.parametrize("line", CODECS)
+def test_a_packed_row_is_dense_attention_over_what_its_codes_decode_to(line):
+    from vericache_sglang.compression.codecs.catalog import create_codec
+
+    world, codec = World([60, 33, 50]), create_codec(line)
+    first, last = (pack_row(world, codec, world.rows[i], i) for i in (0, 2))
+    queries = [1, 6, 1]
+    packed = {0: first[:2], 2: last[:2]}
+    batch = copied(real_batch(world, queries, packed))
+    q, k, v = new_tokens(8)
+    world.backend.init_forward_metadata(batch)
+    out = world.backend.forward(q, k, v, layer(), batch)
+    for i, (rows, found) in enumerate(
+        zip(q.split(queries), out.split(queries), strict=True)
+    ):
+        begin, _, near = {0: first, 2: last}.get(i, (0, None, None))
+        wanted = dense(world, world.rows[i], rows, begin, near)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-6)
+        if near is not None:
+            without = dense(world, world.rows[i], rows, begin, None)
+            assert (wanted - without).abs().max() > 0.01, "the codes do count"
+
+
+def test_a_whole_row_beside_packed_ones_is_what_it_is_alone():
+    from vericache_sglang.compression.codecs.catalog import create_codec
+
+    world, codec = World([60, 33]), create_codec(CODECS[0])
+    packed = {0: pack_row(world, codec, world.rows[0], 0)[:2]}
+    q, k, v = new_tokens(7)
+    results = []
+    for listed in (packed, {}):
+        batch = copied(real_batch(world, [1, 6], listed))
+        world.backend.init_forward_metadata(batch)
+        results.append(world.backend.forward(q, k, v, layer(), batch))
+    assert torch.equal(results[0][1:], results[1][1:])
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_sglang_s_copy_of_a_batch_keeps_what_is_on_its_spec_info_alone():
+    world, packed = World([20]), {0: (3, lambda layer: [])}
+    batch = real_batch(world, [1], packed)
+    batch.vericache_packed = packed
+    copy = copied(batch)
+    assert copy is not batch
+    assert copy.spec_info.packed is packed
+    assert not hasattr(copy, "vericache_packed"), "a plain attribute is lost"
+
+
+def test_a_relay_has_no_packed_rows():
+    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+
+    one, other = VeriCacheSpecInput(2), VeriCacheSpecInput(2)
+    one.packed[0] = (3, lambda layer: [])
+    assert other.packed == {}

@@ -3,8 +3,6 @@
 The pool's entries are random bits, so rows are compared with what they were written.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("sglang")
 
-from tiny_engine import TinyEngine
+from tiny_engine import opened
 
 from vericache_sglang.engine.state import Layout
+from vericache_sglang.errors import TransferError
 from vericache_sglang.scheduling.plan import (
     Offload,
     Park,
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.sglang
 
 PLANES = "split-planes:exponent_bits=4,mantissa_bits=3,block=4"
 TURBO = "turboquant:bits=3"
-BOTH = (Layout.BESIDE, Layout.PERMUTED)
 KINDS = [("", True), (PLANES, False), (PLANES, True), (TURBO, True)]
+TO_HOST, TO_DEVICE = Residency.HOST, Residency.DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +39,22 @@ def short_segments(monkeypatch):
     monkeypatch.setattr("vericache_sglang.engine.codes.SEGMENT", 16)
 
 
-@contextmanager
-def opened(**options):
-    engine = TinyEngine(**options)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def drafts_on_a_row(state):
+    """The request has a row that lists its draft part."""
+    return state.layout is Layout.KEPT or (
+        state.parts is not None and state.parts.shadow >= 0
+    )
 
 
 def moves_of(state):
     """What a plan may ask of a request, by how its row lists it."""
     rid = state.rid
-    to_host, to_device = (Split(rid, place) for place in (Residency.HOST, Residency.DEVICE))
+    splits = [Split(rid, TO_HOST), Split(rid, TO_DEVICE)]
+    back = [Offload(rid), Unsplit(rid)]
     return {
-        Layout.WHOLE: [to_host, to_device],
-        Layout.BESIDE: [Offload(rid), Unsplit(rid)],
-        Layout.PERMUTED: [Offload(rid), Unsplit(rid)],
+        Layout.WHOLE: splits,
+        Layout.BESIDE: back,
+        Layout.PERMUTED: back if drafts_on_a_row(state) else splits,
         Layout.KEPT: [Pin(rid), Park(rid)],
         Layout.PARKED: [Resume(rid)],
     }[state.layout]
@@ -66,7 +64,7 @@ class History:
     """Requests that come, move, decode and go, as a list of steps says."""
 
     def __init__(self, engine):
-        self.engine = engine
+        self.engine, self.made = engine, []
 
     def step(self, act, who, number):
         rid, engine = "abc"[who], self.engine
@@ -77,24 +75,22 @@ class History:
             (engine.abort if number == 5 else engine.finish)(rid)
         elif act == "move":
             moves = moves_of(request.state)
-            engine.move(moves[number % len(moves)], rid)
+            move, before = moves[number % len(moves)], request.state.layout
+            if engine.move(move, rid):
+                self.made.append((before, move))
         else:
             self.decode(request.state, number)
-        engine.check()
+        engine.checks.all()
 
     def decode(self, state, number):
-        rid = state.rid
         if state.layout is Layout.PARKED:
             return
-        shadowed = state.layout is Layout.KEPT or (
-            state.parts is not None and state.parts.shadow >= 0
-        )
-        if not shadowed:
-            self.engine.plain(rid)
+        if not drafts_on_a_row(state):
+            self.engine.plain(state.rid)
         elif len(state.drafts) < 4 and number:
-            self.engine.draft(rid)
+            self.engine.draft(state.rid)
         else:
-            self.engine.verify(rid, number)
+            self.engine.verify(state.rid, number)
 
 
 STEP = st.tuples(
@@ -108,19 +104,182 @@ STEP = st.tuples(
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(("codec", "selects"), KINDS)
 def test_any_history_keeps_every_bit_and_every_slot(codec, selects, cached, page):
+    dtype = torch.bfloat16 if codec == PLANES else torch.float32
+    options = {"codec": codec, "selects": selects, "cached": cached, "dtype": dtype}
+
     @settings(deadline=None, max_examples=10)
-    @given(st.lists(STEP, min_size=10, max_size=30))
+    @given(st.lists(STEP, min_size=10, max_size=40))
     def histories(steps):
-        options = {"codec": codec, "selects": selects, "cached": cached}
-        dtype = torch.bfloat16 if codec == PLANES else torch.float32
-        with opened(page=page, dtype=dtype, slots=120, **options) as engine:
+        with opened(page=page, slots=120, **options) as engine:
             history = History(engine)
             for step in steps:
                 history.step(*step)
             for rid in list(engine.requests):
                 engine.finish(rid)
-            engine.check()
+            engine.checks.all()
             assert engine.residence.host.used_bytes == 0
             assert len(engine.residence.watch) == 0
 
     histories()
+
+
+def on_host(engine, rid="a", text="x", tokens=30, **options):
+    """Admit a request and move its complement to the host."""
+    state = engine.admit(rid, text, tokens, **options)
+    assert engine.move(Split(rid, TO_HOST), rid)
+    assert state.layout is Layout.KEPT
+    return state
+
+
+def flip_a_bit(image):
+    """Damage the last layer of a raw image, or what a residual one was dropped."""
+    raw = getattr(image, "keys", None)
+    entries = image._dropped[1][0] if raw is None else raw[1]
+    entries.view(torch.uint8)[0, 0, 0] ^= 1
+
+
+ALL_KINDS = pytest.mark.parametrize(("codec", "selects"), KINDS)
+WITH_DROPS = pytest.mark.parametrize(
+    ("codec", "selects"), [kind for kind in KINDS if kind[1]]
+)
+
+
+@WITH_DROPS
+def test_a_finished_row_over_a_damaged_copy_is_released_uncached(codec, selects):
+    with opened(codec=codec, selects=selects) as engine:
+        free = engine.allocator.available_size()
+        on_host(engine)
+        engine.evict()  # the row's prefill; whole in the tree, it would be taken there
+        flip_a_bit(engine.residence.host.complement("a"))
+        engine.finish("a")
+        engine.checks.all()
+        assert engine.residence.counters.joins == 0
+        assert engine.allocator.available_size() == free
+
+
+@WITH_DROPS
+def test_a_damaged_copy_is_not_pinned_and_takes_no_slot(codec, selects):
+    with opened(codec=codec, selects=selects) as engine:
+        on_host(engine)
+        flip_a_bit(engine.residence.host.complement("a"))
+        before = engine.checks.books()
+        with pytest.raises(TransferError, match="complement checksum differs in layer"):
+            engine.move(Pin("a"), "a")
+        assert engine.checks.books() == before
+
+
+@ALL_KINDS
+def test_a_damaged_parked_image_is_not_resumed_and_takes_no_slot(codec, selects):
+    with opened(codec=codec, selects=selects) as engine:
+        state = on_host(engine)
+        assert engine.move(Park("a"), "a")
+        engine.checks.all()
+        flip_a_bit(engine.residence.host.parked("a"))
+        before = engine.checks.books()
+        with pytest.raises(TransferError, match="parked image checksum differs"):
+            engine.move(Resume("a"), "a")
+        assert engine.checks.books() == before
+        assert state.layout is Layout.PARKED
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("page", [1, 4])
+def test_moves_without_room_change_nothing(codec, selects, page):
+    with opened(codec=codec, selects=selects, page=page) as engine:
+        on_host(engine, insertable=False)
+        hog = engine.allocator.alloc(engine.allocator.available_size())
+        assert engine.tree.evictable_size() == 0
+        before = engine.checks.held()
+        assert not engine.move(Pin("a"), "a")
+        assert engine.checks.held() == before
+        assert engine.move(Park("a"), "a")
+        rest = engine.allocator.alloc(engine.allocator.available_size())
+        before = engine.checks.held()
+        assert not engine.move(Resume("a"), "a")
+        assert engine.checks.held() == before
+        engine.allocator.free(torch.cat([hog, rest]))
+        assert engine.move(Resume("a"), "a")
+        engine.checks.all()
+
+
+@ALL_KINDS
+def test_moves_beyond_the_host_budget_change_nothing(codec, selects):
+    with opened(codec=codec, selects=selects) as engine:
+        store = engine.residence.host
+        engine.admit("a", "x", 30)
+        assert engine.move(Split("a", TO_DEVICE), "a")
+        store.budget_bytes = 100
+        before = engine.checks.held()
+        assert not engine.move(Offload("a"), "a")
+        assert engine.checks.held() == before
+        store.budget_bytes = 10**6
+        assert engine.move(Offload("a"), "a")
+        store.budget_bytes = store.used_bytes
+        before = engine.checks.held()
+        assert not engine.move(Park("a"), "a")
+        assert engine.checks.held() == before
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_row_the_tree_has_already_takes_the_tree_s_slots(codec, selects, page):
+    with opened(codec=codec, selects=selects, page=page) as engine:
+        on_host(engine, "a")
+        on_host(engine, "b")
+        engine.finish("a")
+        listed = engine.tree.evictable_size()
+        engine.finish("b")
+        engine.checks.all()
+        assert engine.tree.evictable_size() == listed, "one copy of equal prompts"
+        assert engine.residence.counters.joins == 2
+
+
+@pytest.mark.parametrize(
+    ("insertable", "cached"), [(True, True), (False, True), (True, False)]
+)
+def test_a_row_is_joined_only_for_a_tree_that_takes_it(insertable, cached):
+    with opened(cached=cached) as engine:
+        on_host(engine, insertable=insertable)
+        engine.finish("a")
+        assert engine.residence.counters.joins == (insertable and cached)
+        assert (engine.tree.evictable_size() > 0) == (insertable and cached)
+
+
+@ALL_KINDS
+def test_the_choice_outlives_an_unsplit_and_the_user_s_wish_returns(codec, selects):
+    for insertable in (True, False):
+        with opened(codec=codec, selects=selects) as engine:
+            state = engine.admit("a", "x", 30, insertable=insertable)
+            assert engine.move(Split("a", TO_DEVICE), "a")
+            kept, coded = state.split.kept.clone(), state.split.coded.clone()
+            assert state.req.skip_radix_cache_insert
+            assert engine.move(Unsplit("a"), "a")
+            if state.layout is Layout.WHOLE:
+                assert state.req.skip_radix_cache_insert is not insertable
+            assert engine.move(Split("a", TO_HOST), "a")
+            assert torch.equal(state.split.kept, kept)
+            assert torch.equal(state.split.coded, coded)
+            engine.finish("a")
+            engine.checks.all()
+
+
+def test_scores_follow_their_tokens_through_every_move():
+    """``admit`` compares the scores of cached tokens with the text's own."""
+    for moves in (
+        [Split("a", TO_HOST)],
+        [Split("a", TO_HOST), Pin("a")],
+        [Split("a", TO_HOST), Park("a"), Resume("a")],
+        [Split("a", TO_DEVICE), Unsplit("a"), Split("a", TO_HOST)],
+        [Split("a", TO_HOST), Pin("a"), Unsplit("a")],
+    ):
+        for codec in ("", PLANES):
+            with opened(codec=codec) as engine:
+                engine.admit("a", "x", 30)
+                for move in moves:
+                    assert engine.move(move, "a")
+                    engine.admit("b", "y", 40)  # writes its scores where it can
+                    engine.abort("b")
+                    engine.evict()  # or the tree would answer for the row
+                engine.finish("a")
+                engine.admit("c", "x", 40)
+                assert engine.requests["c"].state.req.kv.cache_protected_len >= 30

@@ -48,19 +48,30 @@ class Absent:
         raise InvariantError(f"{rid} is verified without its complement")
 
 
-def residence(layout, reloads=None):
+def own_row(layout, codes=()):
+    """The own row; slots of codes come before the exact ones."""
+    row = OWN[layout]
+    at = row.index(KEPT[0]) if codes else 0
+    return [*row[:at], *codes, *row[at:]]
+
+
+def residence(layout, reloads=None, codes=()):
     table = torch.zeros(8, 24, dtype=torch.int32)
-    table[2, : len(OWN[layout])] = torch.tensor(OWN[layout], dtype=torch.int32)
-    table[DRAFT_SHADOW, :3] = torch.tensor(KEPT, dtype=torch.int32)
+    own = own_row(layout, codes)
+    table[2, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    draft = [*codes, *KEPT]
+    table[DRAFT_SHADOW, : len(draft)] = torch.tensor(draft, dtype=torch.int32)
     return SimpleNamespace(
+        draft_reads=lambda budget: budget.exact + 10 * budget.coded,
         table=table,
         verify_rows=range(VERIFY_SHADOW, VERIFY_SHADOW + 2),
         reloads=reloads or Staged(),
     )
 
 
-def state(layout=Layout.KEPT, drafts=()):
-    kv = SimpleNamespace(req_pool_idx=2, kv_allocated_len=len(OWN[layout]))
+def state(layout=Layout.KEPT, drafts=(), codes=()):
+    own = own_row(layout, codes)
+    kv = SimpleNamespace(req_pool_idx=2, kv_allocated_len=len(own))
     made = RequestState(
         req=SimpleNamespace(rid="r", kv=kv),
         prompt=8,
@@ -76,7 +87,11 @@ def state(layout=Layout.KEPT, drafts=()):
     made.drafts = list(drafts)
     if layout is not Layout.WHOLE:
         chosen = torch.zeros(1, 1, 3, dtype=torch.int32)
-        made.parts = Parts(Budget(8, 3, 0, 0), chosen, NOTHING_CODED, layout, True)
+        budget, coded = Budget(8, 3, 0, 0), NOTHING_CODED
+        if codes:
+            budget = Budget(8, 7, 0, 0, coded=4, code_slots=len(codes))
+            coded = torch.zeros(1, 1, 4, dtype=torch.int32)
+        made.parts = Parts(budget, chosen, coded, layout, True)
         if layout is not Layout.KEPT:
             made.parts.shadow = DRAFT_SHADOW
     return made
@@ -169,3 +184,50 @@ def test_verifying_without_a_staged_complement_is_an_error():
     rows = MixedRows(residence(Layout.KEPT, Absent()))
     with pytest.raises(InvariantError, match="r is verified without its complement"):
         rows.add(0, state(drafts=[9]), Verify("r"))
+
+
+CODES = [40, 41]
+"""Slots of 4 packed tokens; 1 token is dropped, so 5 are staged."""
+
+PACKED = pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
+
+
+@PACKED
+def test_a_packed_draft_row_begins_with_its_codes(layout):
+    world, request = residence(layout, codes=CODES), state(layout, [11, 12], CODES)
+    rows = MixedRows(world)
+    assert rows.add(0, request, Draft("r"))
+    row = only(rows)
+    assert row.packed is request
+    assert (row.prefix, row.position, row.tokens) == (9, 12, [12])
+    assert row.slots.tolist() == [84]
+    listed = world.table[row.table_row, : row.prefix + 1].tolist()
+    assert listed == [*CODES, *KEPT, 80, 81, 82, 83, 84]
+
+
+@PACKED
+def test_a_verification_lists_no_codes(layout):
+    world, request = residence(layout, codes=CODES), state(layout, [11, 12], CODES)
+    rows = MixedRows(world)
+    rows.add(0, request, Verify("r"))
+    row = only(rows)
+    assert row.packed is None
+    assert (row.prefix, row.position) == (10, 10)
+    assert row.slots.tolist() == [82, 83, 84]
+    listed = world.table[row.table_row, : row.prefix + 3].tolist()
+    assert listed == [*VERIFIED_OVER[layout], 80, 81, 82, 83, 84]
+
+
+def test_a_budget_without_packed_tokens_is_an_ordinary_row():
+    rows = MixedRows(residence(Layout.KEPT))
+    rows.add(0, state(), Draft("r"))
+    assert only(rows).packed is None
+
+
+def test_decoding_codes_is_work():
+    rows = MixedRows(residence(Layout.KEPT, codes=CODES))
+    rows.add(0, state(Layout.KEPT, [11], CODES), Draft("r"))
+    # 3 exact, 4 packed that cost 10 each here, 2 decoded, 1 drafted, and its own.
+    assert rows.work() == Work(tokens=1, reads=47, products=47)
+    rows.add(1, state(Layout.KEPT, [9], CODES), Verify("r"))
+    assert rows.work() == Work(tokens=3, reads=47 + 12, products=47 + 24)

@@ -184,7 +184,9 @@ def test_a_shadow_reaches_neither_the_prefix_tree_nor_a_client():
             lambda cache, req, chunked: reached.append("tree"), cache, req, chunked=True
         )
         managers_output_streamer.accept(
-            lambda accumulator, req: reached.append("client"), None, req=req
+            lambda accumulator, req: reached.append("client"),
+            SimpleNamespace(default_stream_interval=1),
+            req=req,
         )
     assert reached == ["tree", "client"], "the ordinary request does"
     assert req.prefix_indices.tolist() == [20, 21, 22, 23, 24, 25]

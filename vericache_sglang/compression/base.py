@@ -112,7 +112,7 @@ class Step:
         start: Position of the first of the n tokens. A prefill comes in chunks, each
             beginning where the last one ended; one that begins elsewhere starts anew.
             Tokens a prefix cache answers for are not run.
-        queries: [Hq, n, D] post-RoPE; None unless ``Needs.q_stream``.
+        queries: [Hq, n, D] post-RoPE; promised only with ``Needs.q_stream``.
         hidden: [n, d] inputs of the attention module, behind the input norm (not the
             residual stream); None unless ``Needs.hidden``.
     """

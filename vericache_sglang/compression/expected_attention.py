@@ -21,6 +21,10 @@ from vericache_sglang.errors import CompressionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FUTURE = 4096
+"""Most positions behind the prompt; a table of rotations ends soon after the context.
+See ``ModelServices.rope``, which goes on to twice its end."""
+
 CHUNK_ELEMENTS = 4 * 2**20
 """Most float32 elements of one intermediate tensor (16 MiB a copy)."""
 
@@ -84,7 +88,7 @@ class ExpectedAttention(Selector):
 
     Args:
         seed: Every factory gets one; nothing here is random.
-        future: F, next positions to average over, in tokens, >= 1.
+        future: F, next positions to average over, in tokens, 1 to 4096.
         sinks: First tokens whose queries are not counted and that score highest, in
             tokens, >= 0.
         covariance: Count the spread of the queries, not their mean alone.
@@ -122,6 +126,10 @@ class ExpectedAttention(Selector):
                 raise CompressionError(
                     f"expected-attention: {name} must be >= {least}, got {value}"
                 )
+        if future > FUTURE:
+            raise CompressionError(
+                f"expected-attention: future must be <= {FUTURE}, got {future}"
+            )
         self._future = future
         self._sinks = sinks
         self._covariance = covariance

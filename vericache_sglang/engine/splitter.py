@@ -222,8 +222,6 @@ class Splitter:
         )
         # The row no longer lists token i at place i: the tree must not key it.
         req.skip_radix_cache_insert = True
-        if self._selector is not None:
-            self._selector.close(state.rid)
 
     def _chosen(self, state: RequestState, budget: Budget) -> Chosen:
         """Return room for a choice, or what was chosen when it was split before."""
