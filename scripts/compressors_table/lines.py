@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.compression.codecs.base import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.compression.codecs.base import Codec
 
 TABLES = "configs/demo-model/calibration"
 PLANES = ((4, 3), (3, 2), (3, 1), (3, 0))
@@ -37,6 +44,22 @@ DEFAULT = (
 )
 """Lines of ``--vericache-compressor``; paths are relative to the repository."""
 
+SIMULATED = {
+    "split-planes:exponent_bits=4,mantissa_bits=3": (15.2, 23.4, 47.7),
+    "split-planes:exponent_bits=3,mantissa_bits=2": (15.0, 23.4, 46.8),
+    "split-planes:exponent_bits=3,mantissa_bits=1": (15.2, 23.3, 46.7),
+    "split-planes:exponent_bits=3,mantissa_bits=0": (14.9, 23.3, 44.7),
+    "kivi:bits=2": (12.7, 20.3, 33.8),
+}
+"""Accepted of 16, 32 and 64 drafts as the project's plan simulated them before there
+was a server: teacher-forced, about 4,000 tokens. Its KIVI was KIVI-like."""
+
+SIMULATED_MOST = (15.3, 23.4, 47.7)
+"""The same if every draft is right."""
+
+BITS = torch.bfloat16.itemsize * 8
+"""Of an element of the KV that calculated sizes are given for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -56,7 +79,33 @@ class Line:
         kept = "" if self.keep is None else f", keep {self.keep}"
         return f"{self.compressor}{kept}"
 
-    def transfer_bfloat16(self, parts: dict[str, float], extent: Extent) -> float:
+    @property
+    def label(self) -> str:
+        """The compressor, with files by their stems."""
+        return re.sub(r"=[\w./-]*/([\w-]+)(\.safetensors)?", r"=\1", self.compressor)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the selector watches the queries of the whole prompt."""
+        selector = create_compressor(self.compressor, 0).selector
+        return selector is not None and selector.needs.q_stream
+
+    def device_bits(self, parts: Mapping[str, int], extent: Extent) -> float:
+        """Return the bits per element of a bfloat16 KV that stay on the device.
+
+        Calculated: the demo model is served with float32 KV. Scales and exact tokens
+        are included, what rounds codes up to slots is not.
+
+        Args:
+            parts: Counts of prompt tokens: offered, kept, coded.
+            extent: Of one layer's packed tokens, in bfloat16.
+        """
+        codec = self._codec()
+        bits = codec.draft_bits(extent) if codec else 0.0
+        exact = parts["kept"] - parts["coded"]
+        return (BITS * exact + bits * parts["coded"]) / parts["offered"]
+
+    def transfer_bfloat16(self, parts: Mapping[str, int], extent: Extent) -> float:
         """Return the share of a bfloat16 KV that a verification would bring back.
 
         Calculated, without escapes: the demo model is served with float32 KV, whose
@@ -66,13 +115,18 @@ class Line:
             parts: Counts of prompt tokens: offered, kept, coded.
             extent: Of one layer's packed tokens, in bfloat16.
         """
-        codec = create_compressor(self.compressor, 0).codec
+        codec = self._codec()
         share = codec.transfer_fraction(extent) if codec else 0.0
         dropped = parts["offered"] - parts["kept"]
         return (dropped + share * parts["coded"]) / parts["offered"]
 
+    def _codec(self) -> Codec | None:
+        """Return the codec as the server uses it, which keeps recent tokens itself."""
+        codec = create_compressor(self.compressor, 0).codec
+        return codec.without_tail() if codec else None
 
-def lines(compressors: list[str], keeps: list[float]) -> list[Line]:
+
+def lines(compressors: Sequence[str], keeps: Sequence[float]) -> list[Line]:
     """Return a line for every kept share of selectors, and one for every codec.
 
     Raises:

@@ -1,26 +1,22 @@
 """What the table of compressors needs inside a server process.
 
 A server chooses draft lengths by what pays on its machine; here every round is as long
-as its request allows, so that methods are compared at equal lengths. Compressing is
-timed and sizes are counted, both reported with the server's counters. And while a file
-exists, drafts are emitted unverified: the compressed KV served alone.
+as its request allows, so that methods are compared at equal lengths. A request with
+``custom_params`` {"table": {...}} is noted down when it ends: what it asked, its sizes,
+its rounds and the seconds its prompt took to compress. One that asks for
+{"alone": true} gets its drafts unverified: the compressed KV served alone.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from vericache_test_faults import draft_part_alone
 
 from vericache_sglang.compression import catalog
 from vericache_sglang.engine.probing import Probing
-from vericache_sglang.engine.residence import Residence
 from vericache_sglang.engine.sampling import sampler
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.engine.worker import VeriCacheWorker
@@ -29,28 +25,31 @@ from vericache_sglang.scheduling.throughput import Throughput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SWITCH = "VERICACHE_TABLE_ALONE"
-"""Environment variable: path of the file whose existence serves drafts unverified."""
-
 KEY = "table"
-"""Where in the server's counters ours are."""
+"""Name in ``custom_params`` of what is noted with a request, and in the server's
+counters of the notes."""
 
-COUNTED: Counter[str] = Counter()
-"""Seconds are of the scheduler's thread: others on the machine do not count."""
+NOTES: list[dict[str, Any]] = []
+"""One for every request that has ended."""
+
+SECONDS: Counter[str] = Counter()
+"""Compressing, by request; of the scheduler's thread, so that others on the machine do
+not count."""
+
+PARTS: dict[str, dict[str, int]] = {}
+"""``Budget`` of every prompt that was split, by request."""
 
 
 def install() -> None:
     """Hook what is measured; SGLang's plugin loader calls this in every process."""
     _hold_draft_length()
-    _add_switch(Path(os.environ[SWITCH]))
+    _serve_alone()
     for selector in catalog.OURS:
-        _time(selector, "update", "update_seconds")
-    _time(Probing, "step", "probe_seconds")
-    _time(Splitter, "to_host", "split_seconds")
-    _count_parts()
-    _count_reloads()
-    report = VeriCacheWorker.report
-    VeriCacheWorker.report = lambda self: {**report(self), KEY: dict(COUNTED)}
+        _time(selector, "update", lambda self, step: step.rid)
+    _time(Probing, "step", lambda self, state, *_: state.rid)
+    _time(Splitter, "to_host", lambda self, state, *_: state.rid)
+    _note_parts()
+    _note_ends()
 
 
 def _hold_draft_length() -> None:
@@ -64,55 +63,72 @@ def _hold_draft_length() -> None:
     Throughput.best = longest
 
 
-def _add_switch(file: Path) -> None:
-    verified = sampler.accepted_tokens
-    draft_part_alone.install()
-    alone = sampler.accepted_tokens
+def _serve_alone() -> None:
+    choose = sampler._run
 
-    def chosen(drafts: Any, target: Any) -> list[int]:
-        return (alone if file.exists() else verified)(drafts, target)
+    def chosen(row: Any, tokens: list[int]) -> list[int]:
+        if row.verifies and _asked(row.state.req).get("alone"):
+            # As the fault draft_part_alone of the tests, for this request only.
+            return list(row.state.drafts) or tokens[:1]
+        return choose(row, tokens)
 
-    sampler.accepted_tokens = chosen
+    sampler._run = chosen
 
 
-def _time(owner: type, name: str, counter: str) -> None:
+def _time(owner: type, name: str, rid: Callable[..., str]) -> None:
     measured: Callable[..., Any] = getattr(owner, name)
 
     @wraps(measured)
-    def timed(*args: Any, **named: Any) -> Any:
+    def timed(*args: Any) -> Any:
         began = time.thread_time()
         try:
-            return measured(*args, **named)
+            return measured(*args)
         finally:
-            COUNTED[counter] += time.thread_time() - began
+            SECONDS[rid(*args)] += time.thread_time() - began
 
     setattr(owner, name, timed)
 
 
-def _count_parts() -> None:
+def _note_parts() -> None:
     to_host = Splitter.to_host
 
     @wraps(to_host)
-    def counted(self: Any, state: Any, tree: Any, budget: Any, look: Any) -> Any:
+    def noted(self: Any, state: Any, tree: Any, budget: Any, look: Any) -> Any:
         transfer = to_host(self, state, tree, budget, look)
         if transfer is not None:
-            for name in ("offered", "kept", "coded", "code_slots", "exact"):
-                COUNTED[name] += getattr(budget, name)
-            COUNTED["prompt_tokens"] += state.prompt
+            PARTS[state.rid] = {**asdict(budget), "slots": budget.slots}
         return transfer
 
-    Splitter.to_host = counted
+    Splitter.to_host = noted
 
 
-def _count_reloads() -> None:
-    start = Residence.start_reload
+def _note_ends() -> None:
+    release, report = VeriCacheWorker.release, VeriCacheWorker.report
 
-    @wraps(start)
-    def counted(self: Any, state: Any) -> int:
-        nbytes = start(self, state)
-        COUNTED["reloads"] += 1
-        COUNTED["reload_bytes"] += nbytes
-        COUNTED["reload_kv_bytes"] += state.prompt * self.geometry.token_bytes
-        return nbytes
+    @wraps(release)
+    def noted(self: Any, req: Any) -> None:
+        state = self._states.get(req.rid)
+        if state is not None and _asked(req):
+            figures = state.figures
+            NOTES.append(
+                {
+                    **_asked(req),
+                    "prompt": state.prompt,
+                    "kv_bytes": state.prompt * self.residence.geometry.token_bytes,
+                    "rounds": figures.rounds,
+                    "drafted": figures.drafted,
+                    "accepted": figures.accepted,
+                    "staged_bytes": figures.staged_bytes,
+                    "compress_seconds": SECONDS.pop(req.rid, 0.0),
+                    "parts": PARTS.pop(req.rid, None),
+                }
+            )
+        release(self, req)
 
-    Residence.start_reload = counted
+    VeriCacheWorker.release = noted
+    VeriCacheWorker.report = lambda self: {**report(self), KEY: list(NOTES)}
+
+
+def _asked(req: Any) -> dict[str, Any]:
+    """Return what a request asks of the table; empty where it asks nothing."""
+    return (req.sampling_params.custom_params or {}).get(KEY, {})
