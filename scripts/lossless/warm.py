@@ -230,7 +230,7 @@ def _become(argv: list[str], environment: dict[str, str], log: str) -> None:
         sys.path[:0] = filter(None, paths)
         multiprocessing.set_start_method("fork", force=True)
         # SGLang asks for "spawn", which would import everything again.
-        multiprocessing.set_start_method = lambda *args, **more: None  # type: ignore[method-assign,assignment]
+        multiprocessing.set_start_method = lambda *args, **more: None
         sys.argv = argv
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
         status = 0
