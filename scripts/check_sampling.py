@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from lossless.prompts import load_tokenizer
 from lossless.provenance import provenance
-from lossless.runs import RunError, System, compare, run, tokens
+from lossless.runs import RunError, System, compare, tokens
 from lossless.sampled import (
     ENGINE,
     SETTINGS,
@@ -31,6 +31,7 @@ from lossless.sampled import (
     logprob_gap,
     sampled_waves,
 )
+from lossless.warm import run
 
 ROOT = Path(__file__).parents[1]
 
