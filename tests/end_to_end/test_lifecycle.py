@@ -28,10 +28,14 @@ FLAGS = (
     *("--enable-priority-scheduling", "--incremental-streaming-output"),
     *("--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"),
 )
-OURS = (
-    *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
-    *("--vericache-residency", "host"),
-)
+OURS = ("--vericache-min-prompt", "64", "--vericache-draft-length", "8")
+PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
+PLACES = {
+    "on the host": ("--vericache-residency", "host"),
+    "packed, on the device": (
+        *("--vericache-residency", "device", "--vericache-compressor", PLANES),
+    ),
+}
 SIZES = dict.fromkeys(("k_proj", "v_proj"), (128, 128)) | {
     "q_proj": (128, 256),
     "o_proj": (256, 128),
@@ -76,8 +80,8 @@ def models(tmp_path_factory):
     return {name: str(folder / name) for name in ("all", "norm")}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=PLACES)
+def pair(request, tmp_path_factory):
     """Return (ours, plain); these tests pause, alter and at last kill them."""
     folder = tmp_path_factory.mktemp("lifecycle")
     for seed, name in enumerate("ab"):
@@ -85,7 +89,7 @@ def pair(tmp_path_factory):
     paths = ("--lora-paths", *(f"{name}={folder / name}" for name in "ab"))
     both = (*FLAGS, *paths)
     servers = (
-        LiveServer(folder, *OURS, *both),
+        LiveServer(folder, *OURS, *PLACES[request.param], *both),
         LiveServer(folder, "--disable-vericache", *both),
     )
     try:
