@@ -29,6 +29,7 @@ from lossless.sampled import (
     SETTINGS,
     logprob_entries,
     logprob_gap,
+    reproducible,
     sampled_waves,
 )
 from lossless.warm import run
@@ -75,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 def identity(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare every system with plain SGLang under the same engine arguments."""
-    waves = sampled_waves(
+    every = sampled_waves(
         load_tokenizer(options.model),
         options.each,
         options.longest,
@@ -86,6 +87,7 @@ def identity(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, settings, more in tqdm(SYSTEMS, unit="system"):
         engine = {**ENGINE, **more}
+        waves = reproducible(every) if "disable_overlap_schedule" in more else every
         row: dict[str, Any] = {"name": name, "settings": settings, "engine": more}
         try:
             key = json.dumps(more)

@@ -186,6 +186,27 @@ def sampled_waves(
     return [*waves, mixed]
 
 
+def reproducible(waves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what plain SGLang without overlap answers by chance.
+
+    It applies penalties in the order of a set of classes, another one in every process;
+    a repetition penalty multiplies, so before or after the others it differs.
+    """
+    kept = []
+    for wave in waves:
+        pairs = list(zip(wave["prompts"], wave["params"], strict=True))
+        pairs = [pair for pair in pairs if not _is_mixed(pair[1])]
+        if pairs:
+            prompts, params = map(list, zip(*pairs, strict=True))
+            kept.append({**wave, "prompts": prompts, "params": params})
+    return kept
+
+
+def _is_mixed(params: dict[str, Any]) -> bool:
+    additive = ("frequency_penalty", "presence_penalty", "min_new_tokens")
+    return "repetition_penalty" in params and any(name in params for name in additive)
+
+
 def logprob_gap(wanted: dict[str, Any], got: dict[str, Any]) -> float:
     """Return the largest difference of two runs' log-probabilities.
 

@@ -138,3 +138,16 @@ def test_without_a_seed_answers_differ(without_determinism):
             assert len(values) == len(answer["ids"]) == 20
             assert all(value <= 0 for value in values)
     assert without_determinism["state"]["accepted"] > 100
+
+
+def test_the_other_grammar_backend_gives_its_own_tokens(waves):
+    """Llguidance keeps the end of a text apart from its own state."""
+    grammars = [
+        wave for wave in waves if wave["kind"] in ("regex", "JSON schema", "EBNF")
+    ]
+    engine = {**ENGINE, "grammar_backend": "llguidance"}
+    settings = {**SETTINGS, "residency": "device"}
+    wanted = run(System(name="plain", settings=None, engine=engine), MODEL, grammars)
+    got = run(System(name="ours", settings=settings, engine=engine), MODEL, grammars)
+    assert compare(wanted, got) == []
+    assert got["state"]["accepted"] > 50

@@ -171,6 +171,24 @@ def test_nothing_follows_the_draft_that_ends_the_text(backend, tokenizer, tail):
     assert not grammar.is_terminated()
 
 
+def test_a_result_processed_while_drafts_are_ahead_changes_nothing(backend, tokenizer):
+    """SGLang writes ``finished`` with every result, that of a drafting step as well."""
+    template = compiled(backend, "regex", "name=[a-z]")
+    text = tokenizer.encode("name=b", add_special_tokens=False)
+    for start in range(len(text) + 1):
+        grammar = after(template, text[:start])
+        cursor = GrammarCursor(grammar)
+        for token in (*text[start:], EOS):
+            cursor.mask_next(masks(grammar, 1), 0)
+            assert cursor.draft(token) is (token != EOS)
+            grammar.finished = False
+        cursor.settle()
+        assert torch.equal(next_mask(grammar), mask_after(template, text[:start]))
+        grammar.accept_token((*text, EOS)[start])
+        now = mask_after(template, (*text, EOS)[: start + 1])
+        assert torch.equal(next_mask(grammar), now)
+
+
 def test_an_illegal_draft_ends_what_means_something(backend, tokenizer):
     template = compiled(backend, "regex", "[0-9]{9}")
     (digit,) = tokenizer.encode("7", add_special_tokens=False)

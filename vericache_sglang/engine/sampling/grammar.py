@@ -27,6 +27,7 @@ class GrammarCursor:
     def __init__(self, grammar: Any) -> None:
         self._grammar = grammar
         self._ahead = 0
+        self._ended = False
         self._allowed: torch.Tensor | None = None
 
     def mask_next(self, mask: torch.Tensor, row: int) -> None:
@@ -52,6 +53,7 @@ class GrammarCursor:
             return False
         self._grammar.accept_token(token)
         self._ahead += 1
+        self._ended = self._grammar.finished
         return not self._grammar.is_terminated()
 
     def mask_verified(
@@ -82,8 +84,12 @@ class GrammarCursor:
     def settle(self) -> None:
         """Take every draft back."""
         if self._ahead:
+            # SGLang sets it anew with every result, also while drafts are ahead; and
+            # llguidance takes an end token back only where it is set.
+            if self._ended:
+                self._grammar.finished = True
             self._grammar.rollback(self._ahead)
-            self._ahead = 0
+            self._ahead, self._ended = 0, False
         self._allowed = None
 
 
