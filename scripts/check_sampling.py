@@ -56,8 +56,9 @@ SYSTEMS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 
 ENOUGH_TOKENS = 40_000
 LEAST_P = 0.001
-MOST_GAP = 5e-4
-"""Plain SGLang's own prefill and decode differ by up to 1.3e-4 on such requests."""
+MOST_GAP = 1e-3
+"""Plain SGLang, 3 requests at once and 8, differs by 2.8e-4 on such requests: one piece
+of source code makes much of every rounding."""
 
 
 def arguments() -> argparse.Namespace:
