@@ -203,7 +203,7 @@ def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
 
 
 def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
-    """Urgent requests take the seats of those that draft; one may have ended by then."""
+    """Urgent requests take the seats of drafting ones, of which one may have ended."""
     ours, _ = pair
     low = Asked(ours, prompts[:4], **LONG, more={"priority": 0})
     when_drafting(ours)
