@@ -8,7 +8,7 @@ from vericache_patches.record import Hook, Patch
 
 
 def process_input_requests(original: Hook, scheduler: Any, recv_reqs: Any) -> None:
-    """Let the shadow see what arrives; it holds it while a check has to leave."""
+    """Let the shadow see what arrives; it holds what needs an idle server."""
     shadow = getattr(scheduler.draft_worker, "shadow", None)
     if shadow is not None:
         recv_reqs = shadow.inputs(scheduler, recv_reqs or ())

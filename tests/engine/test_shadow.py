@@ -161,13 +161,56 @@ def test_only_what_is_known_to_be_harmless_is_served_beside_a_shadow():
     assert not may_change_answers(flush)
 
 
+class Scheduling:
+    """What a shadow asks SGLang's scheduler, with these requests in its batches."""
+
+    def __init__(self, *batch, waiting=(), paused=False):
+        self.batch, self.waiting_queue, self._engine_paused = batch, waiting, paused
+
+    def collect_inflight_reqs(self):
+        return set(self.batch)
+
+    def is_fully_idle(self):
+        return not self.batch and not self.waiting_queue
+
+
+def unfinished():
+    req = finished("unfinished")
+    req.finished_reason = None
+    return req
+
+
+def test_inputs_wait_for_answered_requests_to_leave_their_batch():
+    shadow = Shadow(0.0, seed=0)
+    weights, flush, abort = object(), FlushCacheReqInput(), AbortReq(rid="r")
+    assert list(shadow.inputs(Scheduling(finished()), [abort])) == [abort]
+    assert list(shadow.inputs(Scheduling(finished()), [weights])) == []
+    assert list(shadow.inputs(Scheduling(finished()), [abort, flush])) == []
+    assert list(shadow.inputs(Scheduling(), [])) == [weights, abort, flush]
+    assert list(shadow.inputs(Scheduling(), [])) == []
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        Scheduling(finished(), unfinished()),
+        Scheduling(finished(), waiting=[unfinished()]),
+        Scheduling(finished(), paused=True),
+    ],
+    ids=["running", "waiting", "paused"],
+)
+def test_inputs_do_not_wait_for_what_may_last(scheduling):
+    flush = FlushCacheReqInput()
+    assert list(Shadow(0.0, seed=0).inputs(scheduling, [flush])) == [flush]
+
+
 def test_new_weights_make_remembered_answers_worthless():
     shadow = Shadow(1.0, seed=0)
     shadow.note_finished(finished())
     flush, weights = FlushCacheReqInput(), UpdateWeightFromDiskReqInput(model_path="m")
-    assert list(shadow.inputs(None, [flush])) == [flush]
+    assert list(shadow.inputs(Scheduling(), [flush])) == [flush]
     assert shadow.report()["shadow_pending"] == 1
-    assert list(shadow.inputs(None, [weights])) == [weights]
+    assert list(shadow.inputs(Scheduling(), [weights])) == [weights]
     assert shadow.report()["shadow_pending"] == 0
     assert shadow.report()["shadow_dropped"] == 1
 

@@ -121,11 +121,13 @@ class Shadow:
 
         Returns:
             What it is to process now. While a shadow has to leave first, this is
-            nothing, and later all of it in order.
+            nothing, and later all of it in order. The same holds for requests that
+            have been answered and are still in a batch: their client may send new
+            weights at once, and SGLang, not yet idle, would end the process.
         """
         if self._run is not None:
             self._look_after(scheduler, self._run)
-        if self._held or (self._run and any(needs_quiet(each) for each in arrived)):
+        if self._held or any(needs_quiet(each) for each in arrived):
             self._held.extend(arrived)
             if self._leaving(scheduler):
                 return ()
@@ -189,14 +191,15 @@ class Shadow:
             self._end_early(run)
 
     def _leaving(self, scheduler: Any) -> bool:
-        """Have the shadow leave; say whether the scheduler still shows traces of it."""
+        """Have the shadow leave; say whether only ended requests are in the way."""
         if self._run is not None:
             self._withdraw(scheduler, self._run)
         if self._run is not None:
             return True
         others = (*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue)
         busy = any(not req.finished() for req in others)
-        return not busy and not scheduler.is_fully_idle()
+        halted = busy or scheduler._engine_paused
+        return not halted and not scheduler.is_fully_idle()
 
     def _end_early(self, run: Run) -> None:
         """Put a check off if that was our wish, else drop it."""
