@@ -29,7 +29,6 @@ from lossless.requests import greedy
 from lossless.runs import ROOT, System
 
 MODEL = ROOT / "configs" / "demo-model"
-FAULTS = ROOT / "tests" / "faults" / "plugin"
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -80,10 +79,7 @@ def systems(options: argparse.Namespace) -> list[System]:
             "min_prompt": 256,
         },
     )
-    environment = {
-        "VERICACHE_TEST_FAULT": "draft_part_alone",
-        "PYTHONPATH": f"{runs.PATHS}:{FAULTS}",
-    }
+    environment = runs.faulty("draft_part_alone")
     alone = replace(ours, name="compressed KV alone", environment=environment)
     return [replace(PLAIN, name="full KV"), alone, ours]
 

@@ -48,6 +48,19 @@ ENGINE = {
 """Arguments of every engine; a system may override each."""
 
 
+FAULTS = ROOT / "tests" / "faults" / "plugin"
+
+
+def faulty(fault: str, paths: str = PATHS) -> dict[str, str]:
+    """Return the environment that installs one of the tests' faults in a child.
+
+    Args:
+        fault: Module of ``vericache_test_faults``.
+        paths: What else it imports from.
+    """
+    return {"VERICACHE_TEST_FAULT": fault, "PYTHONPATH": f"{paths}{os.pathsep}{FAULTS}"}
+
+
 class RunError(RuntimeError):
     """The child process failed; the message ends with what it printed last."""
 

@@ -2,15 +2,12 @@
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 from live_server import MODEL, LiveServer
 
-from lossless.runs import PATHS
+from lossless.runs import faulty
 from vericache_sglang.engine.shadow import RID_PREFIX
-
-PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
@@ -28,11 +25,7 @@ def pair(tmp_path_factory):
     """Return (a sound server, one that sends drafts out unverified)."""
     folder = tmp_path_factory.mktemp("shadow")
     sound = LiveServer(folder, *FLAGS)
-    fault = {
-        "VERICACHE_TEST_FAULT": "unverified_drafts",
-        "PYTHONPATH": f"{PATHS}:{PLUGIN}",
-    }
-    lossy = LiveServer(folder, *FLAGS, environment=fault)
+    lossy = LiveServer(folder, *FLAGS, environment=faulty("unverified_drafts"))
     try:
         yield sound.wait(), lossy.wait()
     finally:

@@ -16,7 +16,6 @@ from lossless.requests import greedy
 from lossless.warm import run
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
-PLUGIN = Path(__file__).parent / "plugin"
 PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
 
 pytestmark = pytest.mark.server
@@ -35,11 +34,7 @@ def plain(waves):
 
 def run_with(fault, waves, **settings):
     healthy = system(fault, **{"draft_length": 8, "keep": 0.25, **settings})
-    environment = {
-        "VERICACHE_TEST_FAULT": fault,
-        "PYTHONPATH": f"{runs.PATHS}:{PLUGIN}",
-    }
-    return run(replace(healthy, environment=environment), MODEL, waves)
+    return run(replace(healthy, environment=runs.faulty(fault)), MODEL, waves)
 
 
 @pytest.mark.parametrize(

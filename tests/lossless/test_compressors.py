@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from lossless import runs
 from lossless.matrix import METHODS, PLACES, PLAIN, methods, system
 from lossless.prompts import code_prompts, load_tokenizer, record_prompts
 from lossless.requests import greedy
-from lossless.runs import compare
+from lossless.runs import compare, faulty
 from lossless.warm import run
 from vericache_sglang.compression.base import SELECTORS
 from vericache_sglang.compression.catalog import CODECS
 
-FAULTS = Path(__file__).parents[1] / "faults" / "plugin"
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
@@ -97,10 +95,7 @@ def test_packed_drafts_move_between_residencies(compressor, engine, long, long_p
         compressor=compressor,
         draft_length=8,
         engine=engine,
-        environment={
-            "VERICACHE_TEST_FAULT": "restless",
-            "PYTHONPATH": f"{runs.PATHS}:{FAULTS}",
-        },
+        environment=faulty("restless"),
     )
     ours = run(restless, MODEL, long)
     assert compare(long_plain, ours) == []

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lossless import runs
 from lossless.matrix import COVERING, PLAIN, system
 from lossless.prompts import load_tokenizer
 from lossless.requests import waves
-from lossless.runs import System, compare
+from lossless.runs import System, compare, faulty
 from lossless.warm import run
 
-FAULTS = Path(__file__).parents[1] / "faults" / "plugin"
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
@@ -66,10 +64,7 @@ def test_tokens_are_identical_while_everything_moves(name, engine, requests, pla
     """Random splits, offloads, pins, parks, resumes and unsplits all along."""
     restless = replace(
         system(name, draft_length=8, engine=engine),
-        environment={
-            "VERICACHE_TEST_FAULT": "restless",
-            "PYTHONPATH": f"{runs.PATHS}:{FAULTS}",
-        },
+        environment=faulty("restless"),
     )
     ours = run(restless, MODEL, requests)
     assert compare(plain, ours) == []

@@ -12,10 +12,10 @@ import pytest
 import bench_compressors
 from compressors_table import markdown, measure
 from compressors_table.lines import DEFAULT, SIMULATED, Line, extent, lines
+from lossless.runs import faulty
 from lossless.warm import run
 
 ROOT = Path(__file__).parents[2]
-FAULTS = ROOT / "tests" / "faults" / "plugin"
 CALLS = ({"ids": [1, 2, 3], "finish_reason": {"type": "stop"}, "text": "a"},) * 4
 
 
@@ -260,11 +260,8 @@ def test_a_line_is_served_verified_and_alone(monkeypatch):
 
     # The same as what the tests' own fault answers, in a server of its own.
     system, model, _, report = jobs[0]
-    environment = {
-        "VERICACHE_TEST_FAULT": "draft_part_alone",
-        "PYTHONPATH": f"{system.environment['PYTHONPATH']}:{FAULTS}",
-    }
+    environment = faulty("draft_part_alone", system.environment["PYTHONPATH"])
     verified = [asked.wave(measure.LENGTHS[-1])]
-    faulty = run(replace(system, environment=environment), model, verified)
+    broken = run(replace(system, environment=environment), model, verified)
     alone = report["waves"][-1]
-    assert [a["ids"] for a in faulty["waves"][0]] == [a["ids"] for a in alone]
+    assert [a["ids"] for a in broken["waves"][0]] == [a["ids"] for a in alone]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -16,20 +15,18 @@ from vericache_sglang.compression.codecs.base import Extent
 from vericache_sglang.engine.state import Layout
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.memory.code_slots import CodeLayout
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.memory.segments import SEGMENT, segment_bounds
 from vericache_sglang.memory.splitting import pick
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_kernels.packed_attention import Segment
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.base import Codec, Part
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.state import Parts, RequestState
     from vericache_sglang.memory.complement import DraftParts
-
-Decoded = tuple[torch.Tensor, torch.Tensor]
-"""Keys [H, t, D] and values [H, t, Dv] of one segment."""
-
-Segment = Callable[[], Decoded]
 
 REPEATS = 3
 
@@ -93,19 +90,16 @@ class Codes:
         Returns:
             Draft parts, segment by segment.
         """
-        packed = (
-            pick(keys, coded).transpose(0, 1),
-            pick(values, coded).transpose(0, 1),
-        )
+        packed = [pick(entries, coded) for entries in (keys, values)]
         return [
             self.codec.encode(
-                packed[0][:, span.start : span.start + span.tokens],
-                packed[1][:, span.start : span.start + span.tokens],
+                packed[0][start:stop].transpose(0, 1),
+                packed[1][start:stop].transpose(0, 1),
                 layer=layer,
-                positions=coded[:, span.start : span.start + span.tokens],
+                positions=coded[:, start:stop],
                 sinks=torch.empty(0, dtype=torch.int64),
             )[0]
-            for span in self._layout(coded.shape[1]).segments
+            for start, stop in segment_bounds(coded.shape[1])
         ]
 
     def put(self, layer: int, slots: torch.Tensor, parts: list[Part]) -> None:
@@ -137,7 +131,7 @@ class Codes:
         parts, slots = state.split, self._slots(state)
         count = len(self._layout(parts.budget.coded).segments)
 
-        def decoded(layer: int, i: int) -> Decoded:
+        def decoded(layer: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
             return self.codec.decode(self._part(layer, parts, slots, i))
 
         return lambda layer: [partial(decoded, layer, i) for i in range(count)]
@@ -145,10 +139,9 @@ class Codes:
     def seconds_per_token(self) -> float:
         """Time decoding one segment of one layer; per packed token, in seconds."""
         geometry = self._places.geometry
-        tokens = max(self.block, SEGMENT // self.block * self.block)
-        shape = (tokens, geometry.kv_heads, geometry.head_dim)
+        shape = (SEGMENT, geometry.kv_heads, geometry.head_dim)
         keys = torch.zeros(shape, dtype=self._places.host.dtype)
-        where = torch.arange(tokens).expand(geometry.kv_heads, tokens)
+        where = torch.arange(SEGMENT).expand(geometry.kv_heads, SEGMENT)
         part = self.encode(0, keys, keys, where)[0]
         times = []
         for _ in range(REPEATS):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.engine.row_edit import (
     allocate,
     cached_prefix,
@@ -18,7 +17,7 @@ from vericache_sglang.engine.row_edit import (
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import as_bits, join_layer, pick
+from vericache_sglang.memory.splitting import as_bits, join_layer, pick_rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,9 +58,9 @@ class Mover:
         if not self._host.fits_complement(budget):
             return None
         complement = self._host.open(state.rid, budget)
+        body = row[: budget.offered].to(torch.int64).clone()
         kv = state.req.kv
         if parts.layout is Layout.PERMUTED:
-            body = row[: budget.offered].to(torch.int64).clone()
             out = body[budget.slots :]
             transfer = self._transfers.save(
                 self._permuted(out, parts, complement), complement
@@ -69,7 +68,6 @@ class Mover:
             free(tree_cache, out)
             relist(row, kv, parts.head, body[: budget.slots])
         else:
-            body = row[: budget.offered].to(torch.int64).clone()
             owned = kv.cache_protected_len
             transfer = self._transfers.save(
                 self._beside(body, parts, complement), complement
@@ -279,9 +277,7 @@ class Mover:
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
         for layer, (keys, values) in enumerate(blocks):
             complement.describe(layer, parts.kept[layer], parts.coded[layer])
-            kept = parts.kept[layer].to(keys.device, torch.int64)
-            dropped = complement_indices(kept, parts.budget.offered)
-            yield pick(keys, dropped), pick(values, dropped)
+            yield pick_rest(keys, values, parts.kept[layer])
 
     @property
     def _page(self) -> int:

@@ -11,7 +11,6 @@ from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
     coded_rows,
-    complement_indices,
     keep_indices,
 )
 from vericache_sglang.engine.row_edit import (
@@ -24,7 +23,7 @@ from vericache_sglang.engine.row_edit import (
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import pick
+from vericache_sglang.memory.splitting import pick, pick_rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,10 +151,7 @@ class Splitter:
             for layer, keys, values in self._layers(state, body, budget, chosen, look):
                 complement.describe(layer, chosen.exact[layer], chosen.coded[layer])
                 draft = self._draft(layer, keys, values, chosen)
-                away = complement_indices(
-                    chosen.exact[layer].to(keys.device, torch.int64), budget.offered
-                )
-                yield pick(keys, away), pick(values, away)
+                yield pick_rest(keys, values, chosen.exact[layer])
                 if target is None:
                     waiting.append(draft)
                 else:
@@ -197,11 +193,8 @@ class Splitter:
         for layer, keys, values in self._layers(state, body, budget, chosen, look):
             self._put(layer, target, budget, self._draft(layer, keys, values, chosen))
             if not beside:
-                exact = chosen.exact[layer].to(keys.device, torch.int64)
-                away = complement_indices(exact, budget.offered)
-                self._places.put(
-                    layer, body[budget.slots :], pick(keys, away), pick(values, away)
-                )
+                rest = pick_rest(keys, values, chosen.exact[layer])
+                self._places.put(layer, body[budget.slots :], *rest)
         if beside:
             relist(row, req.kv, budget.offered, torch.cat([body, target]))
         layout = Layout.BESIDE if beside else Layout.PERMUTED

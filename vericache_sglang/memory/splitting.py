@@ -34,6 +34,23 @@ def pick(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return as_bits(entries).gather(0, wide).view(entries.dtype)
 
 
+def pick_rest(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather, per head, the entries that are not kept.
+
+    Args:
+        keys: [T, H, D] of one layer in prompt order.
+        values: [T, H, Dv].
+        kept: [H, n] integers on any device, in [0, T), ascending and unique per head.
+
+    Returns:
+        Keys [T - n, H, D] and values [T - n, H, Dv], in prompt order.
+    """
+    rest = complement_indices(kept.to(keys.device, torch.int64), keys.shape[0])
+    return pick(keys, rest), pick(values, rest)
+
+
 def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
     """Scatter per head, the inverse of ``pick``.
 
