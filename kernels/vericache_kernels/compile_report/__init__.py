@@ -143,6 +143,7 @@ def _number(pattern: str, text: str) -> int:
 # CUDA C++ programming guide, "Technical Specifications per Compute Capability".
 REGISTERS = 65536
 WARPS = 64
+MOST_PROGRAMS = 32
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 RESERVED_SHARED_BYTES = 1024
 """That the system takes of every program."""
@@ -155,4 +156,5 @@ def _programs(architecture: int, registers: int, shared: int, warps: int) -> int
         REGISTERS // (a_thread * 32 * warps),
         SHARED_BYTES[architecture] // (shared + RESERVED_SHARED_BYTES),
         WARPS // warps,
+        MOST_PROGRAMS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vericache_kernels.compile_report import Build
+from vericache_kernels.compile_report.move_builds import move_builds
 from vericache_kernels.packed_attention import (
     SPLITS,
     DecodeStep,
@@ -41,12 +42,21 @@ OTHER_SHAPES: dict[str, tuple[DecodeStep, str, int, int]] = {
 }
 """Step, dtype, D, queries of a row."""
 
+RAGGED_SHAPES: dict[str, tuple[str, int, int]] = {
+    "ragged rows of 33": ("bf16", 128, 33),
+    "ragged rows of 1": ("bf16", 128, 1),
+    "ragged rows of 33, float16, D 64": ("fp16", 64, 33),
+    "ragged rows of 33, float32": ("fp32", 128, 33),
+}
+"""Dtype, D, most queries of a row; 33 are 32 drafts and the token before them."""
+
 
 def builds() -> dict[str, Build]:
     """Return every build by its name; needs Triton."""
     shapes = {name: (step, "bf16", 128, 1) for name, step in STEPS.items()}
     made = [_attend(name, *shape) for name, shape in (shapes | OTHER_SHAPES).items()]
-    return {build.name: build for build in [*made, _merge()]}
+    made += [_merge(), *_ragged(), *move_builds()]
+    return {build.name: build for build in made}
 
 
 def _attend(name: str, step: DecodeStep, kv: str, dim: int, queries: int) -> Build:
@@ -77,3 +87,41 @@ def _merge() -> Build:
     signature = {"out_at": "*fp32", "lse_at": "*fp32", "result_at": "*bf16"}
     fixed = {"QUERIES": 1, "H": KV_HEADS, "GROUP": GROUP, "D": 128, "SPLITS": SPLITS}
     return Build("merge of splits", impl.merge_kernel, signature, fixed, impl.NUM_WARPS)
+
+
+def _ragged() -> list[Build]:
+    import triton.language as tl
+
+    from vericache_kernels.ragged_attention import SPLITS as splits  # noqa: N811
+    from vericache_kernels.ragged_attention import triton_impl as impl
+
+    products = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2)}
+    products["fp32"] = (tl.float32, 4)
+    made = []
+    for name, (kv, dim, queries) in RAGGED_SHAPES.items():
+        signature = {
+            **dict.fromkeys(("q_at", "k_buffer", "v_buffer"), f"*{kv}"),
+            **dict.fromkeys(("out_at", "lse_at"), "*fp32"),
+            **dict.fromkeys(("table", "row_at", "first_at"), "*i32"),
+            **dict.fromkeys(("begin_at", "end_at"), "*i32"),
+            **dict.fromkeys(("q_stride", "slot_stride"), "i32"),
+            **dict.fromkeys(("head_stride", "table_stride", "rows"), "i32"),
+            "scale": "fp32",
+        }
+        product, size = products[kv]
+        fixed = impl.constants(product, size, queries, GROUP, dim)
+        kernel, most = impl.attend_kernel, impl.REGISTERS[size]
+        fixed |= {"ROWS": 64, "SPLITS": splits}
+        made.append(Build(name, kernel, signature, fixed, impl.NUM_WARPS, most))
+    pointers = {"out_at": "*fp32", "lse_at": "*fp32", "total_at": "*i32"}
+    merge = impl.merge_kernel
+    made.append(
+        Build(
+            "merge of splits of ragged rows",
+            merge,
+            {**pointers, "result_at": "*bf16"},
+            {"D": 128, "SPLITS": splits},
+            impl.NUM_WARPS,
+        )
+    )
+    return made

@@ -1,0 +1,141 @@
+"""The builds of the kernels that move bytes and accept: split, join, commit."""
+
+from __future__ import annotations
+
+import torch
+
+from vericache_kernels.compile_report import Build
+from vericache_kernels.packed_attention.steps import SplitPlanesStep
+
+KV_HEADS = 8
+DIM = 128
+MOST_TOKENS = 512
+"""Tokens of a segment."""
+DRAFTS = 15
+VOCABULARY = 151936
+"""Of Qwen3."""
+INTEGERS = {torch.bfloat16: "*i16", torch.float16: "*i16", torch.float32: "*i32"}
+
+JOINED: dict[str, tuple[SplitPlanesStep, torch.dtype, int]] = {
+    "E3M0": (SplitPlanesStep(3, 0), torch.bfloat16, DIM),
+    "E3M1": (SplitPlanesStep(3, 1), torch.bfloat16, DIM),
+    "E4M3": (SplitPlanesStep(4, 3), torch.bfloat16, DIM),
+    "E3M1, float16": (SplitPlanesStep(3, 1), torch.float16, DIM),
+    "E3M1, float32, D 64": (SplitPlanesStep(3, 1), torch.float32, 64),
+}
+"""Step, dtype, D."""
+
+
+def move_builds() -> list[Build]:
+    """Return the builds; needs Triton."""
+    made = [
+        _move("split segment", "*i16", DIM, listed=True, join=False),
+        _move("split segment in place", "*i16", DIM, listed=False, join=False),
+        _move("join segment", "*i16", DIM, listed=True, join=True),
+        _move("split segment, 1 byte, D 64", "*u8", 64, listed=True, join=False),
+        _move("split segment, D 576", "*i16", 576, listed=True, join=False),
+    ]
+    for name, (step, dtype, dim) in JOINED.items():
+        made += [_count(name, step, dim), _join(name, step, dtype, dim)]
+    return [*made, _best("greedy"), _best("noise"), _merge(), _commit()]
+
+
+def _move(name: str, kv: str, dim: int, *, listed: bool, join: bool) -> Build:
+    from vericache_kernels.split_segment import triton_impl as impl
+
+    sides = ("k_pool", "v_pool", "k_kept", "v_kept", "k_block", "v_block")
+    strides = (
+        f"{side}{part}_{kind}_stride"
+        for part in ("", "_kept")
+        for side in "kv"
+        for kind in ("slot", "head")
+    )
+    signature = {
+        **dict.fromkeys(sides, kv),
+        **dict.fromkeys(("slots", "listed"), "*i64"),
+        **dict.fromkeys(("kept", "rest"), "*i32"),
+        **dict.fromkeys(("kept_count", "rest_count"), "i32"),
+        **dict.fromkeys(strides, "i32"),
+    }
+    fixed = impl.constants(KV_HEADS, dim, dim)
+    fixed |= {"LISTED": listed, "JOIN": join}
+    return Build(name, impl.move_kernel, signature, fixed, impl.NUM_WARPS)
+
+
+def _count(name: str, step: SplitPlanesStep, dim: int) -> Build:
+    from vericache_kernels.join_planes import triton_impl as impl
+
+    fixed = impl.constants(step, KV_HEADS, (dim, dim), MOST_TOKENS)
+    kernel, warps = impl.count_kernel, impl.COUNT_WARPS
+    return Build(f"count escapes {name}", kernel, _planes(), fixed, warps)
+
+
+def _join(name: str, step: SplitPlanesStep, dtype: torch.dtype, dim: int) -> Build:
+    from vericache_kernels.join_planes import triton_impl as impl
+
+    strides = (f"{side}_{kind}_stride" for side in "kv" for kind in ("slot", "head"))
+    signature = {
+        **_planes(),
+        **dict.fromkeys(("k_buffer", "v_buffer"), INTEGERS[dtype]),
+        **dict.fromkeys(("plane_offsets", "slots"), "*i64"),
+        **dict.fromkeys(("escapes", "found", "places", "first"), "*i32"),
+        **dict.fromkeys(strides, "i32"),
+        "plane_bytes": "*u8",
+        "columns": "i32",
+    }
+    fixed = impl.constants(step, KV_HEADS, (dim, dim), MOST_TOKENS)
+    fixed |= impl.join_constants(step, dtype, KV_HEADS * fixed["TILES"])
+    return Build(
+        f"join planes {name}",
+        impl.join_kernel,
+        signature,
+        fixed,
+        impl.JOIN_WARPS,
+        impl.JOIN_REGISTERS,
+    )
+
+
+def _planes() -> dict[str, str]:
+    """Return the types of what both kernels of ``join_planes`` take first."""
+    return {
+        **dict.fromkeys(("key_bytes", "value_bytes"), "*u8"),
+        "offsets": "*i64",
+        **dict.fromkeys(("segment_tokens", "counts"), "*i32"),
+    }
+
+
+def _best(name: str) -> Build:
+    from vericache_kernels.accept_commit import triton_impl as impl
+
+    noisy = name == "noise"
+    signature = {
+        "scores": "*fp32" if noisy else "*bf16",
+        **dict.fromkeys(("seeds", "positions"), "*i64"),
+        "keys_at": "*i64" if noisy else "*i32",
+        "columns_at": "*i32",
+        "row_stride": "i32",
+    }
+    fixed = {"NOISY": noisy, **impl.constants(VOCABULARY)}
+    kernel, warps = impl.best_kernel, impl.NUM_WARPS
+    return Build(f"best token, {name}", kernel, signature, fixed, warps)
+
+
+def _merge() -> Build:
+    from vericache_kernels.accept_commit import triton_impl as impl
+
+    signature = {"keys_at": "*i64", "columns_at": "*i32", "tokens_at": "*i64"}
+    fixed = {"SPLITS": impl.SPLITS}
+    return Build("merge of best tokens", impl.merge_kernel, signature, fixed, 1)
+
+
+def _commit() -> Build:
+    from vericache_kernels.accept_commit import triton_impl as impl
+
+    signature = {
+        **dict.fromkeys(("tokens", "drafts", "pending"), "*i64"),
+        **dict.fromkeys(("first", "usable", "lengths"), "*i32"),
+        **dict.fromkeys(("tokens_out", "pending_out"), "*i64"),
+        **dict.fromkeys(("emitted_out", "lengths_out"), "*i32"),
+    }
+    fixed = {"MOST": DRAFTS, "PLACES": DRAFTS + 1}
+    return Build("accept and commit", impl.commit_kernel, signature, fixed, 1)

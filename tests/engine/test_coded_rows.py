@@ -1,0 +1,101 @@
+"""Rows with codes among others: which entries and tokens are theirs, and in graphs.
+
+The truth is a list comprehension over the table. Their attention is in
+``interpreted_cuda_backend.py``.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_world import coded_rows
+
+from vericache_kernels.packed_attention import KIVIStep
+from vericache_kernels.ragged_attention import RaggedRows
+from vericache_sglang.engine.coded_rows import coded_forward
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), min_size=1
+    ),
+    dummies=st.integers(0, 2),
+    spare=st.integers(0, 3),
+    room=st.integers(0, 4),
+)
+def test_coded_rows_are_parted_from_the_others(rows, dummies, spare, room):
+    """Rows: slots of codes, entries behind them, whether one without codes verifies."""
+    counts = [3 if verifies and not codes else 1 for codes, _, verifies in rows]
+    ends = [
+        codes + max(n, entries)
+        for (codes, entries, _), n in zip(rows, counts, strict=True)
+    ]
+    table = torch.arange(len(rows) * 20, dtype=torch.int32).view(-1, 20)
+    pad = [0] * dummies
+    places = RaggedRows(
+        table,
+        torch.tensor([*reversed(range(len(rows))), *pad]),
+        torch.tensor([0, *counts, *pad]).cumsum(0),
+        torch.zeros(len(rows) + dummies, dtype=torch.int64),
+        torch.tensor([*ends, *pad]),
+    )
+    begins = [codes for codes, _, _ in rows]
+    wanted = [
+        table[len(rows) - 1 - r, begin:end].tolist() if begin else []
+        for r, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+    exact = sum(map(len, wanted)) + room
+    tokens = sum(counts) + spare
+    forward, others = coded_forward(coded_rows(begins, exact=exact), places, tokens)
+    listed = forward.slots.tolist()
+    bounds = forward.first_slot.tolist()
+    found = [listed[a:b] for a, b in pairwise(bounds)]
+    assert found == [*wanted, *[[] for _ in pad]]
+    assert len(forward.slots) == exact
+    owners = [r for r, n in enumerate(counts) for _ in range(n)]
+    assert forward.coded.tolist() == [
+        *(begins[r] > 0 for r in owners),
+        *[False] * spare,
+    ]
+    for token, r in enumerate(owners):
+        assert forward.row_of[token] == r
+        if begins[r]:
+            assert forward.query[r] == token
+    coded = [begin > 0 for begin in begins]
+    assert others.end[: len(rows)].tolist() == [
+        0 if is_coded else end for is_coded, end in zip(coded, ends, strict=True)
+    ]
+    segments = [int(is_coded) for is_coded in coded] + pad
+    assert forward.segments.diff().tolist() == segments
+
+
+def test_a_graph_takes_no_more_coded_rows_than_it_was_captured_with():
+    places = RaggedRows(
+        torch.zeros(4, 20, dtype=torch.int32),
+        *(torch.arange(n) for n in (4, 5)),
+        *(torch.zeros(4, dtype=torch.int64), torch.full((4,), 9)),
+    )
+
+    def forward(begins, **fields):
+        return coded_forward(coded_rows(begins, **fields), places, 4)[0]
+
+    captured = forward([2, 2, 0, 0], exact=14)
+    own = captured.copy()
+    assert own.offsets.data_ptr() != captured.offsets.data_ptr()
+    own.refill(forward([0, 3, 0, 0], exact=6))
+    assert own.coded.tolist() == [False, True, False, False]
+    assert own.segments.tolist() == [0, 0, 1, 1, 1]
+    assert captured.coded.tolist() == [True, True, False, False]
+    own.refill(None)
+    assert not own.coded.any()
+    assert not own.segments.any()
+    assert not own.first_slot.any()
+    with pytest.raises(ValueError, match="coded rows: 3 offsets, captured for 2"):
+        own.refill(forward([2, 2, 2, 0], exact=14))
+    with pytest.raises(ValueError, match="coded rows: 20 slots, captured for 14"):
+        own.refill(forward([2, 2, 0, 0], exact=20))
+    with pytest.raises(ValueError, match="captured for KIVIStep"):
+        own.refill(forward([2, 0, 0, 0], step=KIVIStep(4), exact=7))

@@ -1,0 +1,308 @@
+"""RaggedAttnBackend on a CPU: by the CPU's own backend, under SGLang's graph runner.
+
+Here its kernel is the torch reference (held to the kernel in tests/kernels); rows with
+codes need the kernel itself and run interpreted, in a process of their own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("sglang")
+pytestmark = pytest.mark.sglang
+
+from ragged_world import (  # noqa: E402
+    WIDEST,
+    Runner,
+    World,
+    coded_rows,
+    layer,
+    layout_batch,
+    simple_batch,
+)
+
+from vericache_kernels.packed_attention import RotateKVStep  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("interpreted_cuda_backend.py")
+
+
+def run(backend, batch, q, k, v):
+    backend.init_forward_metadata(batch)
+    return backend.forward(q, k, v, layer(), batch)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "queries"),
+    [
+        ("DECODE", [40, 1, 150], None),
+        ("EXTEND", [30, 60], [30, 12]),
+        ("MIXED", [30, 60, 9], [30, 1, 2]),
+        ("TARGET_VERIFY", [33, 150, 70, 12], [1, 6, 1, 5]),
+        ("TARGET_VERIFY", [6, 1], [6, 1]),
+    ],
+)
+def test_every_mode_is_what_the_cpu_backend_makes_of_it(mode, lengths, queries):
+    world = World()
+    batch = simple_batch(mode, *world.list_rows(lengths), queries)
+    q, k, v = world.tokens(sum(queries or [1] * len(lengths)))
+    out = run(world.ragged, batch, q, k, v)
+    assert torch.equal(world.pool.k_buffer[1][batch.out_cache_loc], k)
+    assert torch.equal(world.pool.v_buffer[1][batch.out_cache_loc], v)
+    expected = run(world.plain, batch, q, k, v)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    assert world.ragged.eager_forwards == 0, "there are no graphs"
+
+
+def test_a_layout_says_the_same_as_a_ragged_extend():
+    world = World()
+    where, parts = world.list_rows([33, 150, 70])
+    q, k, v = world.tokens(8)
+    extend = simple_batch("TARGET_VERIFY", where, parts, [1, 6, 1])
+    expected = run(world.ragged, extend, q, k, v)
+    batch = layout_batch(where, parts, [1, 6, 1], [12])
+    padded = [torch.cat([part, part[:4]]) for part in (q, k, v)]
+    out = run(world.ragged, batch, *padded)
+    assert torch.equal(out[:8], expected)
+    assert not out[8:].any(), "tokens of no row"
+
+
+# -- under SGLang's graph runner -------------------------------------------------
+
+ROWS = st.lists(st.integers(1, WIDEST), min_size=1, max_size=8)
+
+
+def pointers(metadata):
+    rows = metadata.rows
+    places = (rows.table, rows.row, rows.first, rows.begin, rows.end)
+    return [tensor.data_ptr() for tensor in places]
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches=st.lists(ROWS, min_size=2, max_size=4), seed=st.integers(0, 99))
+def test_replays_of_any_batches_one_after_another_are_what_eager_makes(batches, seed):
+    world = World(seed=seed)
+    runner = Runner(world, [1, 2, 4, 8])
+    for tokens in reversed(runner.grid):
+        runner.capture(tokens)
+    kept = {n: pointers(metadata) for n, (_, metadata) in runner.captured.items()}
+    for queries in batches:
+        lengths = [n + 7 * i for i, n in enumerate(queries)]
+        where, parts = world.list_rows(lengths)
+        q, k, v = world.tokens(sum(queries))
+        batch = layout_batch(where, parts, queries, runner.grid)
+        out = runner.replay(batch, q, k, v)
+        plain = simple_batch("TARGET_VERIFY", where, parts, queries)
+        expected = run(world.plain, plain, q, k, v)
+        torch.testing.assert_close(out[: len(q)], expected, rtol=0, atol=2e-6)
+        assert not out[len(q) :].any(), "tokens of no row"
+    now = {n: pointers(metadata) for n, (_, metadata) in runner.captured.items()}
+    assert now == kept, "a graph reads where it did when it was captured"
+    assert world.ragged.eager_forwards == 0
+
+
+def test_rows_behind_the_live_ones_have_no_tokens_and_nothing_to_read():
+    world = World()
+    runner = Runner(world, [2, 8])
+    runner.capture(12)
+    for queries in ([1] * 8, [3, 1]):
+        where, parts = world.list_rows([20] * len(queries))
+        batch = layout_batch(where, parts, queries, runner.grid)
+        runner.replay(batch, *world.tokens(sum(queries)))
+    rows = runner.captured[12][1].rows
+    assert rows.first.tolist() == [0, 3, *[4] * 7]
+    assert rows.end.tolist() == [20, 20, *[0] * 6]
+    assert rows.row[:2].tolist() == where.tolist()
+    assert not rows.row[2:].any()
+    assert rows.row.dtype == rows.first.dtype == torch.int32
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what would wait for a GPU: contents read on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_describing_a_replay_reads_nothing_on_the_host():
+    world = World()
+    runner = Runner(world, [2])
+    runner.capture(12, coded_rows([2] * 2, exact=40))
+    where, parts = world.list_rows([9, 9])
+    batch = layout_batch(where, parts, [1, 5], runner.grid)
+    batch.spec_info.coded = coded_rows([4, 0], exact=5)
+    with Waits():
+        world.ragged.init_forward_metadata_out_graph(batch)
+    assert world.ragged.forward_metadata.coded.coded.tolist() == [True, *[False] * 11]
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Waits():
+        where.max().item()
+
+
+def test_what_fits_no_graph_is_refused_by_sglang_and_counted_when_it_runs():
+    world = World()
+    runner = Runner(world, [1, 4])
+    where, parts = world.list_rows([9] * 5)
+    batch = layout_batch(where, parts, [1] * 5, runner.grid)
+    assert not runner.runner.can_run_graph(batch), "5 rows, 4 in a graph"
+    q, k, v = (torch.cat([part, part]) for part in world.tokens(3))
+    run(world.ragged, batch, q, k, v)
+    assert world.ragged.eager_forwards == 1
+    run(world.ragged, simple_batch("EXTEND", where, parts, [9] * 5), *world.tokens(45))
+    assert world.ragged.eager_forwards == 1, "prefill has no graph to miss"
+
+
+def test_plain_decoding_replays_from_the_same_places():
+    world = World()
+    world.ragged.init_cuda_graph_state(4, 4)
+    slots, lengths = world.list_rows([30, 9, 1, 1]), [30, 9]
+    batch = simple_batch("DECODE", *slots)
+    world.ragged.init_forward_metadata_out_graph(batch, in_capture=True)
+    captured = world.ragged.forward_metadata
+    batch.num_padding = 2
+    batch.req_pool_indices = batch.req_pool_indices.clone()
+    batch.req_pool_indices[2:] = 0
+    world.ragged.init_forward_metadata_out_graph(batch)
+    assert captured.rows.first.tolist() == [0, 1, 2, 2, 2]
+    assert captured.rows.end.tolist() == [*lengths, 0, 0]
+    world.ragged.forward_metadata = captured
+    q, k, v = world.tokens(4)
+    out = world.ragged.forward(q, k, v, layer(), batch, save_kv_cache=False)
+    live = simple_batch("DECODE", slots[0][:2], slots[1][:2])
+    world.plain.init_forward_metadata(live)
+    args = (q[:2], k[:2], v[:2], layer(), live)
+    expected = world.plain.forward(*args, save_kv_cache=False)
+    torch.testing.assert_close(out[:2], expected, rtol=0, atol=2e-6)
+
+
+# -- what SGLang asks of a backend, and what is refused --------------------------
+
+
+def test_sglang_s_warm_up_without_a_spec_input_has_rows_of_one_length():
+    world = World()
+    where, parts = world.list_rows([20, 30])
+    batch = simple_batch("TARGET_VERIFY", where, parts)
+    batch.input_ids = torch.zeros(6, dtype=torch.int64)
+    batch.extend_seq_lens = batch.extend_prefix_lens = None
+    batch.seq_lens = batch.seq_lens - 3
+    batch.out_cache_loc = torch.cat([part[-3:] for part in parts]).long()
+    q, k, v = world.tokens(6)
+    out = run(world.ragged, batch, q, k, v)
+    plain = simple_batch("TARGET_VERIFY", where, parts, [3, 3])
+    expected = run(world.plain, plain, q, k, v)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+def test_the_scheduler_must_wait_for_the_last_layer_before_it_changes_the_table():
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    backend = World().ragged
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        assert backend.shared_read_ends(mode) is SharedReadEnds.POST_REPLAY
+    assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+    assert backend.supports_ragged_verify_graph
+
+
+def test_a_cpu_gets_the_backend_of_the_cpu():
+    from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
+    from vericache_sglang.engine.cuda_attention_backend import create_backend
+
+    assert type(create_backend(World().runner)) is SlotRunAttnBackend
+
+
+def test_idle_is_nothing_and_a_forward_must_be_described():
+    world = World()
+    batch = simple_batch("DECODE", *world.list_rows([20]))
+    q, k, v = world.tokens(1)
+    with pytest.raises(ValueError, match="forward was not described"):
+        world.ragged.forward(q, k, v, layer(), batch)
+    idle = simple_batch("IDLE", *world.list_rows([20]))
+    world.ragged.init_forward_metadata(idle)
+    assert world.ragged.forward(q[:0], k[:0], v[:0], layer(), idle).shape == (0, 64)
+    with pytest.raises(ValueError, match="no init_cuda_graph_state"):
+        world.ragged.init_forward_metadata_out_graph(batch)
+    world.ragged.init_cuda_graph_state(1, 1)
+    two = simple_batch("DECODE", *world.list_rows([20, 20]))
+    with pytest.raises(ValueError, match="2 rows, graphs have at most 1"):
+        world.ragged.init_forward_metadata_out_graph(two)
+
+
+def spec(**fields):
+    fields = {"ragged_verify_layout": None, "packed": {}} | fields
+    return SimpleNamespace(**fields)
+
+
+def test_verifications_of_unknown_rows_are_refused():
+    world = World()
+    where, parts = world.list_rows([20, 30])
+    tree = simple_batch("TARGET_VERIFY", where, parts)
+    tree.spec_info = spec()
+    with pytest.raises(ValueError, match="TARGET_VERIFY without ragged_verify_layout"):
+        world.ragged.init_forward_metadata(tree)
+    packed = simple_batch("TARGET_VERIFY", where, parts, [1, 1])
+    packed.spec_info = spec(packed={0: (3, lambda layer: [])})
+    with pytest.raises(ValueError, match=r"are read from spec_info\.coded"):
+        world.ragged.init_forward_metadata(packed)
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "EXTEND"])
+def test_other_attention_is_refused_in_prefill_too(mode):
+    world = World()
+    queries = None if mode == "DECODE" else [1]
+    batch = simple_batch(mode, *world.list_rows([20]), queries)
+    q, k, v = world.tokens(1)
+    world.ragged.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="no sliding window"):
+        world.ragged.forward(q, k, v, layer(sliding_window_size=128), batch)
+    with pytest.raises(ValueError, match="no sinks"):
+        world.ragged.forward(q, k, v, layer(), batch, sinks=torch.zeros(4))
+
+
+# -- rows that begin with codes --------------------------------------------------
+
+
+def test_coded_rows_run_in_graphs_only_where_they_were_captured():
+    world = World()
+    runner = Runner(world, [2])
+    wants = coded_rows([2] * 2, step=RotateKVStep(2), exact=20)
+    with pytest.raises(ValueError, match="rotatekv needs tables of each request"):
+        runner.capture(12, wants)
+    runner.capture(12)
+    batch = layout_batch(*world.list_rows([9, 9]), [1, 1], runner.grid)
+    batch.spec_info.coded = coded_rows([2, 2], exact=20)
+    with pytest.raises(ValueError, match="coded rows in a graph without them"):
+        runner.replay(batch, *world.tokens(2))
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["eager", "graph", "graph-none-coded", "mixed"])
+def test_with_the_kernels_it_is_what_the_cpu_backend_makes(interpreted, name):
+    assert interpreted[name] < 2e-6
+
+
+def test_with_the_kernels_the_codes_do_count(interpreted):
+    assert interpreted["without-codes"] > 0.01
