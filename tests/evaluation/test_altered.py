@@ -1,0 +1,77 @@
+"""Servers that break the promise: on request only, and they say so."""
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.evaluation import altered
+
+TOKENS = st.lists(st.integers(0, 9), max_size=8)
+
+
+def test_no_server_can_be_altered_by_accident():
+    """Nothing that is installed leads to it, only a benchmark's own folder."""
+    installed = entry_points(group="sglang.srt.plugins")
+    assert not [entry for entry in installed if "altered" in entry.value]
+    assert altered.ENV not in os.environ
+
+
+@pytest.mark.parametrize("value", [None, "", "on", "accept"])
+def test_an_alteration_that_is_not_named_is_refused(monkeypatch, value):
+    monkeypatch.delenv(altered.ENV, raising=False)
+    if value is not None:
+        monkeypatch.setenv(altered.ENV, value)
+    with pytest.raises(ConfigError, match=altered.ENV):
+        altered.install()
+
+
+def test_the_environment_leads_to_it(tmp_path):
+    found = altered.environment(tmp_path, altered.LOSSY)
+    assert found[altered.ENV] == "lossy"
+    code = (
+        "from importlib.metadata import entry_points as e;"
+        "print([x.value for x in e(group='sglang.srt.plugins')])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **found},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "'vericache_sglang.evaluation.altered:install'" in printed
+
+
+@settings(deadline=None, max_examples=60)
+@given(TOKENS, st.data(), st.floats(0, 1), st.integers(0, 99))
+def test_dice_accept_a_beginning_of_the_drafts(drafts, data, p, seed):
+    count = data.draw(st.integers(1, len(drafts) + 1))
+    target = data.draw(st.lists(st.integers(20, 29), min_size=count, max_size=count))
+    run = altered.by_dice(p, random.Random(seed))(drafts, target)
+    accepted = list(takewhile(lambda token: token < 20, run))
+    assert run == [*drafts[: len(accepted)], target[len(accepted)]]
+
+
+def test_dice_are_fair():
+    rule = altered.by_dice(0.9, random.Random(1))
+    drafts, target = [1] * 32, [2] * 33
+    runs = [len(rule(drafts, target)) - 1 for _ in range(4000)]
+    wanted = sum(0.9**k for k in range(1, 33))  # 8.69
+    assert statistics.fmean(runs) == pytest.approx(wanted, rel=0.05)
+    assert altered.by_dice(1.0, random.Random(1))(drafts, target) == [*drafts, 2]
+    assert altered.by_dice(0.0, random.Random(1))(drafts, target) == [2]
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+def test_a_probability_is_one(p):
+    with pytest.raises(ConfigError, match="--simulated-acceptance"):
+        altered.simulated(p)

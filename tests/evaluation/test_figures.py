@@ -1,0 +1,131 @@
+"""Rates, percentiles and waits, against values worked out by hand and by numpy."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.evaluation.client import Answer, Pass
+from vericache_sglang.evaluation.figures import (
+    accepted,
+    latencies,
+    middle,
+    mismatches,
+    pass_figures,
+    percentile,
+    spread,
+    token_waits,
+)
+
+FLOATS = st.floats(-1e6, 1e6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(FLOATS, min_size=1, max_size=40), st.floats(0, 100))
+def test_a_percentile_is_numpys(values, share):
+    ordered = sorted(values)
+    wanted = np.percentile(ordered, share)
+    assert percentile(ordered, share) == pytest.approx(wanted, abs=1e-6)
+    assert ordered[0] <= percentile(ordered, share) <= ordered[-1] + 1e-9
+
+
+def test_nothing_has_no_spread():
+    assert spread([]) is None
+    assert middle([]) is None
+
+
+def test_repeats_are_told_by_median_and_extremes():
+    assert middle([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert middle([1.0, 2.0])["median"] == 1.5
+
+
+def test_a_burst_is_one_wait_and_then_none():
+    assert token_waits([(1.0, 1), (1.5, 4), (3.5, 5)]) == [0.5, 0.0, 0.0, 2.0]
+    assert token_waits([(1.0, 1)]) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 9)), min_size=1))
+def test_waits_are_one_fewer_than_tokens_and_add_up(steps):
+    at, tokens, times = 0.0, 0, []
+    for gap, more in steps:
+        at, tokens = at + gap, tokens + more
+        times.append((at, tokens))
+    waits = token_waits(times)
+    assert len(waits) == tokens - steps[0][1]
+    assert math.isclose(sum(waits), times[-1][0] - times[0][0], abs_tol=1e-9)
+
+
+def test_a_pass_by_hand():
+    """Two answers of 3 and 2 tokens in 4 s, and one that failed."""
+    answers = (
+        Answer(
+            sent=0.0,
+            times=((1.0, 1), (2.0, 3)),
+            ended=2.0,
+            ids=(7, 8, 9),
+            prompt_tokens=100,
+            cached_tokens=1,
+        ),
+        Answer(sent=1.0, times=((2.5, 1), (4.0, 2)), ended=4.0, ids=(7, 8)),
+        Answer(sent=1.0, times=((1.1, 1),), ended=1.2, ids=(1,), error="HTTP 500"),
+    )
+    before = {"rounds": 2, "accepted": 10, "staged_bytes": 500, "stage_seconds": 1.0}
+    after = {
+        "rounds": 6,
+        "accepted": 30,
+        "staged_bytes": 1500,
+        "offloaded_bytes": 200,
+        "stage_seconds": 2.0,
+        "kv_read_bytes_per_s": 3e9,
+    }
+    got = pass_figures(Pass(answers, 4.0), before, after, memory_gbps=12.0)
+    assert got["output_tokens"] == 5
+    assert got["tokens_per_s"] == 1.25
+    assert got["failed_requests"] == 1
+    assert got["errors"] == ["HTTP 500"]
+    assert got["prompt_tokens"] == 100
+    assert got["cached_prompt_tokens"] == 1
+    assert got["ttft_s"]["mean"] == 1.25  # 1.0 and 1.5; the failed one's is not in
+    assert got["ttft_s"]["n"] == 2
+    assert got["latency_s"]["max"] == 3.0
+    assert got["itl_s"]["n"] == 3  # 1.0 and 0.0, then 1.5
+    assert got["itl_s"]["mean"] == pytest.approx(2.5 / 3)
+    assert got["burst_s"]["n"] == 2
+    assert got["accepted_per_verify"] == 5.0
+    assert got["moved_bytes_per_token"] == (1000 + 200) / 5
+    assert got["link_share"] == 0.25
+    assert got["kv_read_share"] == 0.25
+
+
+def test_plain_sglang_has_no_link_and_no_verifications():
+    got = pass_figures(Pass((Answer(sent=0.0, ids=(1,)),), 1.0), {}, {}, 100.0)
+    assert got["link_share"] is None
+    assert got["kv_read_share"] is None
+    assert got["accepted_per_verify"] is None
+    assert got["moved_bytes_per_token"] == 0.0
+
+
+def test_answers_without_tokens_have_no_latency():
+    assert latencies([Answer(sent=0.0, error="gone")])["ttft_s"] is None
+
+
+def test_mismatches_are_by_tokens_and_failures_do_not_count():
+    right = Pass((Answer(sent=0, ids=(1, 2)), Answer(sent=0, ids=(3,))), 1.0)
+    wrong = Pass((Answer(sent=0, ids=(1, 4)), Answer(sent=0, ids=())), 1.0)
+    failed = Pass((right.answers[0], Answer(sent=0, ids=(), error="gone")), 1.0)
+    assert mismatches(right, right) == 0
+    assert mismatches(right, wrong) == 2
+    assert mismatches(right, failed) == 0
+
+
+def test_accepted_drafts_are_told_for_each_verification():
+    one = Answer(sent=0, drafting={"accepted_histogram": [1, 0, 2]})
+    two = Answer(sent=0, drafting={"accepted_histogram": [0, 1]})
+    got = accepted([one, two, Answer(sent=0)])  # 0, 2, 2 and 1
+    assert got["n"] == 4
+    assert got["mean"] == 1.25
+    assert got["p50"] == 1.5
+    assert accepted([Answer(sent=0)]) is None

@@ -1,0 +1,183 @@
+"""Servers that do not keep the promise, for comparison: lossy, or accepting by dice.
+
+A server is altered only if a benchmark started it: ``environment`` writes the entry
+point that makes SGLang load ``install`` into a folder of the benchmark's own, and names
+the alteration in ``ENV``. Neither exists anywhere else. An altered server says so in
+its log and in its counters (``KEY``), and the benchmark compares that with its label.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ENV = "VERICACHE_ALTERED"
+"""What to alter: ``lossy``, or ``accept=P`` with a probability."""
+
+KEY = "altered"
+"""The server's counter that says what is altered; and, in a request's
+``custom_params``, what it asks of a lossy server."""
+
+LOSSY = "lossy"
+ACCEPT = "accept="
+
+WARNING = "VeriCache ALTERED (%s): answers of this server are not the model's"
+
+
+def environment(folder: Path, alteration: str) -> dict[str, str]:
+    """Return what makes a server altered, for its environment.
+
+    Args:
+        folder: Of the caller's own; the entry point is written into it.
+        alteration: ``LOSSY``, or ``simulated(p)``.
+    """
+    info = folder / "vericache_altered-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    text = "Metadata-Version: 2.1\nName: vericache-altered\nVersion: 0\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+    entry = f"[sglang.srt.plugins]\nvericache-altered = {__name__}:install\n"
+    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {ENV: alteration, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def simulated(acceptance: float) -> str:
+    """Spell the alteration that accepts every draft with this probability.
+
+    Raises:
+        ConfigError: It is no probability.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--simulated-acceptance must be >= 0 and <= 1: {acceptance}")
+    return f"{ACCEPT}{acceptance:g}"
+
+
+def install() -> None:
+    """Alter this process as ``ENV`` says; SGLang's plugin loader calls this.
+
+    Raises:
+        ConfigError: ``ENV`` names nothing that can be altered.
+    """
+    alteration = os.environ.get(ENV, "")
+    if alteration == LOSSY:
+        _emit_drafts()
+    elif alteration.startswith(ACCEPT):
+        _throw_dice(float(alteration.removeprefix(ACCEPT)))
+    else:
+        raise ConfigError(f"{ENV} must be {LOSSY} or {ACCEPT}P, got {alteration!r}")
+    _confess(alteration)
+    logger.warning(WARNING, alteration)
+
+
+def forced_tokens(tokens: Sequence[int]) -> dict[str, Any]:
+    """Return ``custom_params`` that make a lossy server emit ``tokens``.
+
+    Log-probabilities are still those of its compressed KV, each after the tokens
+    before it.
+    """
+    return {KEY: {"forced": list(tokens)}}
+
+
+def alteration_in(counters: Mapping[str, Any]) -> str:
+    """Return what a server's counters say is altered; "" for nothing."""
+    return str(counters.get(KEY, ""))
+
+
+def _emit_drafts() -> None:
+    """Emit every drafted token as it comes; plan no verification and no reload.
+
+    What is left of VeriCache is what a lossy server would have: the draft part. Only
+    the copy of the rest to the host is made still, once for each prompt.
+    """
+    from vericache_sglang.engine import mixed
+    from vericache_sglang.scheduling.plan import Draft
+    from vericache_sglang.scheduling.runtime import Runtime
+
+    queries, conclude = mixed._queries, mixed.MixedForward._conclude
+
+    def asked(*args: Any) -> Any:
+        return [replace(row, emits=True) for row in queries(*args)]
+
+    def concluded(self: Any, state: Any, action: Any, tokens: list[int]) -> Any:
+        if not isinstance(action, Draft):
+            return conclude(self, state, action, tokens)
+        emitted = _forced(state) or tokens[:1]
+        track = self._runtime.tracks[state.rid]
+        track.emitted_at = self._runtime.now
+        track.emitted += 1
+        track.remaining -= 1
+        _begin(self._runtime, track)
+        state.accept(emitted)
+        return emitted
+
+    _put(mixed, "_queries", asked)
+    _put(mixed.MixedForward, "_conclude", concluded)
+    _put(Runtime, "_begin", _begin)
+
+
+def _begin(runtime: Any, track: Any) -> None:
+    """Have the next iteration draft one token; nothing is reserved for later."""
+    track.drafts = 0
+    track.most = 1 if track.remaining > 0 else -1
+
+
+def _forced(state: Any) -> list[int]:
+    """Return the token a request is to get now; empty where it may choose."""
+    asked = (state.req.sampling_params.custom_params or {}).get(KEY, {})
+    forced: list[int] = asked.get("forced", [])
+    return forced[state.emitted : state.emitted + 1]
+
+
+def _throw_dice(acceptance: float) -> None:
+    """Accept every draft with a probability; the target's token ends the run."""
+    from vericache_sglang.engine.sampling import sampler
+
+    _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
+
+
+def by_dice(
+    acceptance: float, rng: random.Random
+) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
+    """Return a rule like ``accepted_tokens`` that does not compare anything.
+
+    Args:
+        acceptance: Probability of a draft whose predecessors were accepted.
+        rng: Advanced by every draft looked at.
+    """
+
+    def accepted(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
+        most = min(len(drafts), len(target) - 1)
+        run = 0
+        while run < most and rng.random() < acceptance:
+            run += 1
+        return [*drafts[:run], target[run]]
+
+    return accepted
+
+
+def _confess(alteration: str) -> None:
+    from vericache_sglang.engine.worker import VeriCacheWorker
+
+    report = VeriCacheWorker.report
+
+    def confessed(self: Any) -> dict[str, Any]:
+        return {**report(self), KEY: alteration}
+
+    _put(VeriCacheWorker, "report", confessed)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Replace what ``owner`` calls ``name``; a name that is gone is an error."""
+    getattr(owner, name)
+    setattr(owner, name, value)

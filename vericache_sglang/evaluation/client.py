@@ -1,0 +1,209 @@
+"""An asyncio client: streams every answer and writes down when its tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LINE_BYTES = 1 << 24
+"""Longest event: SGLang repeats the whole answer in each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a client saw of one request. Times are seconds since its pass began.
+
+    Attributes:
+        sent: When it was sent; in an open loop, when it was to be.
+        times: (time, output tokens so far) of every event that brought tokens.
+        ended: When the stream ended.
+        ids: Output tokens.
+        prompt_tokens: As the server counted them.
+        cached_tokens: Prompt tokens the server had in its prefix cache.
+        drafting: The server's figures for it; empty without VeriCache.
+        error: What went wrong; "" for nothing.
+    """
+
+    sent: float
+    times: tuple[tuple[float, int], ...] = ()
+    ended: float = 0.0
+    ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drafting: dict[str, Any] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One system's answers to a list of requests.
+
+    Attributes:
+        answers: In the requests' order.
+        seconds: From the first request sent to the last answer ended.
+    """
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+
+def closed_loop(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    clients: int,
+    told: Callable[[], None],
+    timeout: float,
+) -> Pass:
+    """Answer ``requests`` with ``clients`` at once, each sending one after another.
+
+    Args:
+        url: Of the server.
+        requests: Bodies of ``POST /generate``.
+        clients: Most requests at once, >= 1.
+        told: Called after every answer.
+        timeout: Most seconds of one answer.
+    """
+    return asyncio.run(_closed(_Asker(url, told, timeout), requests, clients))
+
+
+def open_loop(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    arrivals: Sequence[float],
+    told: Callable[[], None],
+    timeout: float,
+) -> Pass:
+    """Answer ``requests``, each sent at its time, however many are running.
+
+    Args:
+        url: Of the server.
+        requests: Bodies of ``POST /generate``.
+        arrivals: Seconds after the start, as many as requests.
+        told: Called after every answer.
+        timeout: Most seconds of one answer.
+    """
+    return asyncio.run(_open(_Asker(url, told, timeout), requests, arrivals))
+
+
+class _Asker:
+    def __init__(self, url: str, told: Callable[[], None], timeout: float) -> None:
+        self.began = 0.0
+        self._url = f"{url}/generate"
+        self._told = told
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+
+    def session(self) -> aiohttp.ClientSession:
+        """Open a session for as many connections as there are requests."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=self._timeout,
+            read_bufsize=LINE_BYTES,
+        )
+
+    def now(self) -> float:
+        return time.perf_counter() - self.began
+
+    async def ask(
+        self, session: aiohttp.ClientSession, body: dict[str, Any], sent: float
+    ) -> Answer:
+        times: list[tuple[float, int]] = []
+        last: dict[str, Any] = {}
+        error = ""
+        try:
+            async with session.post(self._url, json={**body, "stream": True}) as reply:
+                if reply.status != 200:
+                    error = f"HTTP {reply.status}: {(await reply.text())[:300]}"
+                async for line in reply.content:
+                    event = _event(line)
+                    if event is None:
+                        continue
+                    if "error" in event:
+                        error = str(event["error"])[:300]
+                        break
+                    last = event
+                    tokens = event["meta_info"]["completion_tokens"]
+                    if tokens > (times[-1][1] if times else 0):
+                        times.append((self.now(), tokens))
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"[:300]
+        self._told()
+        return _answer(sent, times, self.now(), last, error)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    text = line.strip().removeprefix(b"data: ")
+    if not text.startswith(b"{"):
+        return None
+    event: dict[str, Any] = json.loads(text)
+    return event
+
+
+def _answer(
+    sent: float,
+    times: list[tuple[float, int]],
+    ended: float,
+    last: dict[str, Any],
+    error: str,
+) -> Answer:
+    info = last.get("meta_info", {})
+    finish = info.get("finish_reason")
+    if not error and not finish:
+        error = "the stream ended without a finish reason"
+    elif not error and finish.get("type") == "abort":
+        error = f"aborted: {finish.get('message', '')}"[:300]
+    return Answer(
+        sent=sent,
+        times=tuple(times),
+        ended=ended,
+        ids=tuple(last.get("output_ids", ())),
+        prompt_tokens=info.get("prompt_tokens", 0),
+        cached_tokens=info.get("cached_tokens", 0),
+        drafting=info.get("vericache"),
+        error=error,
+    )
+
+
+async def _closed(
+    asker: _Asker, requests: Sequence[dict[str, Any]], clients: int
+) -> Pass:
+    waiting = iter(enumerate(requests))
+    answers: dict[int, Answer] = {}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for i, body in waiting:
+            answers[i] = await asker.ask(session, body, asker.now())
+
+    async with asker.session() as session:
+        asker.began = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+    return _pass([answers[i] for i in range(len(requests))])
+
+
+async def _open(
+    asker: _Asker, requests: Sequence[dict[str, Any]], arrivals: Sequence[float]
+) -> Pass:
+    async def arrive(
+        session: aiohttp.ClientSession, body: dict[str, Any], at: float
+    ) -> Answer:
+        await asyncio.sleep(at - asker.now())
+        # A client that is late itself makes its request wait, so `at` counts.
+        return await asker.ask(session, body, at)
+
+    async with asker.session() as session:
+        asker.began = time.perf_counter()
+        pairs = zip(requests, arrivals, strict=True)
+        asked = [arrive(session, body, at) for body, at in pairs]
+        return _pass(await asyncio.gather(*asked))
+
+
+def _pass(answers: Sequence[Answer]) -> Pass:
+    began = min(answer.sent for answer in answers)
+    return Pass(tuple(answers), max(answer.ended for answer in answers) - began)

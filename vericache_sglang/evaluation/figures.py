@@ -1,0 +1,173 @@
+"""What a pass came to: rates, latencies, and what the server counted meanwhile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vericache_sglang.evaluation.client import Answer, Pass
+
+SHARES = (10, 50, 90, 99)
+"""Percentiles that are reported."""
+
+TOTALS = (
+    *("drafted", "accepted", "rounds", "draft_rows", "verify_rows", "plain_rows"),
+    *("waits", "staged_bytes", "offloaded_bytes", "stage_seconds", "splits"),
+    *("steps_aside", "iterations", "failed_reloads", "reprefills"),
+)
+"""Counters of a server that only grow."""
+
+DEFINITIONS: Mapping[str, str] = {
+    "tokens_per_s": "output tokens of answers without error / seconds from the first "
+    "request sent to the last answer ended; prefill and queueing included",
+    "ttft_s": "from sending a request (open loop: from its arrival time) to the first "
+    "event with a token",
+    "itl_s": "waits between a request's tokens: an event with k tokens after s seconds "
+    "is one wait of s and k - 1 of 0",
+    "burst_s": "waits between a request's events, whatever they brought",
+    "latency_s": "from sending (open loop: arrival) to the end of the stream",
+    "accepted_per_verify": "drafts accepted / verifications (server's counters); the "
+    "full KV's own token comes on top",
+    "accepted": "the same for each verification (the answers' own figures)",
+    "moved_bytes_per_token": "bytes copied to the host and back / output tokens "
+    "(server's counters); 0 for plain SGLang",
+    "link_share": "time reloads were on the link / seconds (server's counters)",
+    "kv_read_share": "rate at which forwards read KV, as the server estimates it, / "
+    "--memory-gbps",
+    "mismatches": "requests whose token ids differ from plain's in the same round",
+    "ratio": "tokens_per_s / plain's in the same round",
+    "kl": "nats per token of KL(full KV || lossy) after plain's own tokens, from both "
+    "sides' top-k log-probabilities; tokens outside either list are one outcome, so "
+    "it is a lower bound",
+}
+"""What each figure of the results is."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` percent lie, linear between two.
+
+    Args:
+        values: In ascending order, at least one.
+        share: 0 to 100.
+    """
+    at = (len(values) - 1) * share / 100
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+def spread(values: Iterable[float]) -> dict[str, float] | None:
+    """Return mean, percentiles, greatest value and count; None for no value."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    named = {f"p{share}": percentile(ordered, share) for share in SHARES}
+    mean = statistics.fmean(ordered)
+    return {"mean": mean, **named, "max": ordered[-1], "n": len(ordered)}
+
+
+def middle(values: Sequence[float]) -> dict[str, float] | None:
+    """Return median, least and greatest of repeats; None for no value."""
+    if not values:
+        return None
+    median = statistics.median(values)
+    return {"median": median, "min": min(values), "max": max(values)}
+
+
+def token_waits(times: Sequence[tuple[float, int]]) -> list[float]:
+    """Return the waits between tokens; see ``itl_s`` in ``DEFINITIONS``.
+
+    Args:
+        times: (seconds, tokens so far) of every event that brought tokens.
+    """
+    waits: list[float] = []
+    for (before, had), (after, has) in pairwise(times):
+        waits += [after - before, *[0.0] * (has - had - 1)]
+    return waits
+
+
+def latencies(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the spreads of what clients waited for; failed answers do not count."""
+    good = [answer for answer in answers if not answer.error and answer.times]
+    events = [[at for at, _ in answer.times] for answer in good]
+    return {
+        "ttft_s": spread(answer.times[0][0] - answer.sent for answer in good),
+        "itl_s": spread(w for answer in good for w in token_waits(answer.times)),
+        "burst_s": spread(b - a for times in events for a, b in pairwise(times)),
+        "latency_s": spread(answer.ended - answer.sent for answer in good),
+    }
+
+
+def accepted(answers: Sequence[Answer]) -> dict[str, float] | None:
+    """Return the spread of drafts accepted by one verification; None without any."""
+    found: list[float] = []
+    for answer in answers:
+        counts = (answer.drafting or {}).get("accepted_histogram", [])
+        for drafts, verifications in enumerate(counts):
+            found += [float(drafts)] * verifications
+    return spread(found)
+
+
+def pass_figures(
+    done: Pass,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    memory_gbps: float | None,
+) -> dict[str, Any]:
+    """Return the figures of one pass.
+
+    Args:
+        done: What clients saw.
+        before: The server's counters before it; empty without VeriCache.
+        after: The same after it.
+        memory_gbps: Rate of the device's memory in GB/s; None: not known.
+    """
+    good = [answer for answer in done.answers if not answer.error]
+    tokens = sum(len(answer.ids) for answer in good)
+    return {
+        "seconds": done.seconds,
+        "requests": len(done.answers),
+        "output_tokens": tokens,
+        "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "cached_prompt_tokens": sum(answer.cached_tokens for answer in good),
+        "tokens_per_s": tokens / done.seconds if done.seconds > 0 else 0.0,
+        "errors": sorted({answer.error for answer in done.answers if answer.error}),
+        "failed_requests": len(done.answers) - len(good),
+        **latencies(done.answers),
+        **_counted(done.seconds, tokens, before, after, memory_gbps),
+    }
+
+
+def _counted(
+    seconds: float,
+    tokens: int,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    memory_gbps: float | None,
+) -> dict[str, Any]:
+    grown = {key: after[key] - before.get(key, 0) for key in TOTALS if key in after}
+    moved = grown.get("staged_bytes", 0) + grown.get("offloaded_bytes", 0)
+    read = after.get("kv_read_bytes_per_s")
+    known = bool(grown) and seconds > 0
+    return {
+        "counters": grown,
+        "accepted_per_verify": _ratio(grown.get("accepted", 0), grown.get("rounds", 0)),
+        "moved_bytes_per_token": _ratio(moved, tokens),
+        "link_share": grown["stage_seconds"] / seconds if known else None,
+        "kv_read_share": read / (memory_gbps * 1e9) if read and memory_gbps else None,
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def mismatches(wanted: Pass, got: Pass) -> int:
+    """Count the requests whose token ids differ; those that failed do not count."""
+    pairs = zip(wanted.answers, got.answers, strict=True)
+    return sum(a.ids != b.ids for a, b in pairs if not (a.error or b.error))

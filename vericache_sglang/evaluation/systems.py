@@ -1,0 +1,170 @@
+"""The systems that are compared, and the command line that starts each."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+REFERENCE = "plain"
+"""The system whose answers are right and whose speed is 1."""
+
+LOSSY_SYSTEM = "lossy"
+
+OFF = "--disable-vericache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One way to serve.
+
+    Attributes:
+        name: As it appears in results.
+        about: What it is and where it departs from what its name promises.
+        flags: Of ``launch_server``, after those all systems share.
+        lossy: Its answers may differ from the reference's by design.
+        url: Of a server that runs already; "" starts one.
+    """
+
+    name: str
+    about: str
+    flags: tuple[str, ...] = ()
+    lossy: bool = False
+    url: str = ""
+
+    @property
+    def has_vericache(self) -> bool:
+        """Whether the server drafts; plain SGLang and its own speculation do not."""
+        return OFF not in self.flags
+
+
+BUILT_IN: Mapping[str, System] = {
+    system.name: system
+    for system in (
+        System(
+            name=REFERENCE,
+            about="SGLang without VeriCache, the same attention backend",
+            flags=(OFF,),
+        ),
+        System(
+            name=LOSSY_SYSTEM,
+            about="the draft part served alone: drafts are emitted as they come, "
+            "nothing is verified or reloaded; each prompt's rest is still copied to "
+            "the host once, which a lossy server would not do",
+            flags=("--vericache-residency", "host"),
+            lossy=True,
+        ),
+        System(
+            name="ngram",
+            about="SGLang's NGRAM speculation, its defaults",
+            flags=(OFF, "--speculative-algorithm", "NGRAM"),
+        ),
+        System(
+            name="sparse",
+            about="as SparseSpec: the full KV stays on the device, drafts read the "
+            "selected part; selected once after the prompt, not every round",
+            flags=("--vericache-residency", "device"),
+        ),
+        System(
+            name="offload",
+            about="plain offloading: the KV off the device is brought back for every "
+            "verification of one draft, so for every one or two tokens",
+            flags=("--vericache-residency", "host", "--vericache-draft-length", "1"),
+        ),
+        System(
+            name="vericache",
+            about="VeriCache; where KV is and when drafting pays is its own choice",
+        ),
+    )
+}
+"""What ``--systems`` may name."""
+
+
+def chosen_systems(
+    names: Sequence[str], variants: Sequence[str], urls: Sequence[str]
+) -> tuple[System, ...]:
+    """Return the systems of a command line, in its order.
+
+    Args:
+        names: Of ``BUILT_IN``, or of ``urls``.
+        variants: ``NAME=FLAGS``, flags as on a command line.
+        urls: ``NAME=URL`` of servers that run already.
+
+    Raises:
+        ConfigError: A name is unknown or given twice, or a value is malformed.
+    """
+    running = dict(_pair("--base-url", given) for given in urls)
+    systems: dict[str, System] = {}
+    for name in names:
+        if name not in BUILT_IN and name not in running:
+            raise ConfigError(f"--systems {name}; known: {', '.join(BUILT_IN)}")
+        _add(systems, BUILT_IN.get(name, System(name=name, about="given by its URL")))
+    for given in variants:
+        name, flags = _pair("--system", given)
+        _add(
+            systems,
+            System(name=name, about="by its flags", flags=words("--system", flags)),
+        )
+    for name, url in running.items():
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url {name}={url}: the URL begins with http://")
+        if name not in systems:
+            raise ConfigError(f"--base-url {name}: not in --systems")
+        systems[name] = replace(systems[name], url=url.rstrip("/"))
+    if not systems:
+        raise ConfigError("--systems is empty")
+    return tuple(systems.values())
+
+
+def command(
+    system: System, model: str, port: int, shared: Sequence[str], ours: Sequence[str]
+) -> list[str]:
+    """Return the command that starts a system's server.
+
+    Args:
+        system: Not running yet.
+        model: Folder or name, as ``--model-path``.
+        port: Of the loopback device.
+        shared: SGLang flags of every system.
+        ours: VeriCache flags of every system that drafts.
+    """
+    return [
+        *(sys.executable, "-m", "vericache_sglang.launch_server"),
+        *("--model-path", model, "--host", "127.0.0.1", "--port", str(port)),
+        *shared,
+        *(ours if system.has_vericache else ()),
+        *system.flags,
+    ]
+
+
+def words(flag: str, text: str) -> tuple[str, ...]:
+    """Split the value of ``flag`` as a shell would.
+
+    Raises:
+        ConfigError: A quote is left open.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from error
+
+
+def _pair(flag: str, given: str) -> tuple[str, str]:
+    name, sign, value = given.partition("=")
+    if not (name and sign):
+        raise ConfigError(f"{flag} must be NAME=..., got {given!r}")
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(f"{flag}: a name is of letters, digits, - and _: {name!r}")
+    return name, value
+
+
+def _add(systems: dict[str, System], system: System) -> None:
+    if system.name in systems:
+        raise ConfigError(f"--systems, --system: {system.name} is given twice")
+    systems[system.name] = system
