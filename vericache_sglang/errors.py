@@ -25,3 +25,17 @@ class CompressionError(VeriCacheError, RuntimeError):
 
 class TransferError(VeriCacheError, RuntimeError):
     """KV that left the device did not come back as it went."""
+
+
+class StoreError(VeriCacheError, RuntimeError):
+    """An object of the store is damaged, or not the one that was asked for.
+
+    Args:
+        differs: What is wrong, one word: length, magic, version, checksum, header,
+            tensor, fingerprint, name, part, pair, compressor.
+        message: The same for a reader: what was wanted and what there is.
+    """
+
+    def __init__(self, differs: str, message: str) -> None:
+        super().__init__(f"{differs}: {message}")
+        self.differs = differs

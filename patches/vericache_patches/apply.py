@@ -27,7 +27,6 @@ HOOKED = (
     "model_executor_model_runner",
     "mem_cache_kv_cache_configurator",
     "mem_cache_memory_pool",
-    "mem_cache_unified_radix_cache",
     "managers_schedule_batch",
     "managers_batch_result",
     "managers_metrics_reporter",

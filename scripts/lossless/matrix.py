@@ -111,6 +111,14 @@ COVERING = (
 )
 """What the test suite runs: every feature and every value of each knob once."""
 
+TWO_RANKS = system(
+    "two tensor-parallel ranks, the model decides, page 16, draft 16",
+    residency="auto",
+    draft_length=16,
+    engine={"tp_size": 2, "page_size": 16},
+)
+"""The suite has a file of its own for them (tests/lossless/test_tensor_parallel.py)."""
+
 
 FILES = ROOT / "configs/demo-model"
 TABLES = FILES / "calibration"
@@ -186,12 +194,12 @@ def methods(place: int | None = None) -> list[System]:
 
 
 def full() -> list[System]:
-    """Return the whole matrix: COVERING, and draft length x kept share.
+    """Return the whole matrix: COVERING, two ranks, and draft length x kept share.
 
     Page size, overlap, chunking, compressor and residency change from cell to cell, so
     that each of their values meets every draft length and every kept share.
     """
-    rows = list(COVERING)
+    rows = [*COVERING, TWO_RANKS]
     for d, draft in enumerate((1, 4, 16, 32)):
         for k, keep in enumerate((0.1, 0.25, 0.5, 0.9)):
             engine: dict[str, Any] = {"page_size": (1, 16)[(d + k) % 2]}

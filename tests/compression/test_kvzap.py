@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,24 @@ def drawn_layers(width, seed=0):
 
 def drawn_hidden(tokens, seed=1):
     return torch.randn(tokens, 12, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("width", [None, 5])
+def test_a_rank_scores_its_own_heads(width, tmp_path, make_services):
+    """As where all heads are on one rank, each rank its rows."""
+    write_weights(tmp_path / "w", drawn_layers(width), {})
+    hidden = drawn_hidden(7)
+    step = Step(rid="a", layer=1, start=0, queries=torch.zeros(2, 7, 8), hidden=hidden)
+
+    def scores(**spec):
+        selector = KVzap(weights=str(tmp_path / "w"))
+        selector.bind(make_services(replace(SPEC, **spec)))
+        return selector.update(step)
+
+    whole = scores()
+    for rank in (0, 1):
+        own = scores(kv_heads=1, query_heads=2, all_kv_heads=2, first_kv_head=rank)
+        torch.testing.assert_close(own, whole[rank : rank + 1])
 
 
 @pytest.fixture

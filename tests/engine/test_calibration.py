@@ -8,6 +8,7 @@ import torch
 from vericache_sglang.engine.calibration import measure_link, starting_coefficients
 from vericache_sglang.engine.places import Places
 from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.staging import StagingRegion
@@ -28,7 +29,7 @@ def pool(slots):
 
 def places(gbps):
     made = pool(6000)
-    host = HostStore(GEOMETRY, torch.float32, 1 << 20)
+    host = HostStore(GEOMETRY, torch.float32, Arena(1 << 20, pinned=False))
     transfers = open_transfers(made.k_buffer, made.v_buffer, gbps)
     return Places(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
 

@@ -47,6 +47,26 @@ def test_our_backend_is_the_default_only(asked, chosen):
     assert args.attention_backend == chosen
 
 
+def test_every_rank_gets_cores_unless_the_user_says_which(monkeypatch):
+    from types import SimpleNamespace
+
+    from vericache_sglang.engine.cpu_device import CORES, VeriCacheCpuPlatform, cores_of
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3})
+    assert cores_of(2) == "2,5|3"
+    assert cores_of(5) == "2|3|5|2|3"
+    two = SimpleNamespace(attention_backend="amx", _raw_input={"tp_size": 2})
+    monkeypatch.setenv(CORES, "0|1")
+    VeriCacheCpuPlatform().apply_server_args_defaults(two)
+    assert os.environ[CORES] == "0|1"
+    monkeypatch.delenv(CORES)
+    one = SimpleNamespace(attention_backend="amx", _raw_input={})
+    VeriCacheCpuPlatform().apply_server_args_defaults(one)
+    assert CORES not in os.environ
+    VeriCacheCpuPlatform().apply_server_args_defaults(two)
+    assert os.environ[CORES] == "2,5|3"
+
+
 def test_torchvision_can_be_imported_after_the_guard():
     pytest.importorskip("torchvision")
     code = (
@@ -66,8 +86,12 @@ def test_a_core_is_left_free_unless_the_user_says_otherwise(monkeypatch):
     try:
         monkeypatch.setattr(os, "cpu_count", lambda: 3)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
         VeriCacheCpuPlatform().init_backend()
         assert torch.get_num_threads() == 2
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        VeriCacheCpuPlatform().init_backend()
+        assert torch.get_num_threads() == 1, "the cores are for two ranks"
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
         VeriCacheCpuPlatform().init_backend()

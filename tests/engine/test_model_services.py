@@ -55,7 +55,12 @@ def rotary_of(kind="default", neox=True, rotated=DIM, dtype=torch.float32):
 def services(rotary=None, layers=2):
     model = nn.ModuleList([Attention(i, rotary) for i in range(layers)])
     runner = SimpleNamespace(
-        model=model, model_config=SimpleNamespace(hidden_size=WIDTH)
+        model=model,
+        model_config=SimpleNamespace(
+            hidden_size=WIDTH, get_total_num_kv_heads=lambda: KV_HEADS
+        ),
+        tp_rank=0,
+        tp_size=1,
     )
     return ModelServices(runner, SimpleNamespace(model_path="folder/model"))
 

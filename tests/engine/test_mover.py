@@ -205,16 +205,16 @@ def test_moves_without_room_change_nothing(codec, selects, page):
 @ALL_KINDS
 def test_moves_beyond_the_host_budget_change_nothing(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
-        store = engine.residence.host
+        arena = engine.residence.arena
         engine.admit("a", "x", 30)
         assert engine.move(Split("a", TO_DEVICE), "a")
-        store.budget_bytes = 100
+        hog = arena.take(arena.free_bytes - 100)
         before = engine.checks.held()
         assert not engine.move(Offload("a"), "a")
         assert engine.checks.held() == before
-        store.budget_bytes = 10**6
+        arena.give(hog)
         assert engine.move(Offload("a"), "a")
-        store.budget_bytes = store.used_bytes
+        assert arena.take(arena.free_bytes)
         before = engine.checks.held()
         assert not engine.move(Park("a"), "a")
         assert engine.checks.held() == before

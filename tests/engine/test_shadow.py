@@ -17,9 +17,10 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from vericache_patches import managers_output_streamer, mem_cache_unified_radix_cache
+from vericache_patches import managers_output_streamer
 from vericache_sglang.engine.figures import KEY, Figures
 from vericache_sglang.engine.shadow import MOST_PENDING, Shadow
 from vericache_sglang.engine.shadow_inputs import may_change_answers, needs_quiet
@@ -29,6 +30,7 @@ from vericache_sglang.engine.shadow_record import (
     repeatable,
     served_from,
 )
+from vericache_sglang.engine.tiered_cache import TieredCache
 
 pytestmark = pytest.mark.sglang
 
@@ -215,17 +217,22 @@ def test_new_weights_make_remembered_answers_worthless():
     assert shadow.report()["shadow_dropped"] == 1
 
 
-def test_a_shadow_reaches_neither_the_prefix_tree_nor_a_client():
+def test_a_shadow_reaches_neither_the_prefix_tree_nor_a_client(monkeypatch):
     reached = []
     table = torch.arange(40, dtype=torch.int32).reshape(4, 10)
-    cache = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    cache = TieredCache.__new__(TieredCache)
+    cache.req_to_token_pool = SimpleNamespace(req_to_token=table)
+    cache.segments = SimpleNamespace(active=False)
+    monkeypatch.setattr(
+        UnifiedRadixCache,
+        "cache_unfinished_req",
+        lambda cache, req, chunked: reached.append("tree"),
+    )
     for req in (finished(), finished()):
         req.kv.req_pool_idx = 2
         req.get_fill_ids = lambda: array("q", range(6))
         req.vericache_shadow = bool(reached)
-        mem_cache_unified_radix_cache.cache_unfinished_req(
-            lambda cache, req, chunked: reached.append("tree"), cache, req, chunked=True
-        )
+        cache.cache_unfinished_req(req, chunked=True)
         managers_output_streamer.accept(
             lambda accumulator, req: reached.append("client"),
             SimpleNamespace(default_stream_interval=1),

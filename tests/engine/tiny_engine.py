@@ -19,12 +19,12 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tiny_checks import TinyChecks
+from tiny_selector import Noted
 
-from vericache_sglang.compression.about import About
-from vericache_sglang.compression.base import Needs, Selector
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.compressor import Compressor
 from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.engine.agreement import Agreement
 from vericache_sglang.engine.figures import Figures
 from vericache_sglang.engine.residence import Residence
 from vericache_sglang.engine.row_edit import allocate, room
@@ -35,29 +35,6 @@ from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
 from vericache_sglang.memory.sglang_pools import staged_pool_class
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.plan import Draft, Plain, Unsplit, Verify
-
-
-class Noted(Selector):
-    """Keeps the tokens with the highest score, which is its query's first element."""
-
-    about = About(scenarios=("long-context",))
-    needs = Needs(keys=False, q_stream=True)
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def open(self, rid):
-        self.calls.append(("open", rid))
-
-    def close(self, rid):
-        self.calls.append(("close", rid))
-
-    def update(self, step):
-        return step.queries[:HEADS, :, 0]
-
-    def scores(self, rid, layer, keys, values, seen):
-        return seen.noted
 
 
 class Request:
@@ -135,7 +112,19 @@ class TinyEngine:
             req_to_token=torch.zeros(6, 2 * LONGEST, dtype=torch.int32)
         )
         self.rows.write = lambda at, new: self.rows.req_to_token.__setitem__(at, new)
-        self.tree = UnifiedRadixCache(
+        self.selector = Noted() if selects else None
+        self.codec = create_codec(codec) if codec else None
+        compressor = Compressor(line="x", selector=self.selector, codec=self.codec)
+        self.residence = Residence(
+            self.config,
+            Agreement(Estimates()),
+            self.rows,
+            self.allocator,
+            compressor,
+        )
+        if self.residence.codes is not None:
+            self.codec = self.residence.codes.codec
+        self.tree = self.open_tree(
             CacheInitParams(
                 disable=not cached,
                 req_to_token_pool=self.rows,
@@ -144,32 +133,39 @@ class TinyEngine:
                 tree_components=(ComponentType.FULL,),
             )
         )
-        self.selector = Noted() if selects else None
-        self.codec = create_codec(codec) if codec else None
-        compressor = Compressor(line="x", selector=self.selector, codec=self.codec)
-        self.residence = Residence(
-            self.config, Estimates(), self.rows, self.allocator, compressor
-        )
-        if self.residence.codes is not None:
-            self.codec = self.residence.codes.codec
         self.table = self.residence.table
         self.kv = KnownKV(self.pool, dtype)
         self.checks = TinyChecks(self)
         self.requests = {}
         self.free_rows = list(range(6))
 
-    def admit(self, rid, text, tokens, insertable=True):
-        """Prefill a prompt; returns None where there is no room."""
-        kv, scores = self.kv.truth(text)
-        ids = array("q", [1000 * sum(map(ord, text)) + i for i in range(tokens)])
+    def open_tree(self, params):
+        """Open the prefix tree."""
+        return UnifiedRadixCache(params)
+
+    def ids(self, text, tokens):
+        """Return the first token ids of a text."""
+        return array("q", [1000 * sum(map(ord, text)) + i for i in range(tokens)])
+
+    def match(self, rid, ids):
+        """Return the tree's slots of a prompt's beginning, and the node they end at."""
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[:-1], None)))
-        cached = match.device_indices
-        assert torch.equal(self.kv.at(cached), kv[:, :, : len(cached)]), "the tree's KV"
+        return match.device_indices, match.last_device_node
+
+    def same_scores(self, cached, scores):
+        """Tokens found in the tree still have their own scores [L, H, T]."""
         noted = self.residence.watch.noted(cached)
         if noted:
             wanted = scores[..., : len(cached)]
             assert torch.equal(torch.stack(noted), wanted), "the tree's scores"
-        node = match.last_device_node
+
+    def admit(self, rid, text, tokens, insertable=True):
+        """Prefill a prompt; returns None where there is no room."""
+        kv, scores = self.kv.truth(text)
+        ids = self.ids(text, tokens)
+        cached, node = self.match(rid, ids)
+        assert torch.equal(self.kv.at(cached), kv[:, :, : len(cached)]), "the tree's KV"
+        self.same_scores(cached, scores)
         receipt = self.tree.inc_lock_ref(node).to_dec_params()
         length = -(-tokens // self.page) * self.page
         fresh = allocate(self.tree, length - len(cached))
@@ -198,7 +194,7 @@ class TinyEngine:
             priority=0,
             session=None,
             session_id=None,
-            kv_rotation_base=0,
+            kv_rotation_base=None,
             prefix_indices=cached,
             skip_radix_cache_insert=not insertable,
             sampling_params=SimpleNamespace(max_new_tokens=1000),

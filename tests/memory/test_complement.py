@@ -6,7 +6,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.errors import TransferError
+from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 
@@ -93,6 +94,48 @@ def test_writing_keeps_every_bit(dtype):
         target.write(layer, source.keys[layer], source.values[layer])
     assert torch.equal(target.keys.view(BITS[dtype]), source.keys.view(BITS[dtype]))
     assert torch.equal(target.values.view(BITS[dtype]), source.values.view(BITS[dtype]))
+
+
+def test_one_that_may_move_is_read_where_it_is():
+    arena = Arena(4096, pinned=False)
+    below = arena.take(1024)
+    made = RawComplement(geometry(torch.float32), 5, 3, torch.float32, arena)
+    for layer in range(3):
+        made.kept[layer] = layer
+        made.write(
+            layer,
+            torch.full((5, 2, 4), 1.0 * layer),
+            torch.full((5, 2, 6), -1.0 * layer),
+        )
+    arena.give(below)
+    before = made.extent.start
+    arena.compact()
+    assert made.extent.start == before
+    made.stay(False)
+    made.stay(False)
+    arena.compact()
+    assert made.extent.start == 0 != before
+    for layer in range(3):
+        made.verify(layer)
+        assert made.keys[layer].eq(layer).all()
+        assert made.values[layer].eq(-layer).all()
+        assert made.kept[layer].eq(layer).all()
+    made.stay(True)
+    arena.check()
+    made.free()
+    assert arena.used_bytes == 0
+    with pytest.raises(InvariantError, match="given back"):
+        made.verify(0)
+    with pytest.raises(InvariantError, match="given back before"):
+        made.free()
+
+
+def test_an_image_the_arena_has_no_room_for_allocates_nothing():
+    arena = Arena(1024, pinned=False)
+    with pytest.raises(TransferError, match="1408 bytes exceed the 1024 left of"):
+        # 480 and 720 bytes of entries, 72 of positions: 8 + 12 + 2 grains.
+        RawComplement(geometry(torch.float32), 5, 3, torch.float32, arena)
+    assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", BITS)

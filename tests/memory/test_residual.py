@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vericache_sglang.compression.budget import Budget, coded_rows, keep_indices
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
@@ -101,7 +102,7 @@ def filled(budget, dtype=torch.bfloat16, line="mild", seed=0, wild=True, made=No
         coded.append(other)
     exact, coded = torch.stack(exact), torch.stack(coded)
     if made is None:
-        made = ResidualComplement(geometry(dtype), codec, budget)
+        made = ResidualComplement(geometry(dtype), codec, budget, dtype)
     prompt = Prompt(budget, keys, values, exact, coded, codec, made)
     for layer in range(LAYERS):
         made.describe(layer, exact[layer], coded[layer])
@@ -204,7 +205,10 @@ def test_one_flipped_bit_in_any_tensor_is_noticed_in_its_layer(dtype, layer):
 
 def test_a_layer_is_trusted_only_once_it_is_written():
     made = ResidualComplement(
-        geometry(torch.bfloat16), create_codec(LINES["mild"]), Budget(9, 4, 0, 0, 4, 2)
+        geometry(torch.bfloat16),
+        create_codec(LINES["mild"]),
+        Budget(9, 4, 0, 0, 4, 2),
+        torch.bfloat16,
     )
     assert not made.sealed
     with pytest.raises(TransferError, match="complement checksum differs in layer 1"):
@@ -248,30 +252,41 @@ def test_it_is_never_shared():
 
 def test_the_store_counts_what_is_held_once_it_is_settled():
     budget, dtype = Budget(60, 40, 2, 2, 32, 16), torch.bfloat16
-    store = HostStore(geometry(dtype), dtype, 10**6, create_codec(LINES["mild"]))
+    arena = Arena(10**6, pinned=False)
+    store = HostStore(geometry(dtype), dtype, arena, create_codec(LINES["mild"]))
     most = store.complement_bytes(budget)
     made = store.open("a", budget)
     assert isinstance(made, ResidualComplement)
     assert store.used_bytes == most
-    filled(budget, wild=False, made=made)
+    first = filled(budget, wild=False, made=made)
     store.settle("a")
-    assert store.used_bytes == made.nbytes < most
+    tensors = [*covered(made, 0).values(), *covered(made, 1).values()]
+    assert store.used_bytes == made.held_bytes < most
+    # Positions of both layers are one tensor, and every tensor has whole grains.
+    places = [made.kept, made.coded]
+    rest = [t for t in tensors if t.dtype != torch.int32]
+    grains = sum(-(-tensor.nbytes // 64) for tensor in (*places, *rest))
+    assert made.held_bytes == 64 * grains
     store.check({"a"})
+    held = made.held_bytes
     store.settle("a")
-    assert store.used_bytes == made.nbytes, "settling twice counts once"
+    assert store.used_bytes == held, "settling twice counts once"
+    restored(first)
+    assert arena.take(arena.free_bytes - most), "what it did not need joins the rest"
     other = store.open("b", budget)
-    filled(budget, wild=False, made=other)
+    second = filled(budget, wild=False, made=other)
     store.settle("b")
     assert store.share("b") == store.group_of("b") != store.group_of("a")
-    assert store.drop("a") == made.nbytes
-    assert store.drop("b") == other.nbytes
-    assert store.used_bytes == 0
+    restored(second)
+    assert store.drop("a") == made.held_bytes
+    assert store.drop("b") == other.held_bytes
 
 
 def test_a_codec_that_approximates_leaves_the_entries_themselves():
     dtype = torch.bfloat16
-    store = HostStore(geometry(dtype), dtype, 10**6, create_codec("turboquant:bits=3"))
+    arena, codec = Arena(10**6, pinned=False), create_codec("turboquant:bits=3")
+    store = HostStore(geometry(dtype), dtype, arena, codec)
     budget = Budget(20, 12, 1, 1, 8, 4)
     made = store.open("a", budget)
     assert isinstance(made, RawComplement)
-    assert made.nbytes == store.complement_bytes(budget)
+    assert made.held_bytes == store.complement_bytes(budget)

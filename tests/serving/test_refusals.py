@@ -41,7 +41,6 @@ REFUSED_FLAGS = [
     {"device": "npu"},
     {"device": "cuda"},
     {"device": "cuda", "attention_backend": "fa3"},
-    {"tp_size": 2},
     {"enable_mixed_chunk": True},
     {"enable_two_batch_overlap": True},
     {"enable_pdmux": True},
@@ -54,6 +53,9 @@ REFUSED_FLAGS = [
     {"enable_streaming_session": True},
     {"enable_hierarchical_cache": True},
     {"enable_lmcache": True},
+    {"hicache_storage_backend": "nixl"},
+    {"hicache_storage_backend": "file", "disable_radix_cache": True},
+    {"hicache_storage_backend": "file", "tp_size": 2},
     {"enable_flexkv": True},
     {"enable_unified_cache_external_linker": True},
     {"radix_cache_backend": "other"},
@@ -83,6 +85,7 @@ ALLOWED_FLAGS = [
     {"kv_cache_dtype": "bf16", "dtype": "bfloat16"},
     {"enable_lora": True},
     {"disable_radix_cache": True},
+    {"tp_size": 2},
     {"enable_deterministic_inference": True},
 ]
 

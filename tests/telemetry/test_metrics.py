@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.engine.counters import Counters
+from vericache_sglang.engine.stored_segments import store_report
+from vericache_sglang.engine.tier_counters import TierCounters
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
+from vericache_sglang.store.tally import StoreCounters
 from vericache_sglang.telemetry.metrics import Metrics
 from vericache_sglang.telemetry.metrics_table import TABLE, markdown
 from vericache_sglang.telemetry.record import IterationRecord, RowRecord
@@ -25,8 +28,12 @@ LABELS = {"model_name": "demo", "tp_rank": "0"}
 
 LIVE = {
     *("kept_slots", "staging_slots", "staging_bytes", "staging_tokens"),
-    *("host_bytes", "host_budget_bytes", "kv_read_bytes_per_s", "running"),
+    *("host_used_bytes", "host_budget_bytes", "kv_read_bytes_per_s", "running"),
     *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
+    *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
+    *("cache_complement_bytes", "cache_draft_slots", "cache_draft_slots_used"),
+    *TierCounters().report(),
+    *store_report(StoreCounters()),
 }
 """Keys only a live worker reports; end_to_end/test_metrics.py compares with one."""
 
@@ -153,8 +160,8 @@ def test_a_report_without_a_key_is_refused(key):
 
 
 def test_counters_grow_by_the_difference_and_gauges_are_set():
-    published = Published(drafted=5, host_bytes=100)
-    published.report.update(drafted=12, host_bytes=40)
+    published = Published(drafted=5, host_used_bytes=100)
+    published.report.update(drafted=12, host_used_bytes=40)
     published.metrics.idle()
     published.metrics.idle()
     assert published.value("vericache_drafted_tokens_total") == 12
@@ -219,7 +226,7 @@ assert "prometheus_client" not in sys.modules
 from test_metrics_told import report
 metrics = module.Metrics({"model_name": "demo"}, lambda: report)
 report["drafted"] += 9
-report["host_bytes"] = 3
+report["host_used_bytes"] = 3
 metrics.close()
 """
 

@@ -53,6 +53,8 @@ class ModelSpec:
         head_dim: D, elements of one key.
         hidden_size: d, elements of an attention input.
         name: Folder or name the model was loaded from, for messages.
+        all_kv_heads: KV heads on all ranks; 0: this rank has them all.
+        first_kv_head: Number of this rank's first one among them.
     """
 
     layers: int
@@ -61,6 +63,8 @@ class ModelSpec:
     head_dim: int
     hidden_size: int = 0
     name: str = ""
+    all_kv_heads: int = 0
+    first_kv_head: int = 0
 
 
 class Services(Protocol):

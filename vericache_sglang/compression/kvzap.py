@@ -70,9 +70,10 @@ class KVzap(Selector):
                 f"on {spec.name or 'the served model'}; scripts/train_kvzap.py "
                 "makes one"
             )
+        heads = spec.all_kv_heads or spec.kv_heads
         for field, found, wanted, meaning in (
             ("input_dim", weights.input_dim, spec.hidden_size, "hidden size"),
-            ("output_dim", weights.output_dim, spec.kv_heads, "KV heads"),
+            ("output_dim", weights.output_dim, heads, "KV heads"),
             ("n_modules", len(weights.layers), spec.layers, "layers"),
         ):
             if found != wanted:
@@ -81,7 +82,9 @@ class KVzap(Selector):
                     f"{meaning} of {spec.name or 'the served model'} is {wanted}: "
                     "trained on another model"
                 )
-        self._layers = list(weights.layers)
+        first = spec.first_kv_head
+        own = slice(first, first + spec.kv_heads)
+        self._layers = [layer.heads(own) for layer in weights.layers]
 
     def update(self, step: Step) -> torch.Tensor:
         """See ``Selector.update``; returns [H, n] float32, of each token alone.

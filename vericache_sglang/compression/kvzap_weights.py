@@ -49,6 +49,10 @@ class Scorer:
     final: Affine
     inner: Affine | None = None
 
+    def heads(self, own: slice) -> Scorer:
+        """Return the regressor of some of the KV heads; views."""
+        return Scorer(Affine(self.final.weight[own], self.final.bias[own]), self.inner)
+
     @property
     def width(self) -> int | None:
         """w, elements between the two maps; None: linear."""

@@ -130,7 +130,7 @@ class VeriCacheConfig:
         ),
     ] = 0
     host_gb: Annotated[
-        float, Opt("host memory for what leaves the device", "GiB", above=0)
+        float, Opt("host memory of a rank for what leaves the device", "GiB", above=0)
     ] = 4.0
     link_gbps: Annotated[
         float,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from vericache_sglang.engine import tiered_cache
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -66,6 +68,8 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
             UnsupportedError: A flag or the model is on the refusal list.
         """
         type(self).refuse(server_args)
+        if not server_args.disable_radix_cache:
+            server_args.radix_cache_backend = tiered_cache.NAME
         server_args.speculative_num_steps = self.draft_length
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = self.draft_length + 1

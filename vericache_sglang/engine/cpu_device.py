@@ -10,6 +10,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's variable with every rank's cores, the ranks split by "|"."""
+
 
 class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Torch on a CPU, without sgl_kernel.
@@ -27,20 +30,28 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
         many small operations then runs ten times slower. ``OMP_NUM_THREADS`` wins.
         """
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
+            ranks = os.environ.get(CORES, "").count("|") + 1
+            torch.set_num_threads(max(1, ((os.cpu_count() or 1) - 1) // ranks))
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         """Return False: there is no device to pin memory for."""
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose our attention backend where the user has chosen none.
+        """Choose our attention backend where the user has chosen none; share cores.
 
         By now SGLang has put one of sgl_kernel's there (0.5.21, handle_cpu_backends),
         so what the user gave is looked up in the record's own copy of it.
+
+        SGLang wants a NUMA node for each rank, unless ``CORES`` says otherwise. Only
+        sgl_kernel binds threads to what it names.
         """
-        if server_args._raw_input.get("attention_backend") is None:
+        given = server_args._raw_input
+        if given.get("attention_backend") is None:
             server_args.attention_backend = self.get_default_attention_backend()
+        ranks = given.get("tp_size") or 1
+        if ranks > 1:
+            os.environ.setdefault(CORES, cores_of(ranks))
 
     def get_default_attention_backend(self) -> str:
         """Return the name ``attention_backend.register`` registers."""
@@ -58,3 +69,10 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
 
         return TorchPagedAllocator
+
+
+def cores_of(ranks: int) -> str:
+    """Deal this process's cores out in turn, each rank at least one, as ``CORES``."""
+    cores = sorted(os.sched_getaffinity(0))
+    dealt = (cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks))
+    return "|".join(",".join(map(str, each)) for each in dealt)

@@ -44,7 +44,7 @@ class Entrance:
         for seat, state in seats.items():
             if not state.eligible or state.planned:
                 continue
-            if self._probing.done(state):
+            if self._residence.shared.known(state) or self._probing.done(state):
                 self._arrive(state, cached=not batch.tree_cache.disable)
             elif not probed:
                 probed = self._probing.step(state, seat, batch)

@@ -33,6 +33,11 @@ class ModelServices:
             head_dim=layer.qk_head_dim,
             hidden_size=config.hidden_size,
             name=str(server_args.model_path),
+            all_kv_heads=config.get_total_num_kv_heads(),
+            # Ranks beyond the number of heads hold copies.
+            first_kv_head=model_runner.tp_rank
+            * config.get_total_num_kv_heads()
+            // model_runner.tp_size,
         )
 
     @property

@@ -59,25 +59,35 @@ class Mover:
             return None
         complement = self._host.open(state.rid, budget)
         body = row[: budget.offered].to(torch.int64).clone()
-        kv = state.req.kv
         if parts.layout is Layout.PERMUTED:
             out = body[budget.slots :]
             transfer = self._transfers.save(
                 self._permuted(out, parts, complement), complement
             )
-            free(tree_cache, out)
-            relist(row, kv, parts.head, body[: budget.slots])
         else:
-            owned = kv.cache_protected_len
             transfer = self._transfers.save(
                 self._beside(body, parts, complement), complement
             )
+        self._host.settle(state.rid)
+        self.give_up_complement(state, tree_cache)
+        return transfer
+
+    def give_up_complement(self, state: RequestState, tree_cache: Any) -> None:
+        """Free the slots of a complement that the host has; the draft part stays."""
+        parts, row, kv = state.split, self._places.row(state), state.req.kv
+        budget = parts.budget
+        body = row[: budget.offered].to(torch.int64).clone()
+        if parts.layout is Layout.PERMUTED:
+            free(tree_cache, body[budget.slots :])
+            relist(row, kv, parts.head, body[: budget.slots])
+        else:
+            owned = kv.cache_protected_len
             leave_tree(state.req, tree_cache)
             free(tree_cache, body[owned:])
-            relist(row, kv, budget.offered, body[:0])
-        self._host.settle(state.rid)
+            head = body[:0] if parts.shelved is None else parts.shelved
+            relist(row, kv, budget.offered, head)
         parts.layout = Layout.KEPT
-        return transfer
+        kv.cache_protected_len = parts.borrowed
 
     def pin(self, state: RequestState, tree_cache: Any) -> bool:
         """Bring the complement back into slots of the pool, for good.
@@ -119,7 +129,7 @@ class Mover:
         copies = row[parts.budget.offered : parts.head].to(torch.int64).clone()
         relist(row, state.req.kv, parts.head, body)
         free(tree_cache, copies)
-        parts.layout = Layout.WHOLE
+        parts.layout, parts.shelved = Layout.WHOLE, None
         state.req.skip_radix_cache_insert = not parts.insertable
 
     def park(self, state: RequestState, tree_cache: Any) -> Transfer | None:
@@ -137,11 +147,15 @@ class Mover:
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
         transfer = self._transfers.save(blocks, image)
         # SGLang takes a row without slots for one it has released already, and a parked
-        # request may be aborted: the first page stays.
-        free(tree_cache, row[self._page : kv.kv_allocated_len].to(torch.int64).clone())
+        # request may be aborted: the first page of its own stays.
+        first = parts.borrowed
+        own = row[first : kv.kv_allocated_len].to(torch.int64).clone()
+        free(tree_cache, own[self._page :])
+        row[: self._page] = own[: self._page].to(row.dtype)
         kv.kv_committed_len -= state.row_length
-        kv.kv_allocated_len = self._page
+        kv.kv_allocated_len, kv.cache_protected_len = self._page, 0
         parts.layout, parts.parked_slots = Layout.PARKED, held
+        parts.shelved = None
         return transfer
 
     def resume(self, state: RequestState, tree_cache: Any) -> bool:
@@ -185,7 +199,7 @@ class Mover:
             the row uncached.
         """
         parts = state.parts
-        if parts is None or parts.layout is Layout.WHOLE:
+        if parts is None or parts.layout is Layout.WHOLE or parts.borrowed:
             return False
         if parts.layout is Layout.BESIDE:
             self.unsplit(state, tree_cache)

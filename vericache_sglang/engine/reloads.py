@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.ledger import Account
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vericache_sglang.engine.counters import Counters
     from vericache_sglang.engine.link_log import LinkLog
     from vericache_sglang.memory.complement import DraftParts
@@ -19,6 +22,14 @@ if TYPE_CHECKING:
     from vericache_sglang.memory.transfers import Transfer, Transfers
 
 logger = logging.getLogger(__name__)
+
+
+class Progress(IntEnum):
+    """How far a reload is; of several ranks, the one furthest behind counts."""
+
+    FAILED = 0
+    TRAVELLING = 1
+    ARRIVED = 2
 
 
 @dataclass(slots=True)
@@ -106,8 +117,15 @@ class Reloads:
         )
         return transfer.nbytes
 
-    def poll(self) -> tuple[list[str], list[str]]:
+    def progress(self) -> list[Progress]:
+        """Return how far every reload is, in the order they were started."""
+        return [self._progress(staged) for staged in self._staged.values()]
+
+    def poll(self, agreed: Sequence[int] | None = None) -> tuple[list[str], list[str]]:
         """Notice finished copies.
+
+        Args:
+            agreed: ``progress`` as all ranks agreed on it; None: as it is here.
 
         Returns:
             Requests whose complement has arrived since the last call, and those whose
@@ -115,18 +133,16 @@ class Reloads:
         """
         arrived: list[str] = []
         failed: list[str] = []
-        for staged in list(self._staged.values()):
-            try:
-                if staged.transfer is not None and staged.transfer.done():
-                    self._note_arrival(staged, staged.transfer)
-            except TransferError as error:
-                logger.error("VeriCache: reload of %s: %s", list(staged.users), error)
+        reached = self.progress() if agreed is None else agreed
+        for staged, at in zip(list(self._staged.values()), reached, strict=True):
+            if at == Progress.FAILED:
                 self._counters.failed_reloads += 1
                 failed.extend(staged.users)
                 for rid in list(staged.users):
                     self.end(rid)
-                continue
-            if staged.transfer is None:
+            elif at == Progress.ARRIVED:
+                if staged.transfer is not None:
+                    self._note_arrival(staged, staged.transfer)
                 arrived.extend(rid for rid in staged.users if rid not in staged.told)
                 staged.told.update(staged.users)
         return arrived, failed
@@ -162,6 +178,14 @@ class Reloads:
     def keys(self) -> set[str]:
         """What is staged now, by key."""
         return set(self._staged)
+
+    def _progress(self, staged: Staged) -> Progress:
+        try:
+            here = staged.transfer is None or staged.transfer.done()
+        except TransferError as error:
+            logger.error("VeriCache: reload of %s: %s", list(staged.users), error)
+            return Progress.FAILED
+        return Progress.ARRIVED if here else Progress.TRAVELLING
 
     def _note_arrival(self, staged: Staged, transfer: Transfer) -> None:
         staged.transfer = None

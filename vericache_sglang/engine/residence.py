@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vericache_sglang.compression.base import Selector
 from vericache_sglang.engine.calibration import measure_link
 from vericache_sglang.engine.codes import Codes
+from vericache_sglang.engine.common_host import CommonHost
 from vericache_sglang.engine.counters import Counters
 from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.prompt_watch import PromptWatch
 from vericache_sglang.engine.reloads import Reloads
+from vericache_sglang.engine.row_table import most_kept, widen
+from vericache_sglang.engine.segment_setup import open_segments
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.engine.state import Layout, RequestState
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.ledger import Account, Ledger
@@ -41,9 +44,9 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine.agreement import Agreement
     from vericache_sglang.memory.complement import DraftParts
     from vericache_sglang.memory.transfers import Transfer
-    from vericache_sglang.scheduling.estimates import Estimates
 
 PLAIN_ROOM = 3
 """Slots a plain row uses before the next allocation: a late token and two more."""
@@ -54,24 +57,27 @@ class Residence:
 
     Args:
         config: Frozen settings.
-        estimates: Learns the speed of link and splits.
+        agreement: Of the ranks; its measurements learn the speed of link and splits.
         req_to_token_pool: SGLang's row pool; its table is replaced by a wider one.
         allocator: SGLang's slot allocator over a pool with a staging region.
         compressor: Bound to the model.
+        server_args: SGLang's, for the store; None: there is none.
     """
 
     def __init__(
         self,
         config: VeriCacheConfig,
-        estimates: Estimates,
+        agreement: Agreement,
         req_to_token_pool: Any,
         allocator: Any,
         compressor: Compressor,
+        server_args: Any = None,
     ) -> None:
         pool = allocator.get_kvcache()
         page = allocator.page_size
         self._config = config
-        self._estimates = estimates
+        self._agreement = agreement
+        estimates = agreement.measured
         self.counters = Counters()
         self.geometry = KVGeometry(
             layers=pool.layer_num,
@@ -82,8 +88,8 @@ class Residence:
             page_size=page,
         )
         rows = req_to_token_pool.req_to_token.shape[0]
-        self.table = _widen(
-            req_to_token_pool, config, page, _most_kept(config, compressor)
+        self.table = widen(
+            req_to_token_pool, config, page, most_kept(config, compressor)
         )
         self.verify_rows = range(rows, rows + config.max_verifies)
         self._draft_rows = list(range(self.verify_rows.stop, self.table.shape[0]))
@@ -91,12 +97,20 @@ class Residence:
         selector, codec = compressor.selector, compressor.codec
         if codec is not None:
             codec = codec.without_tail()  # recent tokens are kept exact by the splitter
-        self.host = HostStore(
-            self.geometry, pool.store_dtype, int(config.host_gb * GIB), codec
-        )
+        self.arena = Arena(int(config.host_gb * GIB), torch.cuda.is_available())
+        self.host = HostStore(self.geometry, pool.store_dtype, self.arena, codec)
+        self._common = CommonHost(self._agreement, self.host, self.budget)
         self.link_log = LinkLog(estimates.link)
         transfers = open_transfers(pool.k_buffer, pool.v_buffer, config.link_gbps)
         self.places = Places(self.geometry, pool, self.table, self.host, transfers)
+        self.segments, self.shared = open_segments(
+            config,
+            compressor,
+            self.places,
+            agreement.estimates,
+            allocator.free,
+            server_args,
+        )
         self.watch = PromptWatch(selector, self.places)
         self.codes = None if codec is None else Codes(codec, self.places)
         self.splitter = Splitter(config, selector, self.codes, self.places)
@@ -105,7 +119,8 @@ class Residence:
         if self.codes is not None:
             slot_s = estimates.iteration.coefficients
             exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
-            self._read_weight += self.codes.seconds_per_token() / exact_s
+            weight = self.codes.seconds_per_token() / exact_s
+            self._read_weight += self._agreement.first(weight)
         self.reloads = Reloads(
             StagingRegion(pool.staging_start, pool.staging_tokens, page),
             transfers,
@@ -120,7 +135,8 @@ class Residence:
     @property
     def host_slots(self) -> int:
         """Slots of a complement that still fit the host budget."""
-        return self.host.free_bytes // self.geometry.token_bytes
+        room = self.host.free_bytes + self.segments.evictable_bytes
+        return room // self.geometry.token_bytes
 
     def draft_reads(self, budget: Budget) -> int:
         """Return the exact slots that cost as much to read as a draft part."""
@@ -139,9 +155,11 @@ class Residence:
             False when there is no room for it after all; nothing changed.
 
         Raises:
-            TransferError: The host copy it needs is damaged.
+            TransferError: The host copy it needs is damaged, on this rank or another.
         """
-        made = self._make(move, state, tree_cache)
+        made = self._common.permits(move, state)
+        with self._agreement.carried_out():
+            made = made and self._make(move, state, tree_cache)
         self.counters.note_move(move, made)
         if made:
             self._book(state)
@@ -166,6 +184,12 @@ class Residence:
 
     def join(self, state: RequestState, tree_cache: Any) -> None:
         """Make a finished row whole for the prefix tree; see ``Mover.join``."""
+        if state.parts is not None and state.parts.borrowed:
+            if state.layout is Layout.KEPT:
+                self.shared.finish(state)
+            return
+        if state.layout is Layout.KEPT and not self._common.joins(state):
+            return
         if not self._mover.join(state, tree_cache):
             return
         self.counters.joins += 1
@@ -177,6 +201,8 @@ class Residence:
         self.watch.forget(state.rid)
         self.reloads.end(state.rid)
         self.host.drop(state.rid)
+        self.segments.release(state.rid)
+        self._common.forget(state.rid)
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         self._give_shadow(state)
 
@@ -197,16 +223,19 @@ class Residence:
             InvariantError: Something does not balance.
         """
         self.ledger.check({*living, *self.reloads.keys}, self.reloads.region.used)
-        self.host.check(living)
+        self.host.check(living, self.segments.copies.held_bytes)
+        self.segments.check()
 
     def report(self) -> dict[str, int | float]:
         """Return counters and current holdings."""
         held = {account.value: self.ledger.total(account) for account in Account}
         return {
             **self.counters.report(),
+            **self.segments.report(),
             **held,
             "staging_bytes": self.reloads.region.used * self.geometry.token_bytes,
-            "host_bytes": self.host.used_bytes,
+            "host_bytes": self.host.held_bytes,
+            "host_used_bytes": self.host.used_bytes,
             "host_budget_bytes": self.host.budget_bytes,
             "query_tails": len(self.watch),
             "staging_tokens": self.reloads.region.slots,
@@ -221,6 +250,8 @@ class Residence:
             made = self._mover.pin(state, tree_cache)
             if made:
                 self.reloads.end(state.rid)
+                self.segments.let_go(state.rid)
+                self._common.forget(state.rid)
                 self._take_shadow(state)
             return made
         if isinstance(move, Park):
@@ -228,11 +259,13 @@ class Residence:
             if transfer is None:
                 return False
             self.reloads.end(state.rid)
+            self.segments.stop_listing(state.rid)
             self._outgoing.append((state.rid, transfer))
             return True
         if isinstance(move, Resume):
             return self._mover.resume(state, tree_cache)
         self._mover.unsplit(state, tree_cache)
+        self.segments.stop_listing(state.rid)
         self.watch.note(self._body(state, state.split.budget), state.split.noted)
         self._give_shadow(state)
         state.drop_drafts()
@@ -240,10 +273,15 @@ class Residence:
 
     def budget(self, state: RequestState) -> Budget | None:
         """Return the counts of a prompt whose row is whole; None: it is not split."""
+        shared = self.shared.budget(state)
+        if shared is not None:
+            return shared
         plain = self.splitter.budget(state.prompt)
         if plain is None:
             return None
         share = self.watch.share(self._body(state, plain))
+        if share is not None:  # every rank has as many heads, so this is theirs of all
+            share = self._agreement.mean(share)
         return self.splitter.budget(state.prompt, share)
 
     def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
@@ -272,7 +310,10 @@ class Residence:
         body = self._body(state, budget)
         look = partial(self.watch.seen, state.rid, slots=body)
         began = time.perf_counter()
-        if to is Residency.HOST:
+        if self.shared.takes(state, budget):
+            made, transfer = self.shared.split(state, to, tree_cache, budget, look)
+            self._note_saved(state, transfer)
+        elif to is Residency.HOST:
             transfer = self.splitter.to_host(state, tree_cache, budget, look)
             made = transfer is not None
             if transfer is not None:
@@ -284,10 +325,18 @@ class Residence:
                 state.split.noted = self.watch.noted(body)
             self.watch.forget(state.rid)
             elapsed = time.perf_counter() - began
-            self._estimates.split_s.observe(elapsed / state.prompt)
+            self._agreement.measured.split_s.observe(elapsed / state.prompt)
         return made
 
     def _offload(self, state: RequestState, tree_cache: Any) -> bool:
+        if state.split.shelved is not None:
+            made, saved = self.shared.offload(state, tree_cache)
+            if not made:
+                return False
+            self._mover.give_up_complement(state, tree_cache)
+            self._give_shadow(state)
+            self._note_saved(state, saved)
+            return True
         transfer = self._mover.offload(state, tree_cache)
         if transfer is None:
             return False
@@ -295,16 +344,20 @@ class Residence:
         self._note_offload(state, transfer)
         return True
 
+    def _note_saved(self, state: RequestState, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._outgoing.append((state.rid, transfer))
+            self.counters.offloaded_bytes += transfer.nbytes
+
     def _note_offload(self, state: RequestState, transfer: Transfer) -> None:
-        self._outgoing.append((state.rid, transfer))
-        self.counters.offloaded_bytes += transfer.nbytes
-        # A CUDA copy is sealed by its thread, too late to compare it now.
-        if self.host.complement(state.rid).sealed:
-            self.host.share(state.rid)
+        self._note_saved(state, transfer)
+        self._common.share(state.rid)
 
     def _book(self, state: RequestState) -> None:
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
-        if state.parts is not None and state.layout in (Layout.KEPT, Layout.BESIDE):
+        if state.parts is None or state.parts.shelved is not None:
+            return
+        if state.layout in (Layout.KEPT, Layout.BESIDE):
             self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.slots)
 
     def _tell_scheduler(self, state: RequestState) -> None:
@@ -334,29 +387,12 @@ class Residence:
         budget = parts.budget
         own = self.table[state.req.kv.req_pool_idx]
         start = budget.offered if parts.layout is Layout.BESIDE else 0
-        self.table[parts.shadow, : budget.slots] = own[start : start + budget.slots]
+        slots = own[start : start + budget.slots]
+        if parts.shelved is not None:
+            slots = parts.shelved.to(own.dtype)
+        self.table[parts.shadow, : budget.slots] = slots
 
     def _give_shadow(self, state: RequestState) -> None:
         if state.parts is not None and state.parts.shadow >= 0:
             self._draft_rows.append(state.parts.shadow)
             state.parts.shadow = -1
-
-
-def _most_kept(config: VeriCacheConfig, compressor: Compressor) -> float:
-    """Return the largest draft part, as a share of the prompt's slots."""
-    selector = compressor.selector
-    fixed = selector is not None and type(selector).keep_share is Selector.keep_share
-    return config.keep if fixed and compressor.codec is None else 1.0
-
-
-def _widen(pool: Any, config: VeriCacheConfig, page: int, share: float) -> torch.Tensor:
-    """Give SGLang's row table shadow rows, and its rows room for copies and drafts."""
-    old: torch.Tensor = pool.req_to_token
-    rows, width = old.shape
-    # Twice the round (SGLang reserves two, allocation_sizing.py) and a page to round;
-    # the draft part may be listed beside a whole prompt.
-    extra = 2 * (config.draft_length + 1) + int(share * width) + 2 * page
-    wide = old.new_zeros(2 * rows + config.max_verifies, width + extra)
-    wide[:rows, :width] = old
-    pool.req_to_token = wide
-    return wide

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 
-from vericache_sglang.engine.shadow_inputs import may_change_answers, needs_quiet
+from vericache_sglang.engine.shadow_inputs import (
+    brings_weights,
+    may_change_answers,
+    needs_quiet,
+)
 from vericache_sglang.engine.shadow_record import (
     Served,
     compare,
@@ -21,7 +25,7 @@ from vericache_sglang.engine.shadow_record import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +58,18 @@ class Shadow:
     requests that arrive meanwhile are served beside it, and it ends, to be tried again,
     once one of them has to wait. It neither reads the prefix tree nor adds to it, so a
     wrong prefix of ours cannot hide, and nothing of it reaches a client (patches:
-    managers_scheduler_shadow, mem_cache_unified_radix_cache, managers_output_streamer).
+    managers_scheduler_shadow, managers_output_streamer; ``TieredCache``).
 
     Args:
         rate: Share of the requests that is checked, 0 to 1.
         seed: Chooses which.
+        on_new_weights: Called before the scheduler loads other weights.
     """
 
-    def __init__(self, rate: float, seed: int) -> None:
+    def __init__(
+        self, rate: float, seed: int, on_new_weights: Callable[[], None] | None = None
+    ) -> None:
+        self._on_new_weights = on_new_weights
         self._rate = rate
         self._seed = seed
         self._pending: deque[Served] = deque()
@@ -132,6 +140,8 @@ class Shadow:
             if self._leaving(scheduler):
                 return ()
             arrived, self._held = self._held, []
+        if self._on_new_weights and any(brings_weights(each) for each in arrived):
+            self._on_new_weights()
         if self._pending and any(may_change_answers(each) for each in arrived):
             self._dropped += len(self._pending)
             self._pending.clear()

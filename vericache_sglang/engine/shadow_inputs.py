@@ -39,3 +39,8 @@ def may_change_answers(given: Any) -> bool:
     True of new weights and adapters, and of what is not known; a flush changes none.
     """
     return needs_quiet(given) and not isinstance(given, FlushCacheReqInput)
+
+
+def brings_weights(given: Any) -> bool:
+    """Say whether an input replaces the model's weights, from wherever they come."""
+    return type(given).__name__.startswith("UpdateWeight")

@@ -30,7 +30,8 @@ class Layout(Enum):
     """The B prompt slots in order; plain SGLang's row."""
 
     BESIDE = "beside"
-    """The B prompt slots in order, then the draft part: c + n slots of its own."""
+    """The B prompt slots in order, then the draft part: c + n slots of its own; a
+    shared draft part only the shadow row lists."""
 
     PERMUTED = "permuted"
     """n slots of exact entries, then m of the other ones; never with codes."""
@@ -58,6 +59,9 @@ class Parts:
         listed: Decode slots listed in the shadow row.
         parked_slots: Slots held when it was parked.
         noted: Per layer [H, B], scores of the prompt's tokens; empty without any.
+        segments: Names of the prompt's segments, where other prompts share its parts.
+        shelved: [n] int64, the slots of a shared draft part, which are not the
+            request's own; None for one of its own.
     """
 
     budget: Budget
@@ -69,14 +73,23 @@ class Parts:
     listed: int = 0
     parked_slots: int = 0
     noted: list[torch.Tensor] = field(default_factory=list)
+    segments: tuple[str, ...] = ()
+    shelved: torch.Tensor | None = None
+
+    @property
+    def borrowed(self) -> int:
+        """Slots the own row begins with that are not the request's to free."""
+        listed = self.layout in (Layout.KEPT, Layout.PERMUTED)
+        return self.budget.slots if listed and self.shelved is not None else 0
 
     @property
     def head(self) -> int:
         """Slots the own row lists before the decode slots."""
         budget = self.budget
+        own = budget.slots if self.shelved is None else 0
         return {
             Layout.WHOLE: budget.offered,
-            Layout.BESIDE: budget.offered + budget.slots,
+            Layout.BESIDE: budget.offered + own,
             Layout.PERMUTED: budget.offered,
             Layout.KEPT: budget.slots,
             Layout.PARKED: 0,

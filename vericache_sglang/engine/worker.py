@@ -11,6 +11,7 @@ import torch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.engine.agreement import open_agreement
 from vericache_sglang.engine.arrival import Arrivals
 from vericache_sglang.engine.calibration import starting_coefficients
 from vericache_sglang.engine.departure import keep_last_token, last_action
@@ -92,7 +93,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         self._states: dict[str, RequestState] = {}
         # Called by the hooks on the scheduler (patches: managers_scheduler_shadow).
-        self.shadow = Shadow(config.shadow_rate, config.seed)
+        self.shadow = Shadow(config.shadow_rate, config.seed, self._new_weights)
         self._launched = 0.0
         self._work: Work | None = None
 
@@ -114,19 +115,23 @@ class VeriCacheWorker(BaseSpecWorker):
         pool = token_to_kv_pool_allocator.get_kvcache()
         layers = attention_layers(self.model_runner.model)
         start = starting_coefficients(pool, layers, self._config.draft_length)
-        estimates = Estimates(iteration=IterationModel(start))
+        self._measured = Estimates(iteration=IterationModel(start))
+        tp_size = self._server_args.tp_size
+        self._agreement = open_agreement(self._measured, tp_size, self._max_running)
         services = ModelServices(self.model_runner, self._server_args)
         compressor = create_compressor(self._config.compressor, self._config.seed)
-        compressor = compressor.bind(services, ranks=self._server_args.tp_size)
+        compressor = compressor.bind(services, ranks=tp_size)
         self.residence = Residence(
             self._config,
-            estimates,
+            self._agreement,
             req_to_token_pool,
             token_to_kv_pool_allocator,
             compressor,
+            self._server_args,
         )
+        self._agreement.hear(self.residence.host_slots, ())
         self.runtime = Runtime(
-            runtime_settings(self._config, self.residence), estimates
+            runtime_settings(self._config, self.residence), self._agreement.estimates
         )
         probing = Probing(
             compressor.selector,
@@ -145,9 +150,12 @@ class VeriCacheWorker(BaseSpecWorker):
             self._target_worker,
             overlap=self._overlap,
         )
-        observers = open_observers(self._config, self._figures)
+        leads = self._agreement.leads
+        observers = open_observers(self._config, self._figures) if leads else []
         self._watch = Watch(self.runtime, self.residence.link_log, observers)
         atexit.register(self._watch.close)
+        # Read by the radix cache as SGLang creates it (``TieredCache``).
+        req_to_token_pool.vericache_segments = self.residence.segments
         # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
         req_to_token_pool.vericache_on_free = self.release
 
@@ -204,6 +212,10 @@ class VeriCacheWorker(BaseSpecWorker):
         if not self._states:
             self._watch.idle()
 
+    def _new_weights(self) -> None:
+        """Leave the store alone from now on: its KV is of the weights before."""
+        self.residence.segments.leave_store()
+
     def clear_cache_pool(self) -> None:
         """Forget everything; SGLang has flushed its caches and nothing runs."""
         for state in list(self._states.values()):
@@ -231,9 +243,6 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._tree_cache = batch.tree_cache
-        # Read by the hook on the tree (patches: mem_cache_unified_radix_cache).
-        tail = self.residence.watch.reprefill_tail
-        self._tree_cache.vericache_reprefill_tail = tail
         result = self._target_worker.forward_batch_generation(batch)
         if not batch.is_prefill_only and batch.reqs:
             tokens = result.next_token_ids.tolist()
@@ -242,6 +251,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 # A middle chunk's state is overwritten by the next chunk's.
                 fits = self.residence.splitter.budget(length) is not None
                 state = self._arrivals.state_of(req, token, length, fits)
+                self._agreement.same_noise(state)
                 self._states[req.rid] = state
                 req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
                 req.vericache_parked_slots = 0
@@ -295,20 +305,22 @@ class VeriCacheWorker(BaseSpecWorker):
         return result
 
     def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
-        arrived, failed = self.residence.reloads.poll()
+        reloads = self.residence.reloads
         self.residence.poll_outgoing()
+        heard = self._agreement.hear(self.residence.host_slots, reloads.progress())
+        arrived, failed = reloads.poll(heard.reloads)
         for rid in failed:
             self._note_failure(rid)
-        plan = self.runtime.plan(
-            World(
-                free_slots=room(batch.tree_cache),
-                host_slots=self.residence.host_slots,
-                rows=rows,
-                blocked=bool(batch.batch_is_full) and rows < self._max_running,
-                arrived=tuple(arrived),
-                failed=tuple(failed),
-            )
+        world = World(
+            free_slots=room(batch.tree_cache),
+            host_slots=heard.host_slots,
+            rows=rows,
+            blocked=bool(batch.batch_is_full) and rows < self._max_running,
+            arrived=tuple(arrived),
+            failed=tuple(failed),
         )
+        plan = self.runtime.plan(world)
+        self._agreement.check(world, plan)
         for stage_in in plan.stage_ins:
             state = self._states[stage_in.rid]
             state.figures.staged_bytes += self.residence.start_reload(state)
@@ -368,7 +380,7 @@ class VeriCacheWorker(BaseSpecWorker):
         """Learn from the last iteration, launch to launch, if it was a decode too."""
         now = time.perf_counter()
         if self._work is not None:
-            self.runtime.estimates.iteration.observe(self._work, now - self._launched)
+            self._measured.iteration.observe(self._work, now - self._launched)
             self._work = None
         self._launched = now
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.host_image import HostImage, RawImage
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
     from vericache_sglang.compression.codecs.base import Part
+    from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
 
 
@@ -28,14 +31,20 @@ class Complement(HostImage):
     They are counted per head in ascending position: entry j of head h is the j-th
     token that is not among ``kept[layer, h]``; heads differ. ``slots`` is m, their
     number.
-
-    Attributes:
-        kept: [L, H, n] int32, the prompt positions that stayed exact, for joining
-            again. Covered by the checksums, so written before a layer is sealed.
     """
 
     noun = "complement"
-    kept: torch.Tensor
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """[L, H, n] int32, the prompt positions that stayed exact, for joining again.
+
+        Covered by the checksums, so written before a layer is sealed.
+
+        Raises:
+            InvariantError: It consists of others, which have theirs.
+        """
+        raise InvariantError("a complement of several has no positions of its own")
 
     def describe(self, layer: int, exact: torch.Tensor, coded: torch.Tensor) -> None:
         """Say which tokens stay; before the layer is written.
@@ -61,6 +70,17 @@ class Complement(HostImage):
             Keys [m, H, D] and values [m, H, Dv] on the host; not to be modified.
         """
 
+    def blocks(
+        self, layer: int, drafts: DraftParts
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return ``entries`` in pieces, one behind the other, where that saves a copy.
+
+        Args:
+            layer: Layer index; verified.
+            drafts: As for ``entries``.
+        """
+        return [self.entries(layer, drafts)]
+
     @abstractmethod
     def equals(self, other: Complement) -> bool:
         """Say whether both hold the same bits; reads them only if checksums agree."""
@@ -74,20 +94,32 @@ class RawComplement(RawImage, Complement):
         slots: m, complement slots.
         kept: n, exact tokens.
         dtype: Dtype of the pool.
+        arena: Where its memory comes from; None: outside any budget.
+
+    Raises:
+        TransferError: The arena has no room; nothing was allocated.
     """
 
     def __init__(
-        self, geometry: KVGeometry, slots: int, kept: int, dtype: torch.dtype
+        self,
+        geometry: KVGeometry,
+        slots: int,
+        kept: int,
+        dtype: torch.dtype,
+        arena: Arena | None = None,
     ) -> None:
-        super().__init__(geometry, slots, dtype)
-        self.kept = torch.empty(
-            geometry.layers, geometry.kv_heads, kept, dtype=torch.int32
-        )
+        super().__init__(geometry, slots, dtype, arena, kept)
+        self._kept_shape = (geometry.layers, geometry.kv_heads, kept)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """See ``Complement.kept``; a view."""
+        return self._view(torch.int32, self._kept_shape, self._offsets[2])
 
     @property
     def nbytes(self) -> int:
         """See ``HostImage.nbytes``; with the kept positions."""
-        return super().nbytes + self.kept.nbytes
+        return super().nbytes + math.prod(self._kept_shape) * torch.int32.itemsize
 
     def entries(
         self, layer: int, drafts: DraftParts

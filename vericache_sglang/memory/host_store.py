@@ -1,40 +1,43 @@
-"""What left the device, by request, under a fixed budget of host memory."""
+"""What left the device, by request, in the arena of host memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.complement import Complement, RawComplement
+from vericache_sglang.memory.free_spans import rounded
+from vericache_sglang.memory.host_image import raw_layout
 from vericache_sglang.memory.parked import ParkedImage
-from vericache_sglang.memory.residual import ResidualComplement
+from vericache_sglang.memory.residual import ResidualComplement, most_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import torch
 
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.base import Codec
+    from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
-
-INDEX_BYTES = 4
-"""Bytes of one kept position (``Complement.kept`` is int32)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A complement, how many requests refer to it, and the bytes it counts as."""
+    """A complement, and how many requests refer to it.
+
+    ``owned``: its memory is given back with its last request.
+    """
 
     name: str
     complement: Complement
     holders: int
-    booked: int
+    owned: bool = True
 
 
 class HostStore:
-    """Complements and parked images under a fixed budget of host bytes.
+    """Complements and parked images in an arena, which others may use too.
 
     A request holds at most one of each. Complements with the same content may be
     shared (``share``); the bytes then count once. Not thread-safe: the engine's loop
@@ -43,8 +46,14 @@ class HostStore:
     Args:
         geometry: Shapes of the pool the entries come from.
         dtype: Dtype of the pool.
-        budget_bytes: Most bytes held at once.
+        arena: Where the bytes come from.
         codec: What packs draft parts; None: nothing is packed.
+
+    Attributes:
+        arena: As given.
+        evictor: Asked to free this many bytes of the arena before something is
+            refused, or gathered at great cost; it frees what it can. None: nobody is
+            asked.
 
     Raises:
         InvariantError: ``geometry`` and ``dtype`` differ in bytes per element.
@@ -54,49 +63,78 @@ class HostStore:
         self,
         geometry: KVGeometry,
         dtype: torch.dtype,
-        budget_bytes: int,
+        arena: Arena,
         codec: Codec | None = None,
     ) -> None:
         if geometry.element_bytes != dtype.itemsize:
             raise InvariantError(f"{geometry.element_bytes} bytes for a {dtype}")
         self.geometry = geometry
         self.dtype = dtype
-        self.budget_bytes = budget_bytes
+        self.evictor: Callable[[int], None] | None = None
+        self.arena = arena
         self._codec = codec
-        self._used = 0
         self._opened = 0
         self._groups: dict[str, _Group] = {}
         self._of_request: dict[str, _Group] = {}
         self._parked: dict[str, ParkedImage] = {}
 
     @property
+    def budget_bytes(self) -> int:
+        """Bytes of the arena: the one budget of host memory."""
+        return self.arena.size
+
+    @property
     def used_bytes(self) -> int:
-        """Host bytes held now, shared ones once; O(1)."""
-        return self._used
+        """Bytes of the arena in use, others' included; O(1)."""
+        return self.arena.used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Host bytes left of the budget."""
-        return self.budget_bytes - self._used
+        """Bytes of the arena nobody has; O(1)."""
+        return self.arena.free_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of complements, shared ones once, and parked images; counted anew."""
+        groups = self._groups.values()
+        images = [group.complement for group in groups if group.owned]
+        return sum(image.held_bytes for image in (*images, *self._parked.values()))
 
     def complement_bytes(self, budget: Budget) -> int:
         """Return the most bytes of a complement, its kept positions included.
 
         Exact for one that holds entries; a residual is never larger than they are.
         """
-        positions = self.geometry.layers * self.geometry.kv_heads * budget.exact
-        return budget.staged * self.geometry.token_bytes + positions * INDEX_BYTES
+        if self._codec is not None and self._codec.splits:
+            return rounded(most_bytes(self.geometry, self._codec, budget, self.dtype))
+        return rounded(raw_layout(self.geometry, budget.staged, budget.exact)[1])
 
     def parked_bytes(self, slots: int) -> int:
         """Return the exact bytes of a parked image of ``slots`` slots."""
-        return slots * self.geometry.token_bytes
+        return rounded(raw_layout(self.geometry, slots)[1])
 
     def fits(self, nbytes: int) -> bool:
-        """Say whether ``nbytes`` more bytes are within the budget."""
-        return nbytes <= self.free_bytes
+        """Make room for ``nbytes`` bytes in one piece, and say whether there is.
+
+        Asks the evictor for what is missing, moves what may be moved. What is taken
+        next finds that room.
+        """
+        if nbytes > self.budget_bytes:
+            return False
+        short = self.arena.shortfall(nbytes)
+        while True:
+            free = self.free_bytes
+            if short and self.evictor is not None:
+                self.evictor(short)
+            if self.arena.room_for(nbytes):
+                return True
+            if self.free_bytes == free and short:
+                return False
+            # Enough may be free, but between images that are not moved.
+            short = self.arena.shortfall(nbytes) or nbytes
 
     def fits_complement(self, budget: Budget) -> bool:
-        """Say whether ``open`` with these counts is within the budget."""
+        """Make room for ``open`` with these counts, and say whether there is."""
         return self.fits(self.complement_bytes(budget))
 
     def open(self, rid: str, budget: Budget) -> Complement:
@@ -112,19 +150,32 @@ class HostStore:
         """
         if rid in self._of_request:
             raise InvariantError(f"{rid} has a complement already")
-        most = self.complement_bytes(budget)
-        self._require_room(most)
-        group = _Group(f"complement-{self._opened}", self._new(budget), 1, most)
+        self.fits_complement(budget)
+        group = _Group(f"complement-{self._opened}", self._new(budget), 1)
         self._opened += 1
         self._groups[group.name] = self._of_request[rid] = group
-        self._used += most
         return group.complement
 
+    def adopt(self, rid: str, name: str, complement: Complement) -> None:
+        """Have a request refer to a complement whose memory is somebody else's.
+
+        Args:
+            rid: Request id, holding no complement yet.
+            name: Equal for requests that refer to the same one.
+            complement: Sealed, or being filled; it stays until ``drop``.
+
+        Raises:
+            InvariantError: The request has a complement.
+        """
+        if rid in self._of_request:
+            raise InvariantError(f"{rid} has a complement already")
+        group = self._groups.setdefault(name, _Group(name, complement, 0, owned=False))
+        group.holders += 1
+        self._of_request[rid] = group
+
     def settle(self, rid: str) -> None:
-        """Count a complement as what it holds, now that it is filled."""
-        group = self._group(rid)
-        self._used += group.complement.nbytes - group.booked
-        group.booked = group.complement.nbytes
+        """Take back what a complement does not need, now that it is filled."""
+        self._group(rid).complement.settle()
 
     def park(self, rid: str, slots: int) -> ParkedImage:
         """Allocate a parked image for a request; the caller fills it.
@@ -139,9 +190,9 @@ class HostStore:
         """
         if rid in self._parked:
             raise InvariantError(f"{rid} is parked already")
-        self._require_room(self.parked_bytes(slots))
-        image = self._parked[rid] = ParkedImage(self.geometry, slots, self.dtype)
-        self._used += image.nbytes
+        self.fits(self.parked_bytes(slots))
+        image = ParkedImage(self.geometry, slots, self.dtype, self.arena)
+        self._parked[rid] = image
         return image
 
     def share(self, rid: str) -> str:
@@ -193,7 +244,7 @@ class HostStore:
         """Let go of all a request holds; nothing happens when it holds nothing.
 
         Returns:
-            Bytes that became free; a shared complement's only with its last request.
+            Bytes given back; a shared complement's only with its last request.
         """
         freed = self.drop_parked(rid)
         return freed + (self._leave(rid) if rid in self._of_request else 0)
@@ -201,15 +252,18 @@ class HostStore:
     def drop_parked(self, rid: str) -> int:
         """Free a request's parked image, if any, and return its bytes."""
         image = self._parked.pop(rid, None)
-        freed = image.nbytes if image is not None else 0
-        self._used -= freed
-        return freed
+        if image is None:
+            return 0
+        image.free()
+        return image.held_bytes
 
-    def check(self, living: Collection[str]) -> None:
-        """Count everything anew.
+    def check(self, living: Collection[str], others: int | None = None) -> None:
+        """Count everything anew, the arena too.
 
         Args:
             living: Ids of requests that may hold something.
+            others: Bytes of the arena that are not the store's; None: not known, so
+                a leak of bytes is not noticed.
 
         Raises:
             InvariantError: A dead request holds something, or a count is off.
@@ -218,13 +272,13 @@ class HostStore:
         dead = sorted(rid for rid in holding if rid not in living)
         if dead:
             raise InvariantError(f"host memory held by dead requests {dead}")
-        groups = self._groups.values()
-        used = sum(group.booked for group in groups)
-        used += sum(image.nbytes for image in self._parked.values())
-        holders = sum(group.holders for group in groups)
-        if (used, holders) != (self._used, len(self._of_request)):
+        self.arena.check()
+        used = self.held_bytes + self.arena.leaving_bytes
+        used = max(used, self.used_bytes) if others is None else used + others
+        holders = sum(group.holders for group in self._groups.values())
+        if (used, holders) != (self.used_bytes, len(self._of_request)):
             raise InvariantError(
-                f"host memory: counted {self._used} bytes, {used} held; "
+                f"host memory: {self.used_bytes} bytes in use, {used} held; "
                 f"{holders} holders of {len(self._of_request)} requests"
             )
 
@@ -239,17 +293,13 @@ class HostStore:
         if group.holders:
             return 0
         del self._groups[group.name]
-        self._used -= group.booked
-        return group.booked
+        if not group.owned:
+            return 0
+        group.complement.free()
+        return group.complement.held_bytes
 
     def _new(self, budget: Budget) -> Complement:
+        geometry, dtype, arena = self.geometry, self.dtype, self.arena
         if self._codec is not None and self._codec.splits:
-            return ResidualComplement(self.geometry, self._codec, budget)
-        return RawComplement(self.geometry, budget.staged, budget.exact, self.dtype)
-
-    def _require_room(self, nbytes: int) -> None:
-        if not self.fits(nbytes):
-            raise TransferError(
-                f"{nbytes} bytes exceed the {self.free_bytes} left of the "
-                f"{self.budget_bytes} that --vericache-host-gb allows"
-            )
+            return ResidualComplement(geometry, self._codec, budget, dtype, arena)
+        return RawComplement(geometry, budget.staged, budget.exact, dtype, arena)

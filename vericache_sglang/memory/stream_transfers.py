@@ -142,6 +142,9 @@ class StreamTransfers:
     def save(self, blocks: Blocks, image: HostImage) -> StreamTransfer:
         """See ``Transfers.save``; entries only."""
         image = _raw(image)
+        extent = image.extent
+        if extent is not None:  # a request that is aborted gives it back meanwhile
+            extent.hold()
         transfer = StreamTransfer(image.nbytes_layer * image.layers)
         transfer.begin.record(self._stream)
         try:
@@ -154,13 +157,22 @@ class StreamTransfers:
                         # Its memory is the caller's stream's to reuse only after this.
                         entries.record_stream(self._stream)
                     transfer.mark()
-        finally:
+        except BaseException:
             transfer.end.record(self._stream)
+            transfer.end.synchronize()
+            if extent is not None:
+                extent.release()
+            raise
+        transfer.end.record(self._stream)
 
         def seal() -> None:
-            for layer, mark in enumerate(transfer.marks):
-                mark.synchronize()
-                image.seal(layer)
+            try:
+                for layer, mark in enumerate(transfer.marks):
+                    mark.synchronize()
+                    image.seal(layer)
+            finally:
+                if extent is not None:
+                    extent.release()
 
         transfer.future = self._thread.submit(seal)
         return transfer

@@ -62,12 +62,6 @@ def _foreign_kv_dtype(args: Any) -> bool:
 
 _PARALLEL = (
     _row(
-        "tp_size",
-        "each rank times its own reloads, so ranks could plan differently",
-        allowed=(1,),
-        remedy="run one server per replica behind a router",
-    ),
-    _row(
         "pp_size",
         "drafts and verifies of one request would sit in different pipeline stages",
         allowed=(1,),
@@ -132,11 +126,29 @@ _SCHEDULING = (
     ),
 )
 
+
+def _store_without_tree(args: Any) -> bool:
+    alone = args.tp_size in (None, 1) and not args.disable_radix_cache
+    return args.hicache_storage_backend is not None and not alone
+
+
 _CACHE = (
     _row(
         "enable_hierarchical_cache",
         "two host tiers would own the same tokens",
         remedy="leave it out: --vericache-host-gb is the host memory",
+    ),
+    _row(
+        "hicache_storage_backend",
+        "it reads and writes pages of HiCache's host pool, not segments",
+        remedy="use file, mooncake or dynamic",
+        allowed=(None, "file", "mooncake", "dynamic"),
+    ),
+    Rule(
+        "--hicache-storage-backend",
+        _store_without_tree,
+        "what is stored are prefixes of the radix cache, on one rank",
+        "leave out --disable-radix-cache and --tp-size",
     ),
     _row("enable_lmcache", "it stores rows by token position"),
     _row("enable_flexkv", "it stores rows by token position"),

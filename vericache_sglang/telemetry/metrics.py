@@ -13,7 +13,6 @@ from vericache_sglang.telemetry.metrics_table import (
     BURST,
     TABLE,
     WIDTH,
-    Metric,
     markdown,
 )
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+    from vericache_sglang.telemetry.metric import Metric
     from vericache_sglang.telemetry.record import IterationRecord
 
 EVERY_SECONDS = 1.0

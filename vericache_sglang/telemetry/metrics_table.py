@@ -2,87 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from vericache_sglang.telemetry.cache_metrics import CACHE
+from vericache_sglang.telemetry.metric import Metric, counter, gauge, histogram
 
-Kind = Literal["counter", "gauge", "histogram"]
-
-Sources = tuple[tuple[str, str], ...]
-"""(label value, key of the worker's report); "" stands for no label."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric family.
-
-    Attributes:
-        name: Its Prometheus name; counters end in ``_total``.
-        kind: Its Prometheus type.
-        unit: What one is of, or "ratio" (0 to 1).
-        help: One sentence.
-        sources: Where the values come from; empty for a histogram, which is fed from
-            the rows of iterations.
-        label: Name of the label of its own; "" for none.
-        rings: Only pacing over reserve rings (``staggered``) has it.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    help: str
-    sources: Sources = ()
-    label: str = ""
-    rings: bool = False
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of the worker's report that it reads."""
-        return tuple(key for _, key in self.sources)
-
-    @property
-    def documentation(self) -> str:
-        """The help text, unit included."""
-        return f"{self.help} Unit: {self.unit}."
-
-
-def _one(kind: Kind, name: str, unit: str, key: str, text: str) -> Metric:
-    return Metric(f"vericache_{name}", kind, unit, text, (("", key),))
-
-
-def _counter(name: str, unit: str, key: str, text: str) -> Metric:
-    return _one("counter", f"{name}_total", unit, key, text)
-
-
-def _gauge(name: str, unit: str, key: str, text: str) -> Metric:
-    return _one("gauge", name, unit, key, text)
-
-
-def _histogram(name: str, text: str) -> Metric:
-    return Metric(f"vericache_{name}", "histogram", "tokens", text)
-
-
-ACCEPTED = _histogram(
+ACCEPTED = histogram(
     "verification_accepted_tokens", "Drafts accepted by one verification."
 )
-WIDTH = _histogram(
+WIDTH = histogram(
     "verification_width_tokens", "Tokens one verification runs: its drafts and one."
 )
-BURST = _histogram(
+BURST = histogram(
     "burst_tokens",
     "Tokens a drafting request emits at once; plain rows emit one at a time.",
 )
 
 ACCEPTANCE = (
-    _counter("drafted_tokens", "tokens", "drafted", "Tokens drafted and verified."),
-    _counter("accepted_tokens", "tokens", "accepted", "Drafts accepted."),
-    _counter("verifications", "verifications", "rounds", "Rounds: drafts verified."),
-    _gauge(
+    counter("drafted_tokens", "tokens", "drafted", "Tokens drafted and verified."),
+    counter("accepted_tokens", "tokens", "accepted", "Drafts accepted."),
+    counter("verifications", "verifications", "rounds", "Rounds: drafts verified."),
+    gauge(
         "mean_accepted_tokens",
         "tokens",
         "mean_accepted",
         "Accepted drafts of a verification, mean since the start.",
     ),
-    _gauge(
+    gauge(
         "acceptance_prior_ratio",
         "ratio",
         "acceptance_prior",
@@ -94,8 +38,8 @@ ACCEPTANCE = (
 )
 
 ROUNDS = (
-    _counter("iterations", "iterations", "iterations", "Decode iterations."),
-    _counter(
+    counter("iterations", "iterations", "iterations", "Decode iterations."),
+    counter(
         "mixed_iterations",
         "iterations",
         "mixed_iterations",
@@ -109,7 +53,7 @@ ROUNDS = (
         (("draft", "draft_rows"), ("verify", "verify_rows"), ("plain", "plain_rows")),
         label="phase",
     ),
-    _counter(
+    counter(
         "stalled_rows",
         "rows",
         "waits",
@@ -147,8 +91,8 @@ ROUNDS = (
 )
 
 RESIDENCY = (
-    _gauge("running_requests", "requests", "running", "Requests past their prefill."),
-    _gauge(
+    gauge("running_requests", "requests", "running", "Requests past their prefill."),
+    gauge(
         "drafting_requests",
         "requests",
         "requests_drafting",
@@ -181,20 +125,20 @@ RESIDENCY = (
         ),
         label="move",
     ),
-    _counter(
+    counter(
         "refused_moves",
         "moves",
         "refused_moves",
         "Moves put off for lack of device or host memory.",
     ),
-    _counter(
+    counter(
         "steps_aside",
         "requests",
         "steps_aside",
         "Requests given back to plain decoding, as drafting did not pay.",
     ),
-    _counter("joins", "rows", "joins", "Finished rows made whole for the prefix tree."),
-    _counter(
+    counter("joins", "rows", "joins", "Finished rows made whole for the prefix tree."),
+    counter(
         "reprefills",
         "requests",
         "reprefills",
@@ -203,42 +147,40 @@ RESIDENCY = (
 )
 
 MEMORY = (
-    _gauge("kept_slots", "KV slots", "kept_slots", "Copies of kept prompt tokens."),
-    _gauge(
+    gauge("kept_slots", "KV slots", "kept_slots", "Copies of kept prompt tokens."),
+    gauge(
         "staging_slots", "KV slots", "staging_slots", "Staging slots that are taken."
     ),
-    _gauge(
+    gauge(
         "staging_capacity_slots",
         "KV slots",
         "staging_tokens",
         "Slots of the staging region.",
     ),
-    _gauge(
+    gauge(
         "staging_bytes", "bytes", "staging_bytes", "Bytes of the staging region taken."
     ),
-    _gauge("host_bytes", "bytes", "host_bytes", "Host memory taken by KV."),
-    _gauge(
+    gauge("host_bytes", "bytes", "host_used_bytes", "Host memory taken by KV."),
+    gauge(
         "host_budget_bytes", "bytes", "host_budget_bytes", "Host memory KV may take."
     ),
 )
 
 LINK = (
-    _counter(
+    counter(
         "staged_bytes", "bytes", "staged_bytes", "Bytes copied into the staging region."
     ),
-    _counter(
-        "offloaded_bytes", "bytes", "offloaded_bytes", "Bytes copied to the host."
-    ),
-    _counter(
+    counter("offloaded_bytes", "bytes", "offloaded_bytes", "Bytes copied to the host."),
+    counter(
         "reload_seconds", "seconds", "stage_seconds", "Time reloads took on the link."
     ),
-    _counter(
+    counter(
         "shared_reloads",
         "reloads",
         "shared_reloads",
         "Reloads saved: another request had staged the same complement.",
     ),
-    _counter(
+    counter(
         "failed_reloads",
         "reloads",
         "failed_reloads",
@@ -252,13 +194,13 @@ LINK = (
         (("in", "link_in_large_bytes_per_s"), ("out", "link_out_large_bytes_per_s")),
         label="direction",
     ),
-    _gauge(
+    gauge(
         "iteration_estimate_seconds",
         "seconds",
         "iteration_s",
         "Time of a decode iteration, as estimated.",
     ),
-    _gauge(
+    gauge(
         "kv_read_estimate_bytes_per_second",
         "bytes per second",
         "kv_read_bytes_per_s",
@@ -267,25 +209,25 @@ LINK = (
 )
 
 SHADOW = (
-    _counter(
+    counter(
         "shadow_checks",
         "requests",
         "shadow_checks",
         "Finished requests decoded again plainly and compared.",
     ),
-    _counter(
+    counter(
         "shadow_mismatches",
         "requests",
         "shadow_mismatches",
         "Compared requests whose tokens differ; any is a bug.",
     ),
-    _counter(
+    counter(
         "shadow_dropped",
         "requests",
         "shadow_dropped",
         "Sampled requests left unchecked: the queue was full.",
     ),
-    _gauge(
+    gauge(
         "shadow_pending",
         "requests",
         "shadow_pending",
@@ -298,6 +240,7 @@ TABLE: tuple[Metric, ...] = (
     *ROUNDS,
     *RESIDENCY,
     *MEMORY,
+    *CACHE,
     *LINK,
     *SHADOW,
 )

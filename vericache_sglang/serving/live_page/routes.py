@@ -10,17 +10,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
 
+from vericache_sglang.serving.live_page.cache_tiers import cache_tiers
 from vericache_sglang.serving.live_page.page import HEADERS, body, failure, page
 from vericache_sglang.serving.live_page.source import NoAnswerError, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
 PATH = "/vericache"
+
+CACHE_PATH = "/vericache/cache"
+"""Answers with what each tier of the prefix cache holds, as JSON."""
 
 
 def add_routes(app: Any) -> None:
@@ -30,6 +34,27 @@ def add_routes(app: Any) -> None:
         app: ``sglang.srt.entrypoints.http_server.app``.
     """
     add_page(app, Source(_internal_states))
+    add_cache(app, _internal_states)
+
+
+def add_cache(
+    app: Any, read: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+) -> None:
+    """Add ``GET /vericache/cache`` to a Starlette application, once.
+
+    Args:
+        app: The application.
+        read: Returns the internal state of every scheduler.
+    """
+    if any(getattr(route, "path", None) == CACHE_PATH for route in app.routes):
+        return
+
+    async def show(request: Request) -> JSONResponse:
+        """Answer with one object per scheduler; null where VeriCache is off."""
+        states = [state.get("vericache") for state in await read()]
+        return JSONResponse([state and cache_tiers(state) for state in states])
+
+    app.router.add_route(CACHE_PATH, show, methods=["GET"], include_in_schema=False)
 
 
 def add_page(app: Any, source: Source) -> None:

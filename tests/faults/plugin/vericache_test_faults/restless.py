@@ -23,7 +23,7 @@ def legal(track, now):
         return []
     if track.residency is Residency.HOST:
         settled = now - track.emitted_at > SETTLED and not track.staged
-        return [Pin(rid), *([Park(rid)] * 3 if settled else [])]
+        return [Pin(rid), *([Park(rid)] * 12 if settled else [])]
     if track.split:
         return [Offload(rid), Unsplit(rid)]
     if now < track.settled_at:

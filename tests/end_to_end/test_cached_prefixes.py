@@ -1,0 +1,212 @@
+"""Prefixes shared by running requests, kept on the host, and found again in a store."""
+
+import json
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from live_server import MODEL, LiveServer
+
+from lossless.prompts import load_tokenizer, record_prompts
+from vericache_sglang.memory.segments import SEGMENT
+
+pytestmark = pytest.mark.server
+
+KEPT = SEGMENT // 4
+"""Tokens a head keeps of a segment: ``--vericache-keep`` is a quarter."""
+FLAGS = (
+    *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
+    *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
+    "--sleep-on-idle",
+)
+LONG = {"max_new_tokens": 32, "ignore_eos": True}
+HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Return documents of 1,100 to 2,700 tokens, each with a question behind it."""
+    return record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Return plain SGLang with room for everything."""
+    folder = tmp_path_factory.mktemp("plain")
+    server = LiveServer(
+        folder, "--disable-vericache", "--max-total-tokens", "60000", "--sleep-on-idle"
+    )
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """Return a server of ours with room for everything."""
+    folder = tmp_path_factory.mktemp("roomy")
+    server = LiveServer(folder, *FLAGS, "--max-total-tokens", "60000")
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+def ids(answers):
+    return [answer["output_ids"] for answer in answers]
+
+
+def cached(answer):
+    return answer["meta_info"]["cached_tokens"]
+
+
+def questions(document, count):
+    """Ask about several users of a document."""
+    head, tail = document.rsplit("<|user|>", 1)
+    users = re.findall(r"user (\d+)\|", head)
+    return [
+        f"{head}<|user|>" + re.sub(r"\d+", users[i % len(users)], tail, count=1)
+        for i in range(count)
+    ]
+
+
+def expect_nothing_held(server):
+    counters = server.settle()
+    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+    return counters
+
+
+def test_a_shared_document_has_one_draft_part_and_one_complement(
+    roomy, plain, documents
+):
+    prompts = questions(documents[0], 12)
+    wanted = ids(plain.generate(prompts, **LONG))
+    before = roomy.counters()
+    first = roomy.generate(prompts[0], **LONG)
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda text: roomy.generate(text, **LONG), prompts))
+    assert first["output_ids"] == wanted[0]
+    assert ids(answers) == wanted
+    assert min(map(cached, answers)) > 4 * SEGMENT
+    assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+    counters = expect_nothing_held(roomy)
+    assert counters["splits"] - before["splits"] == 13
+    segments = 2700 // SEGMENT
+    assert counters["cache_draft_slots"] == segments * KEPT
+    token_bytes = counters["cache_host_bytes"] // (segments * (SEGMENT - KEPT))
+    assert counters["cache_complement_bytes"] < segments * SEGMENT * token_bytes
+    (tiers,) = json.loads(roomy.get("/vericache/cache"))
+    assert tiers["device"]["draft_part_slots"] == segments * KEPT
+    assert tiers["host"]["bytes"] == counters["cache_host_bytes"]
+    assert tiers["store"]["hit_tokens"] == 0
+
+
+def test_no_prefix_crosses_a_namespace(roomy, plain, documents):
+    prompt = documents[1]
+    (wanted,) = ids(plain.generate([prompt], **LONG))
+    for more in ({}, {"extra_key": "a"}, {"cache_salt": "s"}):
+        fresh = roomy.generate(prompt, **LONG, more=more)
+        again = roomy.generate(prompt, **LONG, more=more)
+        assert cached(fresh) < SEGMENT <= cached(again)
+        assert fresh["output_ids"] == again["output_ids"] == wanted
+
+
+def test_a_chat_finds_what_it_said_before(roomy, plain, documents):
+    """Turn by turn the same tokens, and at most a segment of prefill more."""
+    tokenizer = load_tokenizer(MODEL)
+    texts = [documents[2]] * 2
+    for turn in range(5):
+        pair = []
+        for i, server in enumerate((roomy, plain)):
+            answer = server.generate(texts[i], max_new_tokens=150, ignore_eos=True)
+            pair.append(answer)
+            text = tokenizer.decode(answer["output_ids"])
+            texts[i] += f"{text}<|end|>\n<|user|>turn {turn}<|end|>\n<|assistant|>"
+        ours, other = pair
+        assert ours["output_ids"] == other["output_ids"]
+        assert cached(ours) >= cached(other) - SEGMENT
+    expect_nothing_held(roomy)
+
+
+def test_a_flush_forgets_every_tier(roomy, documents):
+    roomy.generate(documents[3], **LONG)
+    roomy.settle()
+    roomy.post("/flush_cache", {})
+    counters = roomy.counters()
+    for name in ("segments", "draft_slots", "host_bytes", "complement_bytes"):
+        assert counters[f"cache_{name}"] == 0
+    assert cached(roomy.generate(documents[3], **LONG)) < SEGMENT
+
+
+@pytest.mark.parametrize("compressor", ["keynorm", "snapkv"])
+def test_prefixes_come_back_from_a_host_that_is_too_small(
+    tmp_path, plain, documents, compressor
+):
+    """The pool holds one document, the host two: all four are asked by turns."""
+    server = LiveServer(
+        tmp_path,
+        *FLAGS,
+        *("--vericache-compressor", compressor, "--max-total-tokens", "4000"),
+        *("--vericache-host-gb", "0.02"),
+    )
+    wanted = ids(plain.generate(documents, **LONG))
+    try:
+        server.wait()
+        order = [0, 1, 2, 3, 3, 1, 1, 2, 0, 3, 2, 2]
+        with ThreadPoolExecutor(2) as clients:
+            answers = list(
+                clients.map(lambda i: server.generate(documents[i], **LONG), order)
+            )
+        assert ids(answers) == [wanted[i] for i in order]
+        counters = expect_nothing_held(server)
+        assert counters["cache_match_host_tokens"] > 0
+        assert counters["cache_evicted_host_tokens"] > 0
+        assert counters["host_used_bytes"] <= counters["host_budget_bytes"]
+        assert counters["cache_checksum_failures"] == 0
+    finally:
+        server.close()
+
+
+def flip_a_bit_of_every_file(folder):
+    for file in folder.rglob("*"):
+        if file.is_file():
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 4
+            file.write_bytes(data)
+
+
+def test_a_server_that_starts_again_answers_from_the_store(tmp_path, plain, documents):
+    """Killed or drained, and whatever became of the files: the same tokens."""
+    asked = documents[:3]
+    wanted = ids(plain.generate(asked, **LONG))
+    folder = tmp_path / "store"
+    store = {"directory": str(folder)}
+    flags = ("--hicache-storage-backend", "file", "--max-total-tokens", "20000")
+    extra = ("--hicache-storage-backend-extra-config", json.dumps(store))
+
+    def answers_of_a_new_server(end):
+        server = LiveServer(tmp_path, *FLAGS, *flags, *extra)
+        try:
+            server.wait()
+            answers = [server.generate(text, **LONG) for text in asked]
+            counters = server.counters()
+            os.killpg(server.process.pid, end)
+            server.process.wait(60)
+        finally:
+            server.close()
+        assert ids(answers) == wanted
+        return answers, counters
+
+    answers_of_a_new_server(signal.SIGTERM)
+    answers, counters = answers_of_a_new_server(signal.SIGKILL)
+    for answer, text in zip(answers, asked, strict=True):
+        length = answer["meta_info"]["prompt_tokens"]
+        assert cached(answer) >= (length - 1) // SEGMENT * SEGMENT, text[:40]
+    assert counters["cache_store_damaged"] == 0
+    flip_a_bit_of_every_file(folder)
+    answers, counters = answers_of_a_new_server(signal.SIGKILL)
+    assert max(map(cached, answers)) < SEGMENT
+    assert counters["cache_store_damaged"] > 0

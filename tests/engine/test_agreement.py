@@ -1,0 +1,400 @@
+"""Ranks that know different things reach the same plans; real gloo, forked ranks."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked_ranks import Ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.compression.budget import Budget
+from vericache_sglang.engine.agreement import Agreement
+from vericache_sglang.engine.common_host import CommonHost
+from vericache_sglang.engine.reloads import Progress
+from vericache_sglang.engine.sampling.profile import Profile, Rule
+from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.memory.arena import Arena
+from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
+from vericache_sglang.scheduling.plan import (
+    Offload,
+    Park,
+    Pin,
+    Plan,
+    Residency,
+    Shape,
+    Split,
+    Verify,
+    World,
+)
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.scheduling.settings import RuntimeSettings
+
+FAILED, TRAVELLING, ARRIVED = Progress
+SIZE = Budget(10, 3, 0, 0)
+"""7 slots of complement, 3 exact tokens."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Three ranks: with two, a mean or a least of the first two would pass."""
+    three = Ranks(3, tmp_path_factory.mktemp("ranks"))
+    yield three
+    three.close()
+
+
+def agreed(group, measured=None, **more):
+    return Agreement(measured or Estimates(), group, most_reloads=8, **more)
+
+
+# -- what is agreed on ----------------------------------------------------------
+
+
+def hear(group, rank, host_slots, reloads):
+    agreement = agreed(group)
+    heard = agreement.hear(host_slots[rank], reloads[rank])
+    return heard.host_slots, heard.reloads
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 6).flatmap(
+        lambda count: st.lists(
+            st.lists(st.sampled_from(Progress), min_size=count, max_size=count),
+            min_size=3,
+            max_size=3,
+        )
+    ),
+    st.lists(st.integers(0, 10**12), min_size=3, max_size=3),
+)
+def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, reloads, host_slots):
+    """Arrived on all, failed on any; room is what the fullest rank has."""
+    wanted = []
+    for each in zip(*reloads, strict=True):
+        if any(one is FAILED for one in each):
+            wanted.append(FAILED)
+        elif all(one is ARRIVED for one in each):
+            wanted.append(ARRIVED)
+        else:
+            wanted.append(TRAVELLING)
+    answers = ranks.call(hear, host_slots, reloads)
+    assert answers == [(min(host_slots), tuple(wanted))] * 3
+
+
+def measure(group, rank):
+    """Measure something else on every rank; return what is planned by, and by whom."""
+    start = Coefficients(*(value * (rank + 1) for value in (1e-3, 1e-5, 1e-7, 1e-9)))
+    measured = Estimates(iteration=IterationModel(start))
+    measured.link.observe(10**7, 1e-3 * (rank + 1), "in")
+    measured.link.observe(10**3, 1e-5 * (rank + 1), "out")
+    measured.split_s.observe(1e-5 * (rank + 1))
+    measured.iteration.iteration_s.observe(0.02 * (rank + 1))
+    agreement = agreed(group, measured)
+    before = agreement.estimates.report()
+    agreement.hear(1, [])
+    return before, agreement.estimates.report(), measured.report()
+
+
+def test_every_rank_plans_by_what_rank_0_measured(ranks):
+    answers = ranks.call(measure)
+    first = answers[0][2]
+    assert [told for _, told, _ in answers] == [first] * 3
+    assert first["iteration_base_s"] == 1e-3
+    assert first["iteration_s"] == 0.02
+    assert first["link_in_large_bytes_per_s"] == pytest.approx(1e10)
+    assert first["link_out_small_bytes_per_s"] == pytest.approx(1e8)
+    assert first["split_s_per_token"] == 1e-5
+    for before, told, measured in answers[1:]:
+        assert before != told
+        assert measured != told, "their own measurements went on"
+
+
+def test_a_rank_that_is_alone_plans_by_what_it_measures():
+    measured = Estimates()
+    alone = Agreement(measured, strict=True)
+    assert alone.estimates is measured
+    assert alone.leads
+    heard = alone.hear(7, [ARRIVED, TRAVELLING])
+    assert (heard.host_slots, heard.reloads) == (7, (ARRIVED, TRAVELLING))
+    assert (alone.first(3.5), alone.mean(2.5), alone.most(4)) == (3.5, 2.5, 4)
+    assert alone.every(True)
+    assert not alone.every(False)
+
+
+def combine(group, rank):
+    agreement = agreed(group)
+    values = (0.25, 0.5, 0.125)
+    assert agreement.leads is (rank == 0)
+    return (
+        agreement.first(values[rank]),
+        agreement.mean(values[rank]),
+        agreement.most((4, 9, 2)[rank]),
+        agreement.every(rank != 1),
+        agreement.every(True),
+    )
+
+
+def test_single_values_are_combined(ranks):
+    assert ranks.call(combine) == [(0.25, 0.875 / 3, 9, False, True)] * 3
+
+
+def test_ranks_with_other_reloads_are_found_out(ranks):
+    answers = ranks.call(hear, (1, 1, 1), ([ARRIVED], [ARRIVED], []))
+    assert all(isinstance(answer, InvariantError) for answer in answers)
+
+
+def compare_plans(group, rank, lengths, strict):
+    world = World(free_slots=1, host_slots=1, rows=1)
+    rows = {"a": Verify("a")} if lengths[rank] else {}
+    plan = Plan(iteration=17, stage_ins=(), rows=rows, moves=())
+    agreed(group, strict=strict).check(world, plan)
+
+
+def test_plans_are_compared_under_the_strict_checks_only(ranks):
+    assert ranks.call(compare_plans, (1, 1, 1), True) == [None] * 3
+    assert ranks.call(compare_plans, (1, 0, 1), False) == [None] * 3
+    for error in ranks.call(compare_plans, (1, 0, 1), True):
+        assert isinstance(error, InvariantError)
+        assert "plan differently in iteration 17" in str(error)
+
+
+def draw(group, rank):
+    """Return the keys of a request that drew one, again, and of ones that did not."""
+    agreement = agreed(group)
+    keys = []
+    for rule, seed in (
+        (Rule.COUPLED, None),
+        (Rule.COUPLED, None),
+        (Rule.REJECTION, None),
+        (Rule.COUPLED, 5),
+        (Rule.SEEDED, None),
+        (Rule.GREEDY, None),
+    ):
+        state = SimpleNamespace(
+            rid="a",
+            req=SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)),
+            profile=Profile(rule, seed=1000 + rank),
+        )
+        agreement.same_noise(state)
+        assert state.profile.rule is rule
+        keys.append(state.profile.seed)
+    return keys
+
+
+def test_unseeded_noise_is_the_same_on_every_rank_and_new_each_time(ranks):
+    answers = ranks.call(draw)
+    drawn = answers[0][:3]
+    assert [answer[:3] for answer in answers] == [drawn] * 3
+    assert len(set(drawn)) == 3
+    assert [answer[3:] for answer in answers] == [[1000 + r] * 3 for r in range(3)]
+    assert ranks.call(draw)[0][:3] != drawn, "another server draws other noise"
+
+
+# -- host memory ----------------------------------------------------------------
+
+
+def store(budget=10**6):
+    geometry = KVGeometry(
+        layers=2, kv_heads=1, head_dim=4, v_head_dim=4, element_bytes=4, page_size=1
+    )
+    return HostStore(geometry, torch.float32, Arena(budget, pinned=False))
+
+
+def filled(host, rid, content):
+    complement = host.open(rid, SIZE)
+    complement.keys.fill_(content)
+    complement.values.fill_(content)
+    complement.kept.zero_()
+    for layer in range(complement.layers):
+        complement.seal(layer)
+    return complement
+
+
+def share_all(group, rank, contents):
+    """Save one complement after the other; return what each refers to."""
+    host = store()
+    common = CommonHost(agreed(group), host, lambda state: SIZE)
+    names = {}
+    for rid, content in enumerate(contents):
+        if content is None:
+            common.forget("0")
+            host.drop("0")
+            names.pop("0")
+            continue
+        filled(host, str(rid), content[rank])
+        common.share(str(rid))
+        names[str(rid)] = host.group_of(str(rid))
+    return names
+
+
+def test_complements_are_shared_where_every_rank_has_them_equal(ranks):
+    one, two, mixed = (1, 1, 1), (2, 2, 2), (1, 1, 3)
+    answers = ranks.call(share_all, [one, two, one, mixed, mixed, two])
+    assert answers == [answers[0]] * 3
+    groups = answers[0]
+    assert groups["2"] == groups["0"]
+    assert groups["5"] == groups["1"]
+    assert groups["3"] not in (groups["0"], groups["1"]), "equal on two ranks only"
+    # Equal to two groups on ranks 0 and 1, to the later one on rank 2: not taken.
+    assert groups["4"] not in (groups["0"], groups["3"])
+
+
+def test_a_complement_that_left_is_shared_with_nobody(ranks):
+    one = (1, 1, 1)
+    answers = ranks.call(share_all, [one, None, one, one])
+    assert answers == [answers[0]] * 3
+    assert answers[0]["2"] == answers[0]["3"]
+
+
+def share_damaged(group, rank, damaged_on):
+    """Save two equal complements; a bit of the first flips before the second comes."""
+    host = store()
+    common = CommonHost(agreed(group), host, lambda state: SIZE)
+    first = filled(host, "0", 1.0)
+    common.share("0")
+    if rank == damaged_on:
+        first.keys[0, 0, 0, 0] = 2.0
+    filled(host, "1", 1.0)
+    common.share("1")
+    return host.group_of("0") == host.group_of("1")
+
+
+def test_bytes_are_compared_on_every_rank_before_they_are_shared(ranks):
+    assert ranks.call(share_damaged, None) == [True] * 3
+    assert ranks.call(share_damaged, 1) == [False] * 3
+
+
+ALIKE = (0, 0, 0), (0, 0, 1), (0, 1, 0)
+"""Contents by rank: equal on some ranks, on others not."""
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(ALIKE), min_size=2, max_size=8))
+def test_whatever_is_equal_where_the_ranks_share_the_same(ranks, contents):
+    answers = ranks.call(share_all, contents)
+    assert answers == [answers[0]] * 3
+    for a, one in enumerate(contents):
+        for b, other in enumerate(contents):
+            if answers[0][str(a)] == answers[0][str(b)]:
+                assert one == other
+
+
+def ask(group, rank, kind, fault_on):
+    """Ask for a move that rank ``fault_on`` cannot make."""
+    full = store(budget=64) if kind == "room" and rank == fault_on else store()
+    common = CommonHost(agreed(group), full, lambda state: SIZE)
+    state = SimpleNamespace(rid="a", parts=None, row_length=10, drafts=[])
+    if kind == "room":
+        moves = Split("a", Residency.HOST), Offload("a"), Park("a")
+        return [common.permits(move, state) for move in moves]
+    complement = filled(full, "a", 1.0)
+    if rank == fault_on:
+        complement.keys[1, 3, 0, 2] = 2.0
+    joins = common.joins(state)
+    try:
+        return joins, common.permits(Pin("a"), state)
+    except TransferError as error:
+        return joins, str(error)
+
+
+@pytest.mark.parametrize("fault_on", [None, 0, 2])
+def test_a_move_is_made_by_all_ranks_or_by_none(ranks, fault_on):
+    fine = fault_on is None
+    assert ranks.call(ask, "room", fault_on) == [[fine] * 3] * 3
+    damaged = (False, "a rank's host copy is damaged")
+    wanted = (True, True) if fine else damaged
+    assert ranks.call(ask, "damage", fault_on) == [wanted] * 3
+
+
+def fail_alone(group, rank):
+    with agreed(group).carried_out():
+        raise TransferError("a layer is gone")
+
+
+def test_a_move_that_fails_after_all_were_asked_ends_the_server(ranks):
+    for error in ranks.call(fail_alone):
+        assert isinstance(error, InvariantError)
+        assert "a layer is gone" in str(error)
+    with pytest.raises(TransferError), Agreement(Estimates()).carried_out():
+        raise TransferError("alone, the request is prefilled again")
+
+
+# -- the runtime on top -----------------------------------------------------------
+
+
+def serve(group, rank, seed, listens):
+    """Run the scheduler over a machine that is another one on every rank."""
+    shared, own = Random(seed), Random(1000 * seed + rank)
+    agreement = agreed(group) if listens else Agreement(Estimates())
+    measured = agreement.measured
+    agreement.hear(10**6, [])
+    config = RuntimeSettings(
+        residency="host",
+        draft_length=6,
+        max_verifies=2,
+        staging_slots=700,
+        token_bytes=2048,
+    )
+    runtime = Runtime(config, agreement.estimates)
+    plans, coming = [], {}
+    for iteration in range(60):
+        if iteration % 6 == 0 and len(runtime.tracks) < 6:
+            runtime.arrive(
+                Shape(
+                    rid=str(iteration), prompt=400, kept=100, dropped=300, remaining=99
+                )
+            )
+        seen = []
+        for rid, wait in coming.items():
+            if own.random() < 0.03 and not runtime.gives_up(rid):
+                seen.append(FAILED)
+            else:
+                seen.append(ARRIVED if wait <= 0 else TRAVELLING)
+        measured.iteration.iteration_s.observe(own.uniform(0.5e-3, 20e-3))
+        measured.link.observe(10**6, own.uniform(1e-4, 1e-2), "in")
+        heard = agreement.hear(own.randrange(10**5, 10**6), seen)
+        progress = dict(zip(coming, heard.reloads, strict=True))
+        at = {
+            state: [r for r, p in progress.items() if p == state] for state in Progress
+        }
+        coming = {rid: coming[rid] - 1 for rid in at[TRAVELLING]}
+        world = World(
+            free_slots=10**5,
+            host_slots=heard.host_slots,
+            rows=max(1, len(runtime.tracks)),
+            arrived=tuple(at[ARRIVED]),
+            failed=tuple(at[FAILED]),
+        )
+        plan = runtime.plan(world)
+        for stage_in in plan.stage_ins:
+            coming[stage_in.rid] = own.randrange(4)
+        for rid, action in plan.rows.items():
+            if isinstance(action, Verify):
+                drafted = runtime.tracks[rid].drafts
+                runtime.verified(rid, drafted, shared.randint(1, drafted + 1))
+        for move in plan.moves:
+            runtime.moved(move)
+        for rid in [r for r, track in runtime.tracks.items() if track.remaining <= 0]:
+            runtime.leave(rid)
+            coming.pop(rid, None)
+        plans.append(f"{world} {plan}")
+    return plans
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6))
+def test_plans_are_the_same_however_the_ranks_differ(ranks, seed):
+    answers = ranks.call(serve, seed, True)
+    assert answers[0] == answers[1] == answers[2]
+    assert sum("StageIn" in plan for plan in answers[0]) >= 5
+    assert sum("Verify" in plan for plan in answers[0]) >= 5
+
+
+def test_without_the_exchange_the_plans_part(ranks):
+    """Or the test above would prove nothing."""
+    answers = ranks.call(serve, 1, False)
+    assert answers[0] != answers[1]

@@ -1,0 +1,238 @@
+"""Victims of random trees against the definitions written out, segment by segment."""
+
+from math import exp, inf
+
+import pytest
+from forest import EXACT, HALF_LIFE_S, TIERS, after_of, apply, chain_of, forests, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.tiers.cost import victims
+from vericache_sglang.tiers.index import SegmentIndex
+from vericache_sglang.tiers.segment import Part, Tier
+
+EVERYTHING = 1 << 60
+
+
+class Plain:
+    """The cost model by its definitions; every figure is computed anew when asked."""
+
+    def __init__(self, index, tier, now):
+        self.index, self.tier, self.now = index, tier, now
+        self.order = {each.name: place for place, each in enumerate(index.segments())}
+
+    def here(self, name):
+        parts = self.index.get(name).content.parts
+        return {part: held for part, held in parts if held.tier is self.tier}
+
+    def uses(self, name):
+        segment = self.index.get(name)
+        own = segment.uses * 0.5 ** ((self.now - segment.last_use) / HALF_LIFE_S)
+        return max([own, *map(self.uses, self.index.children(name))])
+
+    def chance(self, name):
+        return 1.0 - exp(-self.uses(name))
+
+    def fetch(self, name, part, tier):
+        content = self.index.get(name).content
+        nbytes = content.held(part).nbytes
+        if tier is Tier.DEVICE:
+            return 0.0
+        if tier is Tier.GONE:
+            return inf
+        seconds = nbytes / 1024
+        if part is Part.DRAFT or content.draft is None:
+            seconds += nbytes / 2048
+        if tier is Tier.STORE:
+            seconds += 0.125 + nbytes / 512
+        return seconds
+
+    def own(self, name):
+        """Return what restoring the segment saves, times its chance."""
+        segment = self.index.get(name)
+        squares = segment.end**2 - segment.start**2
+        saved = segment.content.tokens / 128 + squares / 2**20
+        for part, held in segment.content.parts:
+            saved -= self.fetch(name, part, held.tier)
+        return self.chance(name) * saved
+
+    def worth(self, name):
+        return max(0.0, self.own(name) + sum(map(self.worth, self.children(name))))
+
+    def children(self, name):
+        return self.index.children(name)
+
+    def pays(self, name):
+        if name is None:
+            return True
+        segment = self.index.get(name)
+        return (
+            segment is not None and self.worth(name) > 0 and self.pays(segment.parent)
+        )
+
+    def stays(self, name):
+        return self.index.get(name).pins or not self.here(name)
+
+    def loss_of_all(self, name):
+        """Return what is lost with a segment once what leaves before it has left."""
+        after = [child for child in self.children(name) if self.stays(child)]
+        after = [child for child in after if self.worth(child) > 0]
+        return max(0.0, self.own(name) + sum(map(self.loss_of_all, after)))
+
+    def choices(self, name):
+        """Return (parts, target, loss) of what can leave the tier."""
+        found, together = [], tuple(self.here(name))
+        for part in together:
+            for lower in map(Tier, range(self.tier + 1, Tier.GONE)):
+                now = self.fetch(name, part, self.tier)
+                loss = self.chance(name) * (self.fetch(name, part, lower) - now)
+                if self.pays(name) and loss < self.worth(name):
+                    found.append(((part,), lower, loss))
+                    break
+            else:
+                loss = self.loss_of_all(name) if self.pays(name) else 0.0
+                return [(together, Tier.GONE, loss)]
+        return found
+
+    def ranked(self):
+        """Return all choices by their keys; of equals the deepest first."""
+        names = [each.name for each in self.index.segments()]
+        choices = [(name, *choice) for name in names for choice in self.offers(name)]
+        return sorted(choices, key=self.rank)
+
+    def offers(self, name):
+        if self.index.get(name).pins or not self.here(name):
+            return []
+        return self.choices(name)
+
+    def rank(self, choice):
+        name, parts, *_ = choice
+        start, order = self.index.get(name).start, self.order[name]
+        return self.key(*choice), -start, order, parts[0] is Part.DRAFT
+
+    def key(self, name, parts, target, loss):
+        """Return the largest loss per byte of a choice and all that go before it."""
+        keys = [loss / sum(self.here(name)[part].nbytes for part in parts)]
+        kinds = set(Part) if target is Tier.GONE else set(parts)
+        for other in after_of(self.index, name):
+            if self.index.get(other).pins and kinds & set(self.here(other)):
+                return inf
+            for choice in self.offers(other):
+                if kinds & set(choice[0]):
+                    keys.append(self.key(other, *choice))
+        return max(keys)
+
+
+@settings(max_examples=60)
+@given(forests(), TIERS)
+def test_moves_are_those_of_the_definitions_in_their_order(forest, tier):
+    index, now = forest
+    got = victims(index, tier, EVERYTHING, now, EXACT)
+    want = [
+        (name, part, target)
+        for name, parts, target, _ in Plain(index, tier, now).ranked()
+        for part in everything_of(index, name, parts, target)
+    ]
+    assert [(move.name, move.part, move.target) for move in got] == want
+    losses = [loss for *_, loss in Plain(index, tier, now).ranked() if loss]
+    assert [move.loss_s for move in got if move.loss_s] == pytest.approx(losses)
+
+
+def everything_of(index, name, parts, target):
+    if target is not Tier.GONE:
+        return parts
+    parts = index.get(name).content.parts
+    return [part for part, held in parts if held.tier is not Tier.GONE]
+
+
+@settings(max_examples=60)
+@given(forests(), TIERS, st.integers(1, 20_000))
+def test_enough_is_freed_and_no_move_more_than_needed(forest, tier, nbytes):
+    index, now = forest
+    moves = victims(index, tier, nbytes, now, EXACT)
+    freed = [
+        index.get(move.name).content.held(move.part).nbytes
+        for move in moves
+        if move.source is tier
+    ]
+    left = [
+        part
+        for segment in index.segments()
+        if not segment.pins
+        for part, held in segment.content.parts
+        if held.tier is tier
+    ]
+    assert len(left) == len(freed) or sum(freed) >= nbytes
+    segments = list(dict.fromkeys(move.name for move in moves))
+    last = [
+        index.get(move.name).content.held(move.part).nbytes
+        for move in moves
+        if move.source is tier and move.name == segments[-1]
+    ]
+    assert not moves or sum(freed) - sum(last) < nbytes
+    before = index.total(tier).nbytes
+    apply(index, moves)
+    index.check()
+    assert index.total(tier).nbytes == before - sum(freed)
+
+
+@settings(max_examples=60)
+@given(forests(), TIERS, st.integers(1, 20_000))
+def test_no_segment_leaves_while_one_that_follows_it_stays(forest, tier, nbytes):
+    index, now = forest
+    moves = victims(index, tier, nbytes, now, EXACT)
+    moved = {(move.name, move.part) for move in moves}
+    stranding = 0
+    for move in moves:
+        assert not index.get(move.name).pins
+        assert move.target > move.source
+        if move.source is not tier:
+            continue
+        for name in after_of(index, move.name):
+            for part, held in index.get(name).content.parts:
+                bound = move.target is Tier.GONE or part is move.part
+                if held.tier is tier and bound and (name, part) not in moved:
+                    stranding += 1
+                    blocked = [name, *after_of(index, name)]
+                    assert any(index.get(each).pins for each in blocked)
+    if stranding:
+        # Nothing else was left: every part without a pinned one after it has gone.
+        for segment in index.segments():
+            pinned = [index.get(name).pins for name in after_of(index, segment.name)]
+            if not segment.pins and not any(pinned):
+                for part, held in segment.content.parts:
+                    assert held.tier is not tier or (segment.name, part) in moved
+
+
+def test_what_a_pinned_segment_follows_leaves_when_nothing_else_does():
+    index = SegmentIndex(HALF_LIFE_S)
+    names = chain_of(index, [whole(1024, Tier.HOST)] * 3, now=0.0)
+    (hot,) = chain_of(index, [whole(1024, Tier.HOST)], now=100.0, name="hot")
+    index.touch([hot] * 50, 100.0)
+    index.pin([names[2]])
+    moves = victims(index, Tier.HOST, EVERYTHING, 100.0, EXACT)
+    assert [move.name for move in moves] == [hot, names[1], names[0]]
+
+
+def test_a_stranded_segment_costs_nothing_and_goes_at_once():
+    index = SegmentIndex(HALF_LIFE_S)
+    names = chain_of(index, [whole(1024, Tier.DEVICE)] * 3)
+    chain_of(index, [whole(1024, Tier.DEVICE)], name="cold", now=0.0)
+    index.touch(names * 9, 50.0)
+    index.drop(names[0], strand=True)
+    moves = victims(index, Tier.DEVICE, 2048, 50.0, EXACT)
+    assert [(move.name, move.target, move.loss_s) for move in moves] == [
+        (names[2], Tier.GONE, 0.0),
+        (names[1], Tier.GONE, 0.0),
+    ]
+
+
+def test_nothing_is_chosen_when_nothing_is_needed():
+    index = SegmentIndex()
+    assert victims(index, Tier.DEVICE, 1, 0.0, EXACT) == []
+    chain_of(index, [whole(1024, Tier.DEVICE)])
+    assert victims(index, Tier.DEVICE, 0, 0.0, EXACT) == []
+    assert victims(index, Tier.HOST, 1, 0.0, EXACT) == []
+    with pytest.raises(InvariantError, match="GONE"):
+        victims(index, Tier.GONE, 1, 0.0, EXACT)

@@ -1,0 +1,354 @@
+"""Cached prefixes below SGLang's tree: what is where, and what gives way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vericache_sglang.engine.segment_copies import joined
+from vericache_sglang.engine.segment_room import SegmentRoom
+from vericache_sglang.engine.stored_segments import store_report
+from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.store.keys import segment_names
+from vericache_sglang.store.tally import StoreCounters
+from vericache_sglang.tiers.index import SegmentIndex
+from vericache_sglang.tiers.segment import Part, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from vericache_sglang.engine.places import Places
+    from vericache_sglang.engine.segment_copies import SegmentCopies
+    from vericache_sglang.engine.segment_room import Identity
+    from vericache_sglang.engine.stored_segments import (
+        Found,
+        Namespace,
+        StoredSegments,
+        Tokens,
+    )
+    from vericache_sglang.tiers.prices import Prices
+
+
+NO_STORE = StoreCounters()
+"""What is reported where there is none."""
+
+logger = logging.getLogger(__name__)
+
+
+class CachedSegments(SegmentRoom):
+    """Whole segments: by name those of the radix tree, and what left it.
+
+    A segment on the device is the radix tree's; only its slots are known here, so that
+    an eviction that cuts into it is noticed. What left can be brought back from its
+    copies, for the radix tree or for a request that drafts.
+
+    Args:
+        copies: Where they are, off the tree.
+        places: Pool and geometry.
+        identity: What other servers' segments differ in.
+        free: Gives slots of draft parts back to SGLang.
+        prices: Returns what moves and prefills cost now.
+
+    Attributes:
+        active: There is a radix tree that fills it.
+        splits: Segments are split, and then stored in two parts.
+        stored: What the store has; None without a store.
+        reprefill_tail: Last tokens of every prompt that are to run again.
+    """
+
+    def __init__(
+        self,
+        copies: SegmentCopies,
+        places: Places,
+        identity: Identity,
+        free: Callable[[torch.Tensor], None],
+        prices: Callable[[], Prices],
+        reprefill_tail: int = 0,
+    ) -> None:
+        super().__init__(copies, places, identity, free, prices)
+        self.active = False
+        self.splits = False
+        self.stored: StoredSegments | None = None
+        self.reprefill_tail = reprefill_tail
+
+    # -- names, and how far they reach ----------------------------------------
+
+    def names(self, namespace: Namespace, tokens: Tokens) -> list[str]:
+        """Return the names of the whole segments of a text.
+
+        Args:
+            namespace: What requests must have in common to share KV.
+            tokens: Token ids from the beginning.
+        """
+        return segment_names(self._identity.model, namespace, tokens, SEGMENT)
+
+    def reach(self, names: Sequence[str], start: int) -> int:
+        """Return the token up to which a text can be brought back.
+
+        Args:
+            names: Of its whole segments.
+            start: Tokens the device has; the first segment may be cut by it.
+        """
+        stop = first = start // SEGMENT
+        while stop < len(names) and self._trusted(names[stop]):
+            stop += 1
+        return stop * SEGMENT if stop > first else start
+
+    # -- the radix tree tells -------------------------------------------------
+
+    def register(
+        self,
+        names: Sequence[str],
+        slots: torch.Tensor,
+        namespace: Namespace,
+        tokens: Tokens,
+    ) -> None:
+        """Name a prefix that the tree owns now.
+
+        Args:
+            names: Of its whole segments.
+            slots: [T] integers, its tokens in order; at least those segments.
+            namespace: What requests must have in common to share KV.
+            tokens: Token ids from the beginning, as many.
+        """
+        self._slots.enter(names, slots)
+        if self.stored is not None:
+            self.stored.describe(names, namespace, tokens)
+            if not self.splits:
+                for at, name in enumerate(names):
+                    self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
+        now = time.monotonic()
+        for at, name in enumerate(names):
+            if name in self._index:
+                self._index.touch([name], now)
+            else:
+                parent = names[at - 1] if at else None
+                self._index.add(name, parent, self._on_device, now)
+
+    def leaving(self, slots: torch.Tensor) -> None:
+        """Copy the segments to the host that are about to lose a slot of the device."""
+        for name, _, own in self._slots.leave(slots):
+            self.counters.evicted_device_tokens += SEGMENT
+            self._write(name, own)
+            if self.copies.restorable(name) or name in self.complements:
+                self._catch_up(name)
+                continue
+            if name not in self._index:
+                continue
+            self._index.pin([name])
+            saved = self._with_room(partial(self._save, name, own))
+            self._index.unpin([name])
+            if saved is None:
+                self.counters.refused_segments += 1
+                self.forget(name)
+            elif name in self.complements:
+                self.settle([name])
+            else:
+                self._index.place(name, Part.COMPLEMENT, Tier.HOST)
+
+    def _catch_up(self, name: str) -> None:
+        """Have the index say where a segment is that has just left the device."""
+        segment = self._index.get(name)
+        if segment is None or segment.pins:
+            return
+        if segment.content.complement.tier is Tier.DEVICE:
+            if self.copies.has_whole(name):
+                self._index.place(name, Part.COMPLEMENT, Tier.HOST)
+            else:
+                self.settle([name])
+
+    def forget(self, name: str) -> None:
+        """See ``SegmentRoom.forget``; what it stands for is forgotten too."""
+        super().forget(name)
+        if self.stored is not None and name not in self._slots:
+            self.stored.forget(name)
+
+    def keep(
+        self,
+        names: Sequence[str],
+        first: int,
+        slots: torch.Tensor,
+        namespace: Namespace,
+        tokens: Tokens,
+    ) -> None:
+        """Copy segments to the host that the tree does not get.
+
+        Args:
+            names: Of a text's whole segments.
+            first: The first of them that is new.
+            slots: [n] int64, the new ones' tokens in order.
+            namespace: What requests must have in common to share KV.
+            tokens: Token ids from the beginning.
+        """
+        if self.stored is not None:
+            self.stored.describe(names, namespace, tokens)
+        for at in range(first, len(names)):
+            name, parent = names[at], names[at - 1] if at else None
+            if self.copies.restorable(name):
+                continue
+            if parent is not None and parent not in self._index:
+                return
+            own = slots[(at - first) * SEGMENT : (at - first + 1) * SEGMENT]
+            if self._with_room(partial(self._save, name, own)) is None:
+                return
+            self._index.add(name, parent, self._on_host, time.monotonic())
+            self._write(name, own)
+
+    def _write(self, name: str, slots: torch.Tensor) -> None:
+        """Have a segment written to the store, where it is not."""
+        if self.stored is not None and self.stored.wants(name):
+            self.stored.write_whole(name, self.copies.read(slots))
+
+    def take_in(self, name: str, parent: str | None, found: Found) -> bool:
+        """Take in what the store had of a segment.
+
+        Args:
+            name: The segment.
+            parent: The one before it, None for the first.
+            found: ``whole``, or ``draft`` and ``rest``.
+
+        Returns:
+            False without room, or where the one before it is not known.
+        """
+        if parent is not None and parent not in self._index:
+            return False
+        if self.copies.restorable(name):
+            return True
+        parts = {part: payload.tensors for part, payload in found.items()}
+        draft = found.get("draft")
+        if draft and draft.label.about.compressor == self._identity.compressor:
+            attempt = partial(
+                self.copies.take_split, name, parts["draft"], parts["rest"]
+            )
+            content = self._content(parts["draft"]["kept"].shape[2], Tier.HOST)
+        else:
+            whole = joined(parts["draft"], parts["rest"]) if draft else parts["whole"]
+            attempt = partial(self.copies.take_whole, name, whole)
+            content = self._on_host
+        taken = self._with_room(lambda: attempt() or None) is not None
+        if taken:
+            self._index.add(name, parent, content, time.monotonic())
+            self.counters.match_store_tokens += SEGMENT
+        return taken
+
+    def _save(self, name: str, slots: torch.Tensor) -> bool | None:
+        """Copy a segment to the host, without what a draft part holds of it.
+
+        Returns:
+            True, or None without room.
+        """
+        part = self.shelf.get(name)
+        if part is None:
+            return self.copies.save_whole(name, slots) or None
+        return self.copies.save_rest(name, part, slots) or None
+
+    # -- bringing back --------------------------------------------------------
+
+    def restore(
+        self, names: Sequence[str], start: int, slots: torch.Tensor
+    ) -> str | None:
+        """Write a text's tokens back into slots of the device.
+
+        Args:
+            names: Of the text's whole segments, kept back.
+            start: First token to write.
+            slots: [n] int64, one for each of the next tokens, ending with a segment.
+
+        Returns:
+            None, or the segment of which a copy is damaged: what was written into
+            ``slots`` means nothing then, and the segment is not restored again.
+        """
+        began = time.perf_counter()
+        at, stop = start, start + len(slots)
+        while at < stop:
+            end = min(stop, (at // SEGMENT + 1) * SEGMENT)
+            name, own = names[at // SEGMENT], slots[at - start : end - start]
+            try:
+                self.copies.restore(name, at % SEGMENT, own)
+            except TransferError as error:
+                logger.error("VeriCache: a cached prefix is computed again: %s", error)
+                self.counters.checksum_failures += 1
+                self._distrusted.add(name)
+                return name
+            at = end
+        self.counters.note_restored(
+            len(slots), len(slots) * self._token_bytes, time.perf_counter() - began
+        )
+        return None
+
+    # -- what is split now -------------------------------------------------------
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Record the segments that have a draft part and a complement now.
+
+        Copies on the host that say the same are given up.
+
+        Args:
+            names: Consecutive, nothing of them kept back.
+        """
+        now = time.monotonic()
+        for at, name in enumerate(names):
+            part, rest = self.shelf.get(name), self.complements.get(name)
+            if part is None or rest is None:
+                continue
+            known = self._index.get(name)
+            parent = known.parent if known else names[at - 1] if at else None
+            if parent is not None and parent not in self._index:
+                continue
+            content = self._content(len(part.slots), Tier.DEVICE)
+            self._index.add(name, parent, content, now)
+            if self.stored is not None and self.stored.wants_split(name):
+                parts = self.copies.read_parts(name)
+                if parts is not None:
+                    self.stored.write_split(name, *parts)
+            segment = self._index.get(name)
+            if segment is not None and not segment.pins:
+                self._index.place(name, Part.DRAFT, Tier.DEVICE)
+            self.copies.drop_copies(name)
+
+    def close(self) -> None:
+        """Write what is only on the device to the store, and wait for it."""
+        if self.stored is None:
+            return
+        for segment in self._slots.all():
+            self._write(segment.name, segment.slots)
+        self.stored.close()
+
+    def leave_store(self) -> None:
+        """Neither read nor write the store any more; what waits is still written."""
+        if self.stored is not None:
+            logger.warning("VeriCache: new weights, the store is not used any more")
+            self.stored.close()
+            self.stored = None
+
+    def clear(self) -> None:
+        """Forget everything; SGLang has taken back every slot, and nothing runs."""
+        for segment in list(self._index.segments()):
+            self.copies.drop_host(segment.name)
+        self.copies.clear()
+        self._index = SegmentIndex()
+        self._slots.clear()
+        self._distrusted.clear()
+
+    def report(self) -> dict[str, int | float]:
+        """Return what each tier holds, and the counters."""
+        host = self._index.total(Tier.HOST)
+        return {
+            "cache_segments": len(self._index),
+            "cache_device_tokens": len(self._slots) * SEGMENT,
+            "cache_draft_slots": self.shelf.used_slots + self.shelf.idle_slots,
+            "cache_draft_slots_used": self.shelf.used_slots,
+            "cache_host_tokens": host.tokens,
+            "cache_host_bytes": host.nbytes,
+            "cache_complement_bytes": self.complements.used_bytes,
+            **(self.stored.report() if self.stored else store_report(NO_STORE)),
+            **self.counters.report(),
+        }
+
+    def _trusted(self, name: str) -> bool:
+        return name not in self._distrusted and self.copies.restorable(name)

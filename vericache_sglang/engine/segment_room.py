@@ -1,0 +1,261 @@
+"""The index of cached segments: who uses them, and which give way."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vericache_sglang.engine.segment_slots import SegmentSlots
+from vericache_sglang.engine.tier_counters import TierCounters
+from vericache_sglang.errors import TransferError
+from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.tiers.cost import victims
+from vericache_sglang.tiers.index import SegmentIndex
+from vericache_sglang.tiers.segment import Content, Held, Part, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from vericache_sglang.engine.places import Places
+    from vericache_sglang.engine.segment_copies import SegmentCopies
+    from vericache_sglang.memory.complement import RawComplement
+    from vericache_sglang.store.keys import Fingerprint
+    from vericache_sglang.tiers.prices import Prices
+
+
+class Identity(NamedTuple):
+    """Whose segments these are.
+
+    Attributes:
+        model: What segments of other models differ in.
+        compressor: What draft parts of other settings differ in.
+    """
+
+    model: Fingerprint
+    compressor: str
+
+
+class SegmentRoom:
+    """Knows where every segment is, keeps what requests use, and makes room.
+
+    Args:
+        copies: Where segments are, off the radix tree.
+        places: Pool and geometry.
+        identity: What other servers' segments differ in.
+        free: Gives slots of draft parts back to SGLang.
+        prices: Returns what moves and prefills cost now.
+    """
+
+    def __init__(
+        self,
+        copies: SegmentCopies,
+        places: Places,
+        identity: Identity,
+        free: Callable[[torch.Tensor], None],
+        prices: Callable[[], Prices],
+    ) -> None:
+        self.copies = copies
+        self.shelf = copies.shelf
+        self.complements = copies.complements
+        self.counters = TierCounters()
+        self._token_bytes = places.geometry.token_bytes
+        self._identity = identity
+        self._prices = prices
+        self._free = free
+        self._index = SegmentIndex()
+        self._slots = SegmentSlots(len(places.pool.k_buffer[0]))
+        every = SEGMENT * self._token_bytes
+        self._on_device = Content(tokens=SEGMENT, complement=Held(every, Tier.DEVICE))
+        self._on_host = Content(tokens=SEGMENT, complement=Held(every, Tier.HOST))
+        self._distrusted: set[str] = set()
+        self._listing: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._referring: dict[str, tuple[str, ...]] = {}
+
+    @contextmanager
+    def kept_back(self, names: Sequence[str]) -> Iterator[None]:
+        """Keep what there is of segments where it is meanwhile."""
+        pinned = [name for name in names if name in self._index]
+        self._index.pin(pinned)
+        try:
+            with self.copies.kept_back(names):
+                yield
+        finally:
+            self._index.unpin(pinned)
+
+    # -- parts of running requests --------------------------------------------
+
+    def open_complements(
+        self, names: Sequence[str], slots: int, kept: int
+    ) -> dict[str, RawComplement] | None:
+        """Allocate complements of segments, to be filled by the caller.
+
+        Args:
+            names: Segments without one.
+            slots: Tokens of each that are not kept.
+            kept: Tokens of each that are.
+
+        Returns:
+            Them by name; None without room, and none was allocated.
+        """
+        opened: dict[str, RawComplement] = {}
+        for name in names:
+            found = self._open(name, slots, kept)
+            if found is None:
+                for other in opened:
+                    self.complements.drop(other)
+                return None
+            opened[name] = found
+        return opened
+
+    def _open(self, name: str, slots: int, kept: int) -> RawComplement | None:
+        for attempt in range(2):
+            try:
+                self._distrusted.discard(name)
+                return self.complements.open(name, slots, kept)
+            except TransferError:
+                if not attempt:
+                    self.make_room((slots + kept) * self._token_bytes)
+        return None
+
+    def use(self, rid: str, names: Sequence[str]) -> None:
+        """Have a request list the draft parts of segments, until ``stop_listing``."""
+        self.shelf.take(names)
+        split = tuple(name for name in names if self._is_split(name))
+        self._index.pin(split)
+        self._listing[rid] = tuple(names), split
+
+    def stop_listing(self, rid: str) -> None:
+        """End ``use``; nothing happens where there is none."""
+        names, split = self._listing.pop(rid, ((), ()))
+        self._index.unpin(split)
+        self.shelf.give(names)
+
+    def refer(self, rid: str, names: Sequence[str]) -> None:
+        """Have a request refer to the complements of segments, until ``release``."""
+        self.let_go(rid)
+        self.complements.hold(names)
+        self._referring[rid] = tuple(names)
+
+    def let_go(self, rid: str) -> None:
+        """End ``refer``; nothing happens where there is none."""
+        self.complements.let_go(self._referring.pop(rid, ()))
+
+    def release(self, rid: str) -> None:
+        """End all that a request holds; what the index lost meanwhile goes."""
+        names = {*self._listing.get(rid, ((), ()))[0], *self._referring.get(rid, ())}
+        self.stop_listing(rid)
+        self.let_go(rid)
+        for name in sorted(names):
+            if name not in self._index:
+                self.forget(name)
+
+    # -- giving way -----------------------------------------------------------
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of the host arena that nobody holds."""
+        return self.copies.evictable_bytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Have segments leave the host; running requests and newer ones need it.
+
+        Args:
+            nbytes: Bytes of the host arena that should become free.
+        """
+        now = time.monotonic()
+        moves = victims(self._index, Tier.HOST, nbytes, now, self._prices())
+        for name in dict.fromkeys(m.name for m in moves if m.source is Tier.HOST):
+            self.counters.evicted_host_tokens += SEGMENT
+            self.forget(name)
+
+    def evict_drafts(self, slots: int) -> int:
+        """Have draft parts that nobody lists leave the device.
+
+        Args:
+            slots: How many slots are needed.
+
+        Returns:
+            Slots that became free.
+        """
+        now, freed = time.monotonic(), 0
+        all_of_it = len(self._index) * SEGMENT * self._token_bytes + 1
+        moves = victims(self._index, Tier.DEVICE, all_of_it, now, self._prices())
+        order = [move.name for move in moves if move.part is Part.DRAFT]
+        known = set(order)
+        order = [n for n in self.shelf.idle() if n not in known] + order
+        for name in order:
+            if freed >= slots:
+                break
+            part = self.shelf.get(name)
+            if part is not None and not part.users:
+                freed += self._evict_draft(name)
+        return freed
+
+    def _evict_draft(self, name: str) -> int:
+        """Move one draft part to the host where its complement is, or let it go."""
+        slots = None
+        if self._is_split(name):
+            self._index.pin([name])
+            slots = self._with_room(lambda: self.copies.save_draft(name))
+            self._index.unpin([name])
+            if slots is None:
+                before = self.shelf.idle_slots
+                self.forget(name)
+                return before - self.shelf.idle_slots
+            self._index.place(name, Part.DRAFT, Tier.HOST)
+        else:
+            slots = self.shelf.remove(name).slots
+        self._free(slots)
+        return len(slots)
+
+    def _with_room(self, attempt: Callable[[], Any]) -> Any:
+        """Return what ``attempt`` does, tried again with more room if need be."""
+        nbytes = SEGMENT * self._token_bytes
+        short = self.copies.shortfall(nbytes)
+        if short:
+            self.make_room(short)
+        made = attempt()
+        if made is None:
+            self.make_room(nbytes)
+            made = attempt()
+        return made
+
+    def forget(self, name: str) -> None:
+        """Let all copies of a segment go that no request needs."""
+        part = self.shelf.get(name)
+        if part is not None and not part.users:
+            self._free(self.shelf.remove(name).slots)
+        self.copies.drop_host(name)
+        segment = self._index.get(name)
+        if segment is None:
+            return
+        self._index.drop(name, strand=True)
+        if name in self._slots and (
+            not segment.parent or segment.parent in self._index
+        ):
+            self._index.add(name, segment.parent, self._on_device, time.monotonic())
+
+    def check(self) -> None:
+        """Recount index and complements.
+
+        Raises:
+            InvariantError: Something does not add up.
+        """
+        self._index.check()
+        self.complements.check([n for names in self._referring.values() for n in names])
+
+    def _content(self, kept: int, draft: Tier) -> Content:
+        """Return the content of a split segment, its complement on the host."""
+        return Content(
+            tokens=SEGMENT,
+            complement=Held((SEGMENT - kept) * self._token_bytes, Tier.HOST),
+            draft=Held(kept * self._token_bytes, draft),
+            compressor=self._identity.compressor,
+        )
+
+    def _is_split(self, name: str) -> bool:
+        segment = self._index.get(name)
+        return segment is not None and segment.content.draft is not None

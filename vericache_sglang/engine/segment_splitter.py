@@ -1,0 +1,394 @@
+"""Splits prompts segment by segment, so that prompts with a common prefix share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_sglang.compression.budget import Budget, budget_for
+from vericache_sglang.engine.draft_shelf import DraftPart
+from vericache_sglang.engine.row_edit import (
+    allocate,
+    free,
+    leave_tree,
+    own_lock_covers,
+    relist,
+)
+from vericache_sglang.engine.segment_writer import Missing, SegmentWriter
+from vericache_sglang.engine.state import Layout, Parts, RequestState
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.memory.parked import gathered
+from vericache_sglang.memory.segmented import SegmentedComplement
+from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.scheduling.plan import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vericache_sglang.compression.base import Seen, Selector
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine.cached_segments import CachedSegments
+    from vericache_sglang.engine.places import Places
+    from vericache_sglang.memory.transfers import Transfer
+
+    Look = Callable[[int], Seen]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """Tokens behind the last segment that the tree owns and a row has to keep.
+
+    Attributes:
+        start: The first of them.
+        slots: How many, in whole pages.
+        blocks: Per layer their keys and values.
+    """
+
+    start: int
+    slots: int
+    blocks: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def put(self, places: Places, row: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Write them into slots of the row's own, and have it list those."""
+        for layer, (keys, values) in enumerate(self.blocks):
+            places.put(layer, fresh, keys, values)
+        row[self.start : self.start + self.slots] = fresh.to(row.dtype)
+
+
+class SegmentSplitter:
+    """Makes and lists the shared parts of prompts.
+
+    In every segment all heads keep equally many tokens, chosen by their scores in the
+    first prompt that was split there; what is behind the last whole segment stays as
+    it is. A segment's draft part lies on the shelf and its complement on the host, once
+    for all prompts that begin with it.
+
+    Args:
+        config: Compressor budget and protected tokens.
+        selector: Bound to the model; None: what it chooses is one request's only.
+        places: Pool, row table, host memory.
+        segments: What is known of cached prefixes.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        selector: Selector | None,
+        places: Places,
+        segments: CachedSegments,
+    ) -> None:
+        self._config = config
+        self._selector = selector
+        self._places = places
+        self._segments = segments
+        page = places.geometry.page_size
+        if selector is not None:
+            page *= selector.needs.token_align
+        self._each = budget_for(SEGMENT, config.keep, config.sink_tokens, 0, page)
+        self._writer = SegmentWriter(self._each, selector, places)
+
+    def budget(self, state: RequestState) -> Budget | None:
+        """Return the counts of a prompt; None: it has nothing to be shared."""
+        return self._counts(state.prompt) if self._segments.active else None
+
+    def takes(self, state: RequestState, budget: Budget) -> bool:
+        """Say whether these are the counts of a prompt that is split here."""
+        return budget == self.budget(state)
+
+    def known(self, state: RequestState) -> bool:
+        """Say whether it is chosen already what stays of a prompt."""
+        budget = self.budget(state)
+        if budget is None:
+            return False
+        shelf, host = self._segments.shelf, self._segments.complements
+        return all(name in shelf or name in host for name in self._names(state, budget))
+
+    def split(
+        self,
+        state: RequestState,
+        to: Residency,
+        tree_cache: Any,
+        budget: Budget,
+        look: Look,
+    ) -> tuple[bool, Transfer | None]:
+        """Split a prompt whose row is whole and whose prefill was processed.
+
+        Args:
+            state: The request.
+            to: Where its complement goes.
+            tree_cache: SGLang's prefix cache.
+            budget: Counts of its prompt.
+            look: What was collected of it.
+
+        Returns:
+            Whether it is split (False without room, and nothing changed), and the copy
+            to the host where one was needed.
+        """
+        names = self._names(state, budget)
+        if to is Residency.HOST:
+            return self._to_host(state, tree_cache, budget, names, look)
+        return self._on_device(state, tree_cache, budget, names, look), None
+
+    def _counts(self, prompt: int) -> Budget | None:
+        whole = (prompt - self._config.recent_tokens) // SEGMENT
+        each = self._each
+        if self._selector is None or prompt < self._config.min_prompt:
+            return None
+        if whole < 1 or not each.dropped:
+            return None
+        return Budget(whole * SEGMENT, whole * each.kept, each.sinks, 0)
+
+    def _names(self, state: RequestState, budget: Budget) -> list[str]:
+        count = budget.offered // SEGMENT
+        req = state.req
+        names: list[str] = getattr(req, "vericache_names", [])
+        if len(names) < count:
+            tokens = (req.origin_input_ids + req.output_ids)[: budget.offered]
+            names = self._segments.names((req.extra_key, req.cache_salt), tokens)
+        return names[:count]
+
+    def _to_host(
+        self,
+        state: RequestState,
+        tree_cache: Any,
+        budget: Budget,
+        names: Sequence[str],
+        look: Look,
+    ) -> tuple[bool, Transfer | None]:
+        """See ``Splitter.to_host``; only what no other prompt has brought is copied.
+
+        Returns:
+            Whether it is split, and the copy to the host where one was needed.
+        """
+        req, row = state.req, self._places.row(state)
+        body = row[: budget.offered].to(torch.int64).clone()
+        owned = req.kv.cache_protected_len
+        tail = self._tail(state, budget)
+        with self._segments.kept_back(names):
+            missing = self._missing(state, names, complements=True)
+            drafted = self._each.kept * sum(each.drafted for each in missing)
+            slots = drafted + tail.slots
+            fresh = allocate(tree_cache, slots)
+            if fresh is None and not own_lock_covers(req, tree_cache, slots):
+                return False, None
+            if not self._open_complements(missing):
+                free(tree_cache, body[:0] if fresh is None else fresh)
+                return False, None
+            if fresh is not None:
+                self._writer.place(missing, fresh[:drafted])
+            transfer = self._writer.write(state, missing, body, look)
+            leave_tree(req, tree_cache)
+            free(tree_cache, body[owned:])
+            if fresh is None:
+                fresh = self._taken_back(tree_cache, slots)
+                self._writer.put_waiting(missing, fresh[:drafted])
+            tail.put(self._places, row, fresh[drafted:])
+            self._shelve(missing)
+            self._segments.use(state.rid, names)
+            self._refer(state, names)
+        self._segments.settle(names)
+        head = self._enter(state, budget, names, Layout.KEPT)
+        relist(row, req.kv, budget.offered, head)
+        req.kv.cache_protected_len = len(head)
+        return True, transfer
+
+    def _on_device(
+        self,
+        state: RequestState,
+        tree_cache: Any,
+        budget: Budget,
+        names: Sequence[str],
+        look: Look,
+    ) -> bool:
+        """See ``Splitter.on_device``; the row stays whole, the draft part is shared."""
+        body = self._places.row(state)[: budget.offered].to(torch.int64).clone()
+        with self._segments.kept_back(names):
+            missing = self._missing(state, names, complements=False)
+            slots = self._each.kept * sum(each.drafted for each in missing)
+            fresh = allocate(tree_cache, slots)
+            if fresh is None:
+                return False
+            self._writer.place(missing, fresh)
+            self._writer.write(state, missing, body, look)
+            self._shelve(missing)
+            self._segments.use(state.rid, names)
+        self._segments.settle(names)
+        self._enter(state, budget, names, Layout.BESIDE)
+        return True
+
+    def offload(
+        self, state: RequestState, tree_cache: Any
+    ) -> tuple[bool, Transfer | None]:
+        """Bring the complements of a request's segments to the host, if they are not.
+
+        Args:
+            state: On the device, listing shared draft parts.
+            tree_cache: SGLang's prefix cache.
+
+        Returns:
+            Whether there was room, and the copy where one was needed.
+        """
+        parts = state.split
+        names, row = parts.segments, self._places.row(state)
+        body = row[: parts.budget.offered].to(torch.int64).clone()
+        tail = self._tail(state, parts.budget)
+        with self._segments.kept_back(names):
+            fresh = allocate(tree_cache, tail.slots)
+            if fresh is None:
+                return False, None
+            missing = self._missing(state, names, complements=True)
+            if not self._open_complements(missing):
+                free(tree_cache, fresh)
+                return False, None
+            tail.put(self._places, row, fresh)
+            if state.layout is Layout.PERMUTED:
+                transfer = self._writer.save_permuted(state, missing, body)
+            else:
+                transfer = self._writer.write(state, missing, body, None)
+            self._refer(state, names)
+        self._segments.settle(names)
+        return True, transfer
+
+    def finish(self, state: RequestState) -> None:
+        """Keep what a finished request adds to its prefix, as far as it fills segments.
+
+        Its row is not whole, so the radix tree does not take it.
+
+        Args:
+            state: On the host, listing shared draft parts.
+        """
+        parts, req = state.split, state.req
+        tokens = (req.origin_input_ids + req.output_ids)[: state.verified]
+        first = parts.budget.offered // SEGMENT
+        if not parts.insertable or len(tokens) // SEGMENT <= first:
+            return
+        namespace = (req.extra_key, req.cache_salt)
+        names = self._segments.names(namespace, tokens)
+        row = self._places.row(state)
+        added = row[parts.head : parts.head + (len(names) - first) * SEGMENT]
+        self._segments.keep(names, first, added.to(torch.int64), namespace, tokens)
+
+    def _tail(self, state: RequestState, budget: Budget) -> Tail:
+        """Read what the tree owns behind the last segment; the row needs its own."""
+        owned = state.req.kv.cache_protected_len
+        pool = self._places.pool
+        start = budget.offered
+        if state.layout is Layout.PERMUTED or owned <= start:
+            return Tail(start, 0, [])
+        slots = self._places.row(state)[start:owned].to(torch.int64).clone()
+        blocks = list(gathered(pool.k_buffer, pool.v_buffer, slots))
+        return Tail(start, len(slots), blocks)
+
+    def _taken_back(self, tree_cache: Any, slots: int) -> torch.Tensor:
+        """Take the slots that our own prompt has just left to the tree."""
+        fresh = allocate(tree_cache, slots)
+        if fresh is None:
+            raise InvariantError("a prompt's own slots are taken by somebody else")
+        return fresh
+
+    # -- what is missing ------------------------------------------------------
+
+    def _missing(
+        self, state: RequestState, names: Sequence[str], *, complements: bool
+    ) -> list[Missing]:
+        """Return what has to be made, in prompt order."""
+        found = []
+        shelf, host = self._segments.shelf, self._segments.complements
+        for at, name in enumerate(names):
+            part = shelf.get(name)
+            rest = complements and name not in host
+            if part is not None and not rest:
+                continue
+            kept = self._kept_of(name, part)
+            if kept is None:
+                kept = self._known(state, at)
+            found.append(
+                Missing(
+                    at=at,
+                    name=name,
+                    kept=self._blank() if kept is None else kept,
+                    chosen=kept is not None,
+                    drafted=part is None,
+                    wanted=rest,
+                )
+            )
+        return found
+
+    def _kept_of(self, name: str, part: DraftPart | None) -> torch.Tensor | None:
+        """Return what is kept of a segment by one of its parts, so that both fit."""
+        if part is not None:
+            return part.kept
+        rest = self._segments.complements.get(name)
+        return None if rest is None else rest.kept.clone()
+
+    def _known(self, state: RequestState, at: int) -> torch.Tensor | None:
+        """Return what a request kept of a segment when it was split before."""
+        if state.parts is None:
+            return None
+        n = self._each.kept
+        return state.parts.kept[:, :, at * n : (at + 1) * n] - at * SEGMENT
+
+    def _blank(self) -> torch.Tensor:
+        shape = (self._places.geometry.layers, self._places.geometry.kv_heads)
+        return torch.empty(*shape, self._each.kept, dtype=torch.int32)
+
+    def _open_complements(self, missing: list[Missing]) -> bool:
+        """Allocate host memory; on refusal nothing is allocated."""
+        opened = self._segments.open_complements(
+            [each.name for each in missing if each.wanted],
+            self._each.dropped,
+            self._each.kept,
+        )
+        if opened is None:
+            return False
+        for each in missing:
+            each.rest = opened.get(each.name)
+        return True
+
+    # -- what is entered where ------------------------------------------------
+
+    def _refer(self, state: RequestState, names: Sequence[str]) -> None:
+        """Have the complements of these segments be the request's."""
+        self._segments.refer(state.rid, names)
+        found = [self._segments.complements.get(name) for name in names]
+        whole = SegmentedComplement([each for each in found if each is not None])
+        # The last name stands for all of them.
+        self._places.host.adopt(state.rid, f"segments-{names[-1]}", whole)
+
+    def _shelve(self, missing: list[Missing]) -> None:
+        """Put new draft parts on the shelf."""
+        for each in missing:
+            if each.drafted and each.slots is not None:
+                part = DraftPart(each.slots, each.kept.contiguous())
+                self._segments.shelf.add(each.name, part)
+
+    def _enter(
+        self,
+        state: RequestState,
+        budget: Budget,
+        names: Sequence[str],
+        layout: Layout,
+    ) -> torch.Tensor:
+        """Record the split; return the slots of the draft part, [n] int64."""
+        parts = [self._segments.shelf.get(name) for name in names]
+        listed = [part for part in parts if part is not None]
+        kept = torch.cat(
+            [part.kept + i * SEGMENT for i, part in enumerate(listed)], dim=2
+        )
+        head = torch.cat([part.slots for part in listed])
+        known = state.parts
+        state.parts = Parts(
+            budget,
+            kept,
+            kept[:, :, :0],
+            layout,
+            not state.req.skip_radix_cache_insert,
+            noted=known.noted if known else [],
+            segments=tuple(names),
+            shelved=head,
+        )
+        # The row no longer lists token i at place i: the tree must not key it.
+        state.req.skip_radix_cache_insert = True
+        return head

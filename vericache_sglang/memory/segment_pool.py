@@ -1,0 +1,265 @@
+"""Tensors of cached prefixes in host memory, by name, each name with a checksum."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.memory.arena import layout
+from vericache_sglang.memory.free_spans import rounded
+from vericache_sglang.memory.splitting import as_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vericache_sglang.memory.arena import Arena, Extent
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One tensor of an entry, and its first byte in the entry's extent."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def of(self, extent: Extent) -> torch.Tensor:
+        """Return the tensor; a view."""
+        return extent.view(self.dtype, self.shape, self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """What one name keeps; ``damaged`` where a pin alone keeps it from being dropped.
+
+    ``checksum``: xxh3 (64 bits) of names, dtypes, shapes and bytes, in name order.
+    """
+
+    extent: Extent
+    fields: tuple[_Field, ...]
+    checksum: int = 0
+    pins: int = 0
+    damaged: bool = False
+
+
+class SegmentPool:
+    """Named groups of tensors in an arena that others use too.
+
+    It never evicts: ``put`` says that there is no room, and its caller knows what is
+    worth least. Not thread-safe: one loop is its only caller.
+
+    Args:
+        arena: Where the bytes come from.
+
+    Attributes:
+        checksum_failures: Entries whose bytes had changed when they were asked for.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.checksum_failures = 0
+        self._arena = arena
+        self._entries: dict[str, _Entry] = {}
+        self._used = 0
+        self._pinned = 0
+
+    def __contains__(self, name: object) -> bool:
+        """Say whether a name is here; a damaged one that is pinned is not."""
+        entry = self._entries.get(name) if isinstance(name, str) else None
+        return entry is not None and not entry.damaged
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes all entries take of the arena; O(1)."""
+        return self._used
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Of these, the ones no pin protects; O(1)."""
+        return self._used - self._pinned
+
+    @staticmethod
+    def bytes_for(tensors: Mapping[str, torch.Tensor]) -> int:
+        """Return the bytes of the arena that ``put`` takes for these tensors."""
+        return rounded(layout(tensor.nbytes for tensor in tensors.values())[1])
+
+    def room_for(self, nbytes: int) -> bool:
+        """Say whether a ``put`` of ``nbytes`` (see ``bytes_for``) would find room now.
+
+        What is not pinned may be moved to make it.
+        """
+        return self._arena.room_for(nbytes)
+
+    def shortfall(self, nbytes: int) -> int:
+        """Return the bytes to evict before a ``put``; see ``Arena.shortfall``."""
+        return self._arena.shortfall(nbytes)
+
+    def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy tensors in, bit by bit; those the name had before go.
+
+        Args:
+            name: Of the entry.
+            tensors: By field name; any dtype, shape, strides and device. Views of
+                the arena only where they are held.
+
+        Returns:
+            False when there is no room, also for both old and new ones; nothing
+            changed then.
+
+        Raises:
+            InvariantError: The name is pinned.
+        """
+        known = self._entries.get(name)
+        if known is not None and known.pins:
+            raise InvariantError(f"segment {name} is written while it is pinned")
+        names = sorted(tensors)
+        offsets, total = layout(tensors[field].nbytes for field in names)
+        extent = self._arena.take(total)
+        if extent is None:
+            return False
+        try:
+            fields = tuple(
+                _write(extent, offset, field, tensors[field].detach())
+                for field, offset in zip(names, offsets, strict=True)
+            )
+        except BaseException:
+            self._arena.give(extent)
+            raise
+        if known is not None:
+            self._remove(name)
+        entry = _Entry(extent, fields)
+        entry.checksum = _checksum(entry)
+        self._entries[name] = entry
+        self._used += extent.size
+        return True
+
+    def get(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return a name's tensors after checking every byte.
+
+        Returns:
+            Views, not to be written: good until the next call that may take bytes of
+            the arena, or for as long as the name is pinned. None when it is not here,
+            or its bytes changed: it is dropped then, if pinned with its last pin.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry.damaged:
+            return None
+        if _checksum(entry) != entry.checksum:
+            logger.warning("VeriCache: segment %s was damaged in host memory", name)
+            self.checksum_failures += 1
+            entry.damaged = True
+            if not entry.pins:
+                self._remove(name)
+            return None
+        return {field.name: field.of(entry.extent) for field in entry.fields}
+
+    def pin(self, name: str) -> None:
+        """Keep a name here, and its bytes where they are, until as many ``unpin``.
+
+        Raises:
+            InvariantError: It is not here.
+        """
+        entry = self._entry(name)
+        entry.extent.hold()
+        self._pinned += 0 if entry.pins else entry.extent.size
+        entry.pins += 1
+
+    def unpin(self, name: str) -> None:
+        """Take one ``pin`` back.
+
+        Raises:
+            InvariantError: It is not pinned.
+        """
+        entry = self._entry(name)
+        if not entry.pins:
+            raise InvariantError(f"segment {name} is unpinned more often than pinned")
+        entry.extent.release()
+        entry.pins -= 1
+        self._pinned -= 0 if entry.pins else entry.extent.size
+        if entry.damaged and not entry.pins:
+            self._remove(name)
+
+    def drop(self, name: str) -> int:
+        """Let a name go; nothing happens when it is not here.
+
+        Returns:
+            Bytes of the arena that became free.
+
+        Raises:
+            InvariantError: It is pinned.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            return 0
+        if entry.pins:
+            raise InvariantError(f"segment {name} is dropped while it is pinned")
+        return self._remove(name)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of the arena a name takes.
+
+        Raises:
+            InvariantError: It is not here.
+        """
+        return self._entry(name).extent.size
+
+    def names(self) -> list[str]:
+        """Return all names, those written first come first."""
+        return list(self._entries)
+
+    def check(self) -> None:
+        """Count everything anew; checksums are not read.
+
+        Raises:
+            InvariantError: A count is off.
+        """
+        entries = self._entries.values()
+        used = sum(entry.extent.size for entry in entries)
+        pinned = sum(entry.extent.size for entry in entries if entry.pins)
+        if (used, pinned) != (self._used, self._pinned):
+            raise InvariantError(
+                f"segments: {self._used} bytes and {self._pinned} pinned booked, "
+                f"{used} and {pinned} held"
+            )
+        for name, entry in self._entries.items():
+            if entry.extent.given or entry.extent.holds < entry.pins:
+                raise InvariantError(f"segment {name}: its bytes are not its own")
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise InvariantError(f"segment {name} is not in host memory")
+        return self._entries[name]
+
+    def _remove(self, name: str) -> int:
+        extent = self._entries.pop(name).extent
+        self._arena.give(extent)
+        self._used -= extent.size
+        return extent.size
+
+
+def _write(extent: Extent, offset: int, name: str, tensor: torch.Tensor) -> _Field:
+    field = _Field(name, tensor.dtype, tuple(tensor.shape), offset)
+    _bits(field.of(extent)).copy_(_bits(tensor))
+    return field
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View any tensor as integers; a copy of NaNs as floats may change them."""
+    return as_bits(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+
+
+def _checksum(entry: _Entry) -> int:
+    digest = xxhash.xxh3_64()
+    for field in entry.fields:
+        # repr of the tuple ends where it ends, so no two headers run together.
+        digest.update(repr((field.name, str(field.dtype), field.shape)).encode())
+        raw = field.of(entry.extent).reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().data)
+    return digest.intdigest()

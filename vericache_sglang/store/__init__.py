@@ -1,0 +1,1 @@
+"""Segments of prompts that outlive a server: named, sealed, kept in a store."""
