@@ -21,6 +21,7 @@ ROOM_OF = {
     "simulate": "simulation",
     "compressors": "compression",
     "launch_server": "serving",
+    "compress": "serving",
     "evaluation": "plugin",
     "bench": "plugin",
     "calibrate": "engine",

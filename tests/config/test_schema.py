@@ -12,6 +12,7 @@ from vericache_sglang.config import (
     boot_line,
     flag,
     options,
+    resolve_host,
     resolve_staging,
 )
 from vericache_sglang.errors import ConfigError, VeriCacheError
@@ -39,7 +40,7 @@ BAD_VALUES = [
     ("sink_tokens", -1),
     ("recent_tokens", -1),
     ("staging_tokens", -64),
-    ("host_gb", 0),
+    ("host_gb", -1),
     ("host_gb", 10**400),
     ("link_gbps", -0.1),
     ("seed", -1),
@@ -78,6 +79,7 @@ def test_a_config_error_is_a_value_error_of_ours():
         ("min_prompt", 1),
         ("sink_tokens", 0),
         ("recent_tokens", 0),
+        ("host_gb", 0),
         ("host_gb", 0.001),
         ("link_gbps", 0),
         ("seed", 2**63 - 1),
@@ -97,11 +99,25 @@ def test_whole_numbers_and_fractions_compare_equal():
     assert isinstance(VeriCacheConfig(host_gb=4).host_gb, float)
 
 
+@pytest.mark.parametrize(
+    ("given", "free", "ranks", "gib"),
+    [
+        (3.5, 64 << 30, 8, 3.5),
+        (0, 64 << 30, 1, 16.0),
+        (0, 64 << 30, 4, 4.0),
+        (0, (1 << 30) + 12345, 1, 0.25),
+        (0, 100, 1, 1 / 1024),
+    ],
+)
+def test_host_memory_is_a_ranks_part_of_a_quarter_unless_given(given, free, ranks, gib):
+    assert resolve_host(VeriCacheConfig(host_gb=given), free, ranks) == gib
+
+
 def test_boot_line_shows_every_setting():
     assert boot_line(VeriCacheConfig(keep=0.5)) == (
         "VeriCache: compressor=snapkv keep=0.5 draft_length=32 max_verifies=2 "
         "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
-        "recent_tokens=32 staging_tokens=0 host_gb=4.0 "
+        "recent_tokens=32 staging_tokens=0 host_gb=0.0 "
         "link_gbps=0.0 seed=0 acceptance=coupled shadow_rate=0.0 trace=off"
     )
 

@@ -10,6 +10,8 @@ import pytest
 from live_server import MODEL, LiveServer
 
 from lossless.prompts import load_tokenizer, record_prompts
+from lossless.runs import PATHS, STRICT
+from lossless.warm import warm
 from vericache_sglang.memory.segments import SEGMENT
 
 pytestmark = pytest.mark.server
@@ -168,6 +170,36 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         assert counters["cache_checksum_failures"] == 0
     finally:
         server.close()
+
+
+def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents):
+    """A costly method runs in a process of its own; the server drafts on its parts."""
+    asked = documents[:2]
+    wanted = ids(plain.generate(asked, **LONG))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in asked))
+    store = json.dumps({"directory": str(tmp_path / "store")})
+    engine = json.dumps({"max_total_tokens": 20000, "max_running_requests": 4})
+    command = ["vericache_sglang.compress", "--model-path", str(MODEL)]
+    command += ["--prompts", str(prompts), "--store-config", store, "--engine", engine]
+    log = tmp_path / "compress.log"
+    child = warm().start(command, {**STRICT, "PYTHONPATH": PATHS}, log)
+    assert child.wait(240) == 0, log.read_text()[-4000:]
+    flags = (*FLAGS, "--vericache-compressor", "kvzip", "--max-total-tokens", "20000")
+    store_flags = ("--hicache-storage-backend", "file")
+    store_flags += ("--hicache-storage-backend-extra-config", store)
+    server = LiveServer(tmp_path, *flags, *store_flags)
+    try:
+        server.wait()
+        answers = server.generate(asked, **LONG)
+        counters = server.settle()
+    finally:
+        server.close()
+    assert ids(answers) == wanted
+    assert min(map(cached, answers)) >= SEGMENT
+    assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+    assert counters["cache_draft_slots"] >= 6 * KEPT
+    assert counters["cache_store_written_bytes"] == 0, "nothing was left to make"
 
 
 def flip_a_bit_of_every_file(folder):

@@ -51,13 +51,13 @@ def bench(urls, folder, names, *flags):
 
 def test_three_systems_take_turns(urls, tmp_path, capsys):
     names = {name: name for name in ("plain", "vericache", "lossy")}
-    more = ("--repeats", "2", "--rates", "4", "--kl-requests", "2")
+    more = ("--repeats", "1", "--rates", "4", "--kl-requests", "2")
     status, report = bench(urls, tmp_path, names, *more)
     assert status == 0, capsys.readouterr()
     systems = report["systems"]
     for row in systems.values():
         assert row["failed_requests"] == 0
-        assert [each["output_tokens"] for each in row["rounds"]] == [3 * 48] * 2
+        assert [each["output_tokens"] for each in row["rounds"]] == [3 * 48]
         # Prompts are computed in every pass: only a document's beginning is shared.
         for each in row["rounds"]:
             assert each["cached_prompt_tokens"] < 0.2 * each["prompt_tokens"]

@@ -28,6 +28,7 @@ LABELS = {"model_name": "demo", "tp_rank": "0"}
 
 LIVE = {
     *("kept_slots", "staging_slots", "staging_bytes", "staging_tokens"),
+    "host_pinned_bytes",
     *("host_used_bytes", "host_budget_bytes", "kv_read_bytes_per_s", "running"),
     *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),

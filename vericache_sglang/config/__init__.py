@@ -17,6 +17,7 @@ from vericache_sglang.config.schema import (
     boot_line,
     flag,
     options,
+    resolve_host,
     resolve_staging,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "options",
     "publish",
     "read_yaml",
+    "resolve_host",
     "resolve_staging",
     "settings_table",
     "to_json",

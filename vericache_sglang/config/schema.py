@@ -130,8 +130,14 @@ class VeriCacheConfig:
         ),
     ] = 0
     host_gb: Annotated[
-        float, Opt("host memory of a rank for what leaves the device", "GiB", above=0)
-    ] = 4.0
+        float,
+        Opt(
+            "host memory of a rank for what leaves the device; 0 shares out a quarter "
+            "of what is free at boot",
+            "GiB",
+            0,
+        ),
+    ] = 0.0
     link_gbps: Annotated[
         float,
         Opt("emulated host link; 0 copies as fast as the machine does", "GB/s", 0),
@@ -243,6 +249,19 @@ def parse(name: str, text: str) -> Value:
     except ValueError:
         value = text  # check() then says what was wanted
     return check(name, value)
+
+
+def resolve_host(config: VeriCacheConfig, free_bytes: int, ranks: int) -> float:
+    """Return ``host_gb`` in GiB, in whole MiB where it follows from the machine.
+
+    Args:
+        config: Its ``host_gb`` wins; 0 asks for a rank's part of a quarter.
+        free_bytes: Memory of the machine that is free.
+        ranks: Ranks on it, >= 1.
+    """
+    if config.host_gb:
+        return config.host_gb
+    return max(1, free_bytes // (4 * ranks) >> 20) / 1024
 
 
 def boot_line(config: VeriCacheConfig) -> str:

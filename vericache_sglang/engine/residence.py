@@ -12,6 +12,7 @@ from vericache_sglang.engine.calibration import measure_link
 from vericache_sglang.engine.codes import Codes
 from vericache_sglang.engine.common_host import CommonHost
 from vericache_sglang.engine.counters import Counters
+from vericache_sglang.engine.host_arena import open_arena
 from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
@@ -22,12 +23,11 @@ from vericache_sglang.engine.segment_setup import open_segments
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.engine.state import Layout, RequestState
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.ledger import Account, Ledger
 from vericache_sglang.memory.staging import StagingRegion
-from vericache_sglang.memory.transfers import GIB, open_transfers
+from vericache_sglang.memory.transfers import open_transfers
 from vericache_sglang.scheduling.plan import (
     Move,
     Offload,
@@ -97,7 +97,7 @@ class Residence:
         selector, codec = compressor.selector, compressor.codec
         if codec is not None:
             codec = codec.without_tail()  # recent tokens are kept exact by the splitter
-        self.arena = Arena(int(config.host_gb * GIB), torch.cuda.is_available())
+        self.arena = open_arena(config, getattr(server_args, "tp_size", 1))
         self.host = HostStore(self.geometry, pool.store_dtype, self.arena, codec)
         self._common = CommonHost(self._agreement, self.host, self.budget)
         self.link_log = LinkLog(estimates.link)
@@ -236,6 +236,7 @@ class Residence:
             "staging_bytes": self.reloads.region.used * self.geometry.token_bytes,
             "host_bytes": self.host.held_bytes,
             "host_used_bytes": self.host.used_bytes,
+            "host_pinned_bytes": self.host.used_bytes - self.segments.evictable_bytes,
             "host_budget_bytes": self.host.budget_bytes,
             "query_tails": len(self.watch),
             "staging_tokens": self.reloads.region.slots,

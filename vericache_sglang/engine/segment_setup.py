@@ -115,9 +115,11 @@ def _fingerprint(places: Places, server_args: Any) -> Fingerprint:
     )
     if server_args is None:
         return anybody
+    named = server_args.served_model_name
     return replace(
         anybody,
-        model=str(server_args.served_model_name),
+        # By default it is the path, which may differ between servers.
+        model="" if named == server_args.model_path else str(named),
         weights=model_digest(_folder_of(server_args)),
         dtype=f"{server_args.dtype} on {server_args.device}",
         quantization=str(server_args.quantization or ""),

@@ -75,6 +75,7 @@ class StoredSegments:
         self._about: dict[str, About] = {}
         self._written: dict[str, str] = {}
         self._fetches: dict[str, Fetch] = {}
+        self._writes: set[Future[bool]] = set()
 
     # -- writing --------------------------------------------------------------
 
@@ -122,10 +123,12 @@ class StoredSegments:
         future = self._store.put_later(name, parts, about)
         if future is not None:
             self._written[name] = SPLIT if about.compressor else WHOLE
+            self._writes.add(future)
             future.add_done_callback(partial(self._settle, name))
 
     def _settle(self, name: str, future: Future[bool]) -> None:
         """Have a segment written again that could not be; in the writer's thread."""
+        self._writes.discard(future)
         if future.cancelled() or future.exception() or not future.result():
             self._written.pop(name, None)
 
@@ -193,12 +196,16 @@ class StoredSegments:
 
     def report(self) -> dict[str, int]:
         """Return the store's counters."""
-        return store_report(self._store.counters())
+        return store_report(self._store.counters(), len(self._writes))
 
 
-def store_report(counters: StoreCounters) -> dict[str, int]:
-    """Return a store's counters under the names of the worker's report."""
+def store_report(counters: StoreCounters, waiting: int = 0) -> dict[str, int]:
+    """Return a store's counters, and segments that wait to be written.
+
+    The names are those of the worker's report.
+    """
     return {
+        "cache_store_waiting": waiting,
         "cache_store_hits": counters.hits,
         "cache_store_misses": counters.misses,
         "cache_store_read_bytes": counters.read_bytes,

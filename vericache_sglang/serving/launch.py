@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from vericache_sglang.config import (
     add_flags,
     boot_line,
@@ -18,6 +20,7 @@ from vericache_sglang.config import (
     load_config,
     options,
     publish,
+    resolve_host,
     resolve_staging,
 )
 from vericache_sglang.errors import ConfigError, UnsupportedError, VeriCacheError
@@ -203,16 +206,24 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
         print("VeriCache: off", flush=True)
     else:
         check_server_args(server_args)
-        print(boot_line(_effective(config, server_args)), flush=True)
+        effective = _effective(config, server_args)
+        publish(replace(config, host_gb=effective.host_gb))
+        print(boot_line(effective), flush=True)
     _run(server_args)
 
 
 def _effective(config: VeriCacheConfig, server_args: Any) -> VeriCacheConfig:
-    """Fill in what follows from the model: the size of the staging region."""
+    """Fill in what follows from the model and the machine: staging, host memory."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     context: int = model_config_of(server_args).context_len
-    return replace(config, staging_tokens=resolve_staging(config, context))
+    return replace(
+        config,
+        staging_tokens=resolve_staging(config, context),
+        host_gb=resolve_host(
+            config, psutil.virtual_memory().available, server_args.tp_size
+        ),
+    )
 
 
 def given_fields(argv: Sequence[str]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vericache_sglang.telemetry.metric import Metric, counter
+from vericache_sglang.telemetry.metric import Metric, counter, gauge
 
 CACHE = (
     Metric(
@@ -92,6 +92,12 @@ CACHE = (
         "Bytes exchanged with the store.",
         (("read", "cache_store_read_bytes"), ("written", "cache_store_written_bytes")),
         label="direction",
+    ),
+    gauge(
+        "store_waiting_writes",
+        "segments",
+        "cache_store_waiting",
+        "Segments that wait to be written to the store.",
     ),
     counter(
         "store_dropped_writes",

@@ -162,6 +162,12 @@ MEMORY = (
     ),
     gauge("host_bytes", "bytes", "host_used_bytes", "Host memory taken by KV."),
     gauge(
+        "host_pinned_bytes",
+        "bytes",
+        "host_pinned_bytes",
+        "Of it, what running requests need; cached prefixes make way for the rest.",
+    ),
+    gauge(
         "host_budget_bytes", "bytes", "host_budget_bytes", "Host memory KV may take."
     ),
 )

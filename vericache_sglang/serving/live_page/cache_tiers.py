@@ -35,6 +35,7 @@ TIERS = {
         "foreign_objects": "cache_store_foreign",
         "read_bytes": "cache_store_read_bytes",
         "written_bytes": "cache_store_written_bytes",
+        "waiting_writes": "cache_store_waiting",
         "dropped_writes": "cache_store_dropped_writes",
         "failed_calls": "cache_store_failed_calls",
         "refused_calls": "cache_store_refused_calls",

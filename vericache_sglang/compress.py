@@ -1,0 +1,197 @@
+"""``python -m vericache_sglang.compress``: prepares prefixes in a store.
+
+The server that reads the store then serves them without a prefill, and drafts for them
+on the parts made here, whatever the method cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import ConfigError, VeriCacheError
+from vericache_sglang.memory.segments import SEGMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PATIENCE_S = 600.0
+"""Longest wait for the last segment to be written, in seconds."""
+
+STEPS = 8
+"""Tokens decoded behind a prompt beyond those for its probes; it is split meanwhile."""
+
+PROBED = 1024
+"""Prompt tokens, at least, that one probe of an offline method covers."""
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vericache_sglang.compress", description=__doc__
+    )
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help='JSON lines, each {"text": ...}: prefixes as requests will begin',
+    )
+    parser.add_argument(
+        "--store", default="file", choices=("file", "mooncake", "dynamic")
+    )
+    parser.add_argument(
+        "--store-config",
+        default="{}",
+        help="as --hicache-storage-backend-extra-config of the server",
+    )
+    parser.add_argument("--compressor", default="kvzip")
+    parser.add_argument("--keep", type=float, default=0.25)
+    parser.add_argument(
+        "--engine",
+        default="{}",
+        help="further arguments of sglang.Engine, a JSON object",
+    )
+    return parser.parse_args(argv)
+
+
+def prompts_in(file: Path) -> list[str]:
+    """Read the prompts.
+
+    Raises:
+        ConfigError: The file, or a line of it, is not as described.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts {file}: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        where = f"--prompts {file}, line {number}"
+        try:
+            prompt = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if not isinstance(prompt, dict) or not isinstance(prompt.get("text"), str):
+            raise ConfigError(f'{where}: wanted {{"text": ...}}')
+        unknown = sorted(prompt.keys() - {"text"})
+        if unknown:
+            raise ConfigError(f"{where}: unknown field {unknown[0]!r}")
+        prompts.append(prompt["text"])
+    return prompts
+
+
+def open_engine(options: argparse.Namespace) -> Any:
+    """Start an engine that splits every prompt it gets and writes to the store.
+
+    Raises:
+        ConfigError: ``--engine`` is not a JSON object.
+    """
+    try:
+        given = json.loads(options.engine)
+    except ValueError as error:
+        raise ConfigError(f"--engine: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"--engine: wanted a JSON object, got {options.engine}")
+    os.environ["VERICACHE_CONFIG"] = json.dumps(
+        {
+            "compressor": options.compressor,
+            "keep": options.keep,
+            "residency": "host",
+            "min_prompt": SEGMENT,
+        }
+    )
+    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+
+    define_missing_ops()
+    import sglang
+    import torch
+
+    from vericache_sglang.serving.launch import CPU_DEFAULTS
+
+    defaults = (
+        {}
+        if torch.cuda.is_available()
+        else {
+            field: int(value) if value.isdigit() else value
+            for field, (value, _) in CPU_DEFAULTS.items()
+        }
+    )
+    return sglang.Engine(
+        **{
+            **defaults,
+            "model_path": options.model_path,
+            "speculative_algorithm": "VERICACHE",
+            "hicache_storage_backend": options.store,
+            "hicache_storage_backend_extra_config": options.store_config,
+            "log_level": "warning",
+            **given,
+        }
+    )
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """Return what the engine reports of its cache."""
+    states = engine.get_server_info()["internal_states"]
+    report: dict[str, Any] = states[0]["vericache"]
+    return report
+
+
+def compress(engine: Any, prompts: list[str]) -> dict[str, Any]:
+    """Split every prompt, one after the other, and wait until all is written.
+
+    Returns:
+        The engine's last report.
+
+    Raises:
+        VeriCacheError: Writing takes longer than ``PATIENCE_S``.
+    """
+    tokenizer = engine.tokenizer_manager.tokenizer
+    for number, prompt in enumerate(prompts, 1):
+        length = len(tokenizer.encode(prompt))
+        steps = STEPS + length // PROBED
+        params = {"temperature": 0.0, "max_new_tokens": steps, "ignore_eos": True}
+        engine.generate(prompt, params)
+        print(f"{number} of {len(prompts)}: {length // SEGMENT} segments", flush=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while (report := counters(engine))["cache_store_waiting"]:
+        if time.monotonic() > deadline:
+            raise VeriCacheError("the store takes too long to write")
+        time.sleep(0.1)
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compress and report.
+
+    Args:
+        argv: The command line without the program; None takes the process's own.
+
+    Returns:
+        Exit status: 0, or 2 where a setting was refused or something was not stored.
+    """
+    options = arguments(argv)
+    try:
+        prompts = prompts_in(options.prompts)
+        engine = open_engine(options)
+        try:
+            report = compress(engine, prompts)
+        finally:
+            engine.shutdown()
+    except VeriCacheError as error:
+        print(f"vericache: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    written, dropped = (
+        report[f"cache_store_{name}"] for name in ("written_bytes", "dropped_writes")
+    )
+    print(f"{written} bytes written, {dropped} segments not stored", flush=True)
+    return 2 if dropped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
