@@ -290,7 +290,7 @@ class TinyEngine:
         assert listed[row.prefix :].tolist() == row.slots.tolist()
         reloads.end(rid)
         new = min(accepted, len(state.drafts)) + 1
-        bits = self.kv.drawn(len(row.tokens))
+        bits = self.exact(request.text, state.verified, len(row.tokens))
         self.kv.put(row.slots, bits)
         del request.decoded[committed - request.tail :]
         request.decoded += bits[:, :, :new].split(1, dim=2)
@@ -305,10 +305,14 @@ class TinyEngine:
         row = self._only_row(state, Plain(rid))
         assert (row.table_row, row.packed) == (state.req.kv.req_pool_idx, None)
         assert row.prefix == row.position == state.verified
-        bits = self.kv.drawn(1)
+        bits = self.exact(request.text, state.verified, 1)
         self.kv.put(row.slots, bits)
         request.decoded.append(bits)
         self._accept(state, 1)
+
+    def exact(self, text, position, tokens):
+        """Return what a forward over the full KV writes, from a position on."""
+        return self.kv.drawn(tokens)
 
     def _only_row(self, state, action):
         rows = MixedRows(self.residence)

@@ -132,9 +132,12 @@ class CachedSegments(SegmentRoom):
 
     def leaving(self, slots: torch.Tensor) -> None:
         """Copy the segments to the host that are about to lose a slot of the device."""
-        for name, _, own in self._slots.leave(slots):
+        for name, parent, own in self._slots.leave(slots):
             self.counters.evicted_device_tokens += SEGMENT
             self._write(name, own)
+            if parent is not None and parent not in self._index:
+                self.forget(name)  # nothing leads to it any more
+                continue
             if self.copies.restorable(name) or name in self.complements:
                 self._catch_up(name)
                 continue
@@ -149,7 +152,8 @@ class CachedSegments(SegmentRoom):
             elif name in self.complements:
                 self.settle([name])
             else:
-                self._index.place(name, Part.COMPLEMENT, Tier.HOST)
+                with self._loosened(name):
+                    self._index.place(name, Part.COMPLEMENT, Tier.HOST)
 
     def _catch_up(self, name: str) -> None:
         """Have the index say where a segment is that has just left the device."""
@@ -189,12 +193,14 @@ class CachedSegments(SegmentRoom):
             self.stored.describe(names, namespace, tokens)
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
-            if self.copies.restorable(name):
+            if name in self._slots or self.copies.restorable(name):
                 continue
             if parent is not None and parent not in self._index:
                 return
             own = slots[(at - first) * SEGMENT : (at - first + 1) * SEGMENT]
-            if self._with_room(partial(self._save, name, own)) is None:
+            with self.kept_back([] if parent is None else [parent]):
+                saved = self._with_room(partial(self._save, name, own))
+            if saved is None:
                 return
             self._index.add(name, parent, self._on_host, time.monotonic())
             self._write(name, own)
@@ -202,7 +208,7 @@ class CachedSegments(SegmentRoom):
     def _write(self, name: str, slots: torch.Tensor) -> None:
         """Have a segment written to the store, where it is not."""
         if self.stored is not None and self.stored.wants(name):
-            self.stored.write_whole(name, self.copies.read(slots))
+            self.stored.write_whole(name, self.copies.read_whole(slots))
 
     def take_in(self, name: str, parent: str | None, found: Found) -> bool:
         """Take in what the store had of a segment.
@@ -217,8 +223,10 @@ class CachedSegments(SegmentRoom):
         """
         if parent is not None and parent not in self._index:
             return False
-        if self.copies.restorable(name):
+        if name in self._slots or self.copies.restorable(name):
             return True
+        if name in self.complements:  # somebody's, without a draft part
+            return False
         parts = {part: payload.tensors for part, payload in found.items()}
         draft = found.get("draft")
         if draft and draft.label.about.compressor == self._identity.compressor:
@@ -230,7 +238,8 @@ class CachedSegments(SegmentRoom):
             whole = joined(parts["draft"], parts["rest"]) if draft else parts["whole"]
             attempt = partial(self.copies.take_whole, name, whole)
             content = self._on_host
-        taken = self._with_room(lambda: attempt() or None) is not None
+        with self.kept_back([] if parent is None else [parent]):
+            taken = self._with_room(lambda: attempt() or None) is not None
         if taken:
             self._index.add(name, parent, content, time.monotonic())
             self.counters.match_store_tokens += SEGMENT
@@ -301,14 +310,13 @@ class CachedSegments(SegmentRoom):
             if parent is not None and parent not in self._index:
                 continue
             content = self._content(len(part.slots), Tier.DEVICE)
-            self._index.add(name, parent, content, now)
+            with self._loosened(name):
+                self._index.add(name, parent, content, now)
+                self._index.place(name, Part.DRAFT, Tier.DEVICE)
             if self.stored is not None and self.stored.wants_split(name):
                 parts = self.copies.read_parts(name)
                 if parts is not None:
                     self.stored.write_split(name, *parts)
-            segment = self._index.get(name)
-            if segment is not None and not segment.pins:
-                self._index.place(name, Part.DRAFT, Tier.DEVICE)
             self.copies.drop_copies(name)
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ class Residence:
             allocator.free,
             server_args,
         )
-        self.watch = PromptWatch(selector, self.places)
+        self.watch = self.segments.copies.scores = PromptWatch(selector, self.places)
         self.codes = None if codec is None else Codes(codec, self.places)
         self.splitter = Splitter(config, selector, self.codes, self.places)
         self._mover = Mover(self.places, self.drafts)
@@ -266,7 +266,8 @@ class Residence:
         if isinstance(move, Resume):
             return self._mover.resume(state, tree_cache)
         self._mover.unsplit(state, tree_cache)
-        self.segments.stop_listing(state.rid)
+        if state.split.shelved is None:
+            self.segments.stop_listing(state.rid)
         self.watch.note(self._body(state, state.split.budget), state.split.noted)
         self._give_shadow(state)
         state.drop_drafts()

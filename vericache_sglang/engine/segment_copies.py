@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vericache_sglang.engine.places import Places
+    from vericache_sglang.engine.prompt_watch import PromptWatch
     from vericache_sglang.memory.segment_complements import SegmentComplements
     from vericache_sglang.memory.segment_pool import SegmentPool
 
@@ -30,6 +31,9 @@ class SegmentCopies:
         places: Pool and geometry.
         pool: Whole copies and draft parts on the host.
         complements: Complements on the host.
+
+    Attributes:
+        scores: Knows the scores of tokens by slot; None: nobody scores them.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class SegmentCopies:
     ) -> None:
         self.shelf = DraftShelf()
         self.complements = complements
+        self.scores: PromptWatch | None = None
         self._places = places
         self._pool = pool
 
@@ -50,8 +55,11 @@ class SegmentCopies:
 
     def restorable(self, name: str) -> bool:
         """Say whether there is enough to bring a segment back."""
+        if self.has_whole(name):
+            return True
+        rest = self.complements.get(name)  # sealed once its copy has arrived
         draft = name in self.shelf or self.has_draft_on_host(name)
-        return (draft and name in self.complements) or self.has_whole(name)
+        return draft and rest is not None and rest.sealed
 
     @property
     def held_bytes(self) -> int:
@@ -94,17 +102,22 @@ class SegmentCopies:
         keys, values = zip(*((k.cpu(), v.cpu()) for k, v in blocks), strict=True)
         return {"keys": torch.stack(keys), "values": torch.stack(values)}
 
+    def read_whole(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return ``read`` with the tokens' scores [L, H, n], where there are any."""
+        noted = self.scores.noted(slots) if self.scores is not None else []
+        return {**self.read(slots), **({"noted": torch.stack(noted)} if noted else {})}
+
     def read_parts(self, name: str) -> tuple[Tensors, Tensors] | None:
         """Return copies of a segment's draft part and complement, where both are."""
         part, rest = self.shelf.get(name), self.complements.get(name)
-        if part is None or rest is None:
+        if part is None or rest is None or not rest.sealed:
             return None
         draft = {**self.read(part.slots), "kept": part.kept.clone()}
         return draft, {"keys": rest.keys.clone(), "values": rest.values.clone()}
 
     def save_whole(self, name: str, slots: torch.Tensor) -> bool:
         """Copy a segment from its slots to the host; False without room."""
-        return self._pool.put(_whole(name), self.read(slots))
+        return self._pool.put(_whole(name), self.read_whole(slots))
 
     def take_whole(self, name: str, tensors: Tensors) -> bool:
         """Take a whole segment in that was stored; False without room."""
@@ -175,6 +188,8 @@ class SegmentCopies:
         """
         if self.has_whole(name):
             found = self._read(_whole(name))
+            if self.scores is not None and "noted" in found:
+                self.scores.note(slots, list(found["noted"][:, :, skip:]))
             pairs: Iterator[Pair] = zip(found["keys"], found["values"], strict=True)
         else:
             pairs = self._joined(name)

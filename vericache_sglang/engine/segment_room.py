@@ -72,7 +72,7 @@ class SegmentRoom:
         self._on_host = Content(tokens=SEGMENT, complement=Held(every, Tier.HOST))
         self._distrusted: set[str] = set()
         self._listing: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-        self._referring: dict[str, tuple[str, ...]] = {}
+        self._referring: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     @contextmanager
     def kept_back(self, names: Sequence[str]) -> Iterator[None]:
@@ -123,34 +123,43 @@ class SegmentRoom:
     def use(self, rid: str, names: Sequence[str]) -> None:
         """Have a request list the draft parts of segments, until ``stop_listing``."""
         self.shelf.take(names)
-        split = tuple(name for name in names if self._is_split(name))
-        self._index.pin(split)
-        self._listing[rid] = tuple(names), split
+        self._listing[rid] = tuple(names), self._pinned(names)
 
     def stop_listing(self, rid: str) -> None:
         """End ``use``; nothing happens where there is none."""
-        names, split = self._listing.pop(rid, ((), ()))
-        self._index.unpin(split)
+        names, pinned = self._listing.pop(rid, ((), ()))
+        self._index.unpin(pinned)
         self.shelf.give(names)
 
     def refer(self, rid: str, names: Sequence[str]) -> None:
         """Have a request refer to the complements of segments, until ``release``."""
         self.let_go(rid)
         self.complements.hold(names)
-        self._referring[rid] = tuple(names)
+        self._referring[rid] = tuple(names), self._pinned(names)
 
     def let_go(self, rid: str) -> None:
         """End ``refer``; nothing happens where there is none."""
-        self.complements.let_go(self._referring.pop(rid, ()))
+        names, pinned = self._referring.pop(rid, ((), ()))
+        self._index.unpin(pinned)
+        self.complements.let_go(names)
 
     def release(self, rid: str) -> None:
         """End all that a request holds; what the index lost meanwhile goes."""
-        names = {*self._listing.get(rid, ((), ()))[0], *self._referring.get(rid, ())}
+        both = (self._listing.get(rid), self._referring.get(rid))
+        names = {name for each in both if each for name in each[0]}
         self.stop_listing(rid)
         self.let_go(rid)
         for name in sorted(names):
-            if name not in self._index:
+            if name not in self._index or name in self._distrusted:
                 self.forget(name)
+
+    def distrust(self, names: Sequence[str]) -> None:
+        """Have nobody else use the copies of segments of which one is damaged."""
+        self._distrusted.update(names)
+
+    def trusts(self, names: Sequence[str]) -> bool:
+        """Say whether no copy of these segments was found damaged."""
+        return self._distrusted.isdisjoint(names)
 
     # -- giving way -----------------------------------------------------------
 
@@ -203,9 +212,10 @@ class SegmentRoom:
             self._index.unpin([name])
             if slots is None:
                 before = self.shelf.idle_slots
-                self.forget(name)
+                self._lose_draft(name)
                 return before - self.shelf.idle_slots
-            self._index.place(name, Part.DRAFT, Tier.HOST)
+            with self._loosened(name):
+                self._index.place(name, Part.DRAFT, Tier.HOST)
         else:
             slots = self.shelf.remove(name).slots
         self._free(slots)
@@ -224,11 +234,16 @@ class SegmentRoom:
         return made
 
     def forget(self, name: str) -> None:
-        """Let all copies of a segment go that no request needs."""
+        """Let all copies of a segment go; nothing happens while a request needs it."""
+        known = self._index.get(name)
+        if known is not None and known.pins:
+            return
         part = self.shelf.get(name)
         if part is not None and not part.users:
             self._free(self.shelf.remove(name).slots)
         self.copies.drop_host(name)
+        if not self.copies.restorable(name):
+            self._distrusted.discard(name)  # what is kept from now on is new
         segment = self._index.get(name)
         if segment is None:
             return
@@ -245,7 +260,9 @@ class SegmentRoom:
             InvariantError: Something does not add up.
         """
         self._index.check()
-        self.complements.check([n for names in self._referring.values() for n in names])
+        self.complements.check(
+            [name for names, _ in self._referring.values() for name in names]
+        )
 
     def _content(self, kept: int, draft: Tier) -> Content:
         """Return the content of a split segment, its complement on the host."""
@@ -255,6 +272,34 @@ class SegmentRoom:
             draft=Held(kept * self._token_bytes, draft),
             compressor=self._identity.compressor,
         )
+
+    def _pinned(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Pin those of the segments that are split, and return them."""
+        split = tuple(name for name in names if self._is_split(name))
+        self._index.pin(split)
+        return split
+
+    def _lose_draft(self, name: str) -> None:
+        """Let a draft part go that nobody lists, and its segment if nobody needs it."""
+        segment = self._index.get(name)
+        if segment is None or not segment.pins:
+            self.forget(name)
+            return
+        self._free(self.shelf.remove(name).slots)
+        with self._loosened(name):
+            self._index.place(name, Part.DRAFT, Tier.GONE)
+
+    @contextmanager
+    def _loosened(self, name: str) -> Iterator[None]:
+        """Let it be recorded where a segment's parts are now, whoever pins it.
+
+        Who pins it still has the part it needs.
+        """
+        segment = self._index.get(name)
+        pins = [name] * segment.pins if segment else []
+        self._index.unpin(pins)
+        yield
+        self._index.pin(pins)
 
     def _is_split(self, name: str) -> bool:
         segment = self._index.get(name)

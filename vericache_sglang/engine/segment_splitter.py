@@ -91,7 +91,10 @@ class SegmentSplitter:
 
     def budget(self, state: RequestState) -> Budget | None:
         """Return the counts of a prompt; None: it has nothing to be shared."""
-        return self._counts(state.prompt) if self._segments.active else None
+        counts = self._counts(state.prompt) if self._segments.active else None
+        if counts is None or not self._segments.trusts(self._names(state, counts)):
+            return None
+        return counts
 
     def takes(self, state: RequestState, budget: Budget) -> bool:
         """Say whether these are the counts of a prompt that is split here."""
@@ -186,9 +189,9 @@ class SegmentSplitter:
                 self._writer.put_waiting(missing, fresh[:drafted])
             tail.put(self._places, row, fresh[drafted:])
             self._shelve(missing)
-            self._segments.use(state.rid, names)
-            self._refer(state, names)
         self._segments.settle(names)
+        self._segments.use(state.rid, names)
+        self._refer(state, names)
         head = self._enter(state, budget, names, Layout.KEPT)
         relist(row, req.kv, budget.offered, head)
         req.kv.cache_protected_len = len(head)
@@ -213,8 +216,8 @@ class SegmentSplitter:
             self._writer.place(missing, fresh)
             self._writer.write(state, missing, body, look)
             self._shelve(missing)
-            self._segments.use(state.rid, names)
         self._segments.settle(names)
+        self._segments.use(state.rid, names)
         self._enter(state, budget, names, Layout.BESIDE)
         return True
 
@@ -247,8 +250,8 @@ class SegmentSplitter:
                 transfer = self._writer.save_permuted(state, missing, body)
             else:
                 transfer = self._writer.write(state, missing, body, None)
-            self._refer(state, names)
         self._segments.settle(names)
+        self._refer(state, names)
         return True, transfer
 
     def finish(self, state: RequestState) -> None:

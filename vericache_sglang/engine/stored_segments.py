@@ -166,7 +166,9 @@ class StoredSegments:
             return True
         if not fetch.future.done():
             return time.monotonic() > fetch.deadline
-        found, fetch.future = fetch.future.result(), None
+        future, fetch.future = fetch.future, None
+        failed = future.cancelled() or future.exception()
+        found = [] if failed else future.result()
         parent = fetch.parent
         for name in fetch.names[len(found) :]:
             self._written.pop(name, None)

@@ -249,7 +249,7 @@ class TieredCache(UnifiedRadixCache):
     def _register(self, req: Req, key: RadixKey, slots: torch.Tensor) -> None:
         """Have a prefix that the tree owns known by name."""
         namespace = (key.extra_key, key.cache_salt)
-        names = self._names(req, key)
+        names = self._names(req, key)[: len(slots) // SEGMENT]
         self.segments.register(names, slots, namespace, key.raw_token_ids())
 
     def release_host_resources(self) -> None:

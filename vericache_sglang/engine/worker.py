@@ -339,6 +339,7 @@ class VeriCacheWorker(BaseSpecWorker):
         """
         logger.error("VeriCache: %s prefills again, its host copy is lost", state.rid)
         self.runtime.leave(state.rid)
+        self.residence.segments.distrust(state.split.segments)
         state.lost = True
         state.req.vericache_lost = True
         state.req.vericache_distrusted = True

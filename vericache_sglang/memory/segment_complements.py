@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,10 +142,10 @@ class SegmentComplements:
         Raises:
             InvariantError: Holders or bytes are off.
         """
-        holders = sum(held.holders for held in self._held.values())
+        holders = Counter({n: each.holders for n, each in self._held.items()})
         nbytes = sum(held.complement.held_bytes for held in self._held.values())
-        if (holders, nbytes) != (len(referred), self._bytes):
+        if holders != Counter(referred) or nbytes != self._bytes:
             raise InvariantError(
-                f"segment complements: {holders} holders for {len(referred)} uses, "
-                f"{nbytes} bytes of {self._bytes}"
+                f"segment complements: {holders.total()} holders for "
+                f"{len(referred)} uses, {nbytes} bytes of {self._bytes}"
             )

@@ -1,0 +1,187 @@
+"""What has to hold of cached segments between any two steps, counted in loops."""
+
+from itertools import chain
+
+import torch
+from known_kv import HEADS, LAYERS, in_order
+from segment_world import SHORT
+from tiny_checks import TinyChecks
+
+from vericache_sglang.engine.state import Layout
+from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.tiers.segment import Tier
+
+
+class SegmentChecks(TinyChecks):
+    """Recounts shelf, complements, copies and index; compares them with the truth.
+
+    Args:
+        engine: The ``TieredEngine``.
+    """
+
+    def all(self):
+        super().all()
+        self.shelf()
+        self.contents()
+        self.host_bytes()
+        self.index()
+
+    def row(self, request):
+        """A row's own slots, and behind them the shelf's where it borrows."""
+        state, engine = request.state, self._engine
+        parts = state.parts
+        if parts is None or parts.shelved is None:
+            super().row(request)
+            return
+        row = engine.table[state.req.kv.req_pool_idx]
+        body, text, kv = request.body, request.text, engine.kv
+        if state.layout is Layout.BESIDE:
+            kv.holds(row[:body], text, in_order(body))
+            self.behind(request, row[body : body + len(request.decoded) + request.tail])
+        else:
+            assert parts.borrowed == len(parts.shelved)
+            assert row[: parts.borrowed].tolist() == parts.shelved.tolist()
+            super().row(request)
+        kv.holds(parts.shelved, text, parts.kept)
+        shelf = engine.segments.shelf
+        listed = [shelf.get(name).slots.tolist() for name in parts.segments]
+        assert list(chain(*listed)) == parts.shelved.tolist(), "as the shelf has it"
+
+    def shelf(self):
+        """Every slot of the shelf is nobody else's; users are those who list it."""
+        engine, shelf = self._engine, self._engine.segments.shelf
+        states = [request.state for request in engine.requests.values()]
+        users = [
+            name
+            for state in states
+            if state.parts is not None and state.parts.shelved is not None
+            for name in state.parts.segments
+        ]
+        free = set(engine.allocator.get_all_free_pages().tolist())
+        others = set(free)
+        for state in states:
+            record = state.req.kv
+            row = engine.table[record.req_pool_idx]
+            mine = row[record.cache_protected_len : record.kv_allocated_len]
+            others |= {slot // engine.page for slot in mine.tolist()}
+        for each in engine.segments._slots.all():
+            pages = {slot // engine.page for slot in each.slots.tolist()}
+            assert not pages & free, "a slot of the tree is free"
+            assert len(each.slots) == SHORT
+            others |= pages
+        used = idle = 0
+        for name in engine.truths:
+            part = shelf.get(name)
+            count = users.count(name)
+            if part is None:
+                assert not count, "a row lists what is not on the shelf"
+                continue
+            assert part.users == count
+            pages = {slot // engine.page for slot in part.slots.tolist()}
+            assert not pages & others, "slots of the shelf are somebody else's"
+            others |= pages
+            used += len(part.slots) if count else 0
+            idle += 0 if count else len(part.slots)
+        assert (used, idle) == (shelf.used_slots, shelf.idle_slots)
+
+    def contents(self):
+        """Every part of a segment is what it should be, wherever it lies."""
+        for name, found, where in self._found():
+            truths = self._engine.truths[name]
+            assert any(_holds(found, kv, where) for kv in truths), name
+
+    def _found(self):
+        """Yield all there is: name, bits [L, 2, n, H, D], tokens [L, H, n] of it."""
+        engine, segments = self._engine, self._engine.segments
+        for each in segments._slots.all():
+            yield each.name, engine.kv.at(each.slots), _every(len(each.slots))
+        for name in engine.truths:
+            part, rest = segments.shelf.get(name), segments.complements.get(name)
+            if part is not None:
+                yield name, engine.kv.at(part.slots), part.kept
+            if rest is not None:
+                for layer in range(LAYERS):
+                    rest.verify(layer)
+                away = _others(rest.kept, rest.slots + rest.kept.shape[2])
+                yield name, _stacked(rest.keys, rest.values), away
+                assert part is None or torch.equal(part.kept, rest.kept)
+            for form in ("whole", "draft"):
+                copy = engine.pool_of_host.get(f"{name}.{form}")
+                if copy is not None:
+                    where = copy.get("kept", _every(copy["keys"].shape[1]))
+                    yield name, _stacked(copy["keys"], copy["values"]), where
+                    if form == "draft":
+                        assert torch.equal(where, rest.kept), "of one split"
+
+    def host_bytes(self):
+        """Every byte of the arena is a request's, a complement's or a copy's."""
+        engine, segments = self._engine, self._engine.segments
+        engine.pool_of_host.check()
+        found = [segments.complements.get(name) for name in engine.truths]
+        held = sum(each.held_bytes for each in found if each is not None)
+        total = engine.residence.host.held_bytes + held + engine.pool_of_host.used_bytes
+        arena = engine.residence.arena
+        assert total == arena.used_bytes - arena.leaving_bytes
+        states = [request.state for request in engine.requests.values()]
+        referring = {
+            name
+            for state in states
+            if self._refers(state)
+            for name in state.parts.segments
+        }
+        assert set(segments._referring) <= set(engine.requests)
+        assert set(segments._listing) <= set(engine.requests)
+        for name in engine.truths:
+            assert segments.complements.is_held(name) == (name in referring)
+
+    def _refers(self, state):
+        """Say whether a request's complement is that of its segments."""
+        if state.layout not in (Layout.KEPT, Layout.PARKED):
+            return False
+        return self._engine.residence.host.group_of(state.rid).startswith("segments-")
+
+    def index(self):
+        """What nobody holds on the host can be found by whoever needs the room."""
+        engine, segments = self._engine, self._engine.segments
+        for name in engine.truths:
+            known = segments._index.get(name)
+            rest = name in segments.complements
+            whole = segments.copies.has_whole(name)
+            loose = rest and not segments.complements.is_held(name)
+            if loose or whole:
+                assert known is not None, "bytes of the host that nobody finds"
+                assert known.content.is_in(Tier.HOST), known
+            if known is not None and known.content.draft is not None:
+                assert rest, "a split segment without a complement"
+                host = segments.copies.has_draft_on_host(name)
+                below = Tier.HOST if host else Tier.GONE
+                where = Tier.DEVICE if name in segments.shelf else below
+                assert known.content.draft.tier is where, "a draft part elsewhere"
+            elif known is not None and known.content.is_in(Tier.HOST):
+                assert whole, "a copy that is not there"
+
+
+def _stacked(keys, values):
+    return torch.stack([as_bits(keys), as_bits(values)], dim=1)
+
+
+def _every(tokens):
+    return torch.arange(tokens).expand(LAYERS, HEADS, -1)
+
+
+def _others(kept, tokens):
+    """Return the tokens [L, H, m] that are not among ``kept`` [L, H, n]."""
+    every = range(tokens)
+    layers = kept.tolist()
+    return torch.tensor(
+        [[[i for i in every if i not in row] for row in rows] for rows in layers]
+    )
+
+
+def _holds(found, kv, where):
+    """Say whether bits are, in each head, a segment's tokens ``where``."""
+    return all(
+        torch.equal(found[layer, :, :, head], kv[layer][:, tokens[head].long(), head])
+        for layer, tokens in enumerate(where)
+        for head in range(HEADS)
+    )

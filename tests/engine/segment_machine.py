@@ -1,0 +1,257 @@
+"""A random user of cached segments, and the dictionary it compares them with."""
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+from segment_world import KEPT, SHORT, SegmentWorld
+
+from vericache_sglang.tiers.segment import Tier
+
+SLOTS = 96
+SPACE = (None, None)
+
+
+def named(text):
+    """Names of a text's segments; equal for equal beginnings."""
+    return [text[: i + 1] for i in range(len(text))]
+
+
+class SegmentMachine(RuleBasedStateMachine):
+    """A tree that registers, evicts and restores, and requests that split and share.
+
+    Attributes:
+        tree: By name, the slots in which the tree has a segment.
+        listing: By request, the segments whose draft parts it lists.
+        referring: By request, those whose complements it refers to.
+        damaged: Segments whose host copy had a bit flipped and may be there still.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.world = SegmentWorld(SLOTS, host=12 << 10)
+        self.segments = self.world.segments
+        self.tree, self.listing, self.referring = {}, {}, {}
+        self.seen, self.damaged, self.requests = set(), set(), 0
+
+    texts = st.text("pq", min_size=1, max_size=4)
+    numbers = st.integers(0, 99)
+
+    def in_tree(self, names):
+        """Count the first segments of a text that the tree has."""
+        return next((i for i, n in enumerate(names) if n not in self.tree), len(names))
+
+    def enter(self, names, fresh):
+        """Have the tree take a text over whose last slots are new."""
+        count = self.in_tree(names)
+        for at, name in enumerate(names[count:]):
+            self.tree[name] = fresh[at * SHORT : (at + 1) * SHORT]
+        slots = torch.cat([self.tree[name] for name in names])
+        self.segments.register(names, slots, SPACE, range(len(slots)))
+        self.seen |= set(names)
+
+    @rule(text=texts)
+    def prefill(self, text):
+        """Compute what the tree lacks of a text."""
+        names = named(text)
+        missing = names[self.in_tree(names) :]
+        fresh = self.world.write_text(missing) if missing else torch.tensor([])
+        if fresh is not None:
+            self.enter(names, fresh.long())
+
+    @rule(text=texts, number=numbers)
+    def evict(self, text, number):
+        """The tree gives a segment up, and first all that follow it."""
+        going = sorted((n for n in self.tree if n.startswith(text)), key=len)[::-1]
+        for name in going:
+            slots = self.tree.pop(name)
+            self.segments.leaving(slots[: 1 + number % SHORT])
+            self.world.give(slots)
+
+    @rule(text=texts)
+    def restore(self, text):
+        """Bring back what the tree lacks of a text, as far as that goes."""
+        names = named(text)
+        start = self.in_tree(names) * SHORT
+        stop = self.segments.reach(names, start)
+        assert start <= stop <= len(names) * SHORT
+        for name in names[start // SHORT : stop // SHORT]:
+            assert self.world.copies.restorable(name)
+        fresh = self.world.take(stop - start) if stop > start else None
+        if fresh is None:
+            return
+        with self.segments.kept_back(names[start // SHORT :]):
+            bad = self.segments.restore(names[: stop // SHORT], start, fresh)
+        if bad is not None:
+            assert bad in self.damaged, "an intact segment is not restored"
+            self.world.give(fresh)
+            self.segments.forget(bad)
+            assert self.segments.reach([bad], 0) == 0
+            return
+        self.enter(names[: stop // SHORT], fresh)
+
+    @rule(text=texts, complements=st.booleans())
+    def split(self, text, complements):
+        """A request of a text lists shared draft parts, and maybe their complements."""
+        names, world = named(text), self.world
+        if self.in_tree(names) < len(names) or self.damaged & set(names):
+            return
+        parts = {n: world.draft(n) for n in names if n not in world.copies.shelf}
+        drafts = [part for part in parts.values() if part is not None]
+        with self.segments.kept_back(names):
+            rests = [n for n in names if complements and n not in world.complements]
+            opened = {}
+            if len(drafts) == len(parts):
+                opened = self.segments.open_complements(rests, SHORT - KEPT, KEPT)
+            if len(drafts) < len(parts) or opened is None:
+                for part in drafts:
+                    world.give(part.slots)
+                return
+            for name, complement in opened.items():
+                world.fill(name, complement)
+            for name, part in parts.items():
+                world.copies.shelf.add(name, part)
+        self.requests += 1
+        rid = f"r{self.requests}"
+        self.segments.settle(names)
+        self.segments.use(rid, names)
+        self.listing[rid] = names
+        if complements:
+            self.segments.refer(rid, names)
+            self.referring[rid] = names
+
+    @precondition(lambda self: self.listing or self.referring)
+    @rule(number=numbers, how=st.sampled_from(["stop_listing", "let_go", "release"]))
+    def part(self, number, how):
+        """A request is parked, pinned or ends."""
+        rids = sorted({*self.listing, *self.referring})
+        rid = rids[number % len(rids)]
+        getattr(self.segments, how)(rid)
+        if how != "let_go":
+            self.listing.pop(rid, None)
+        if how != "stop_listing":
+            self.referring.pop(rid, None)
+
+    @rule(text=texts, number=numbers)
+    def finish(self, text, number):
+        """A request that drafted leaves what it said, as far as it fills segments."""
+        names = named(text)
+        first = number % (len(names) + 1)
+        slots = self.world.write_text(names[first:]) if names[first:] else None
+        if slots is not None:
+            self.segments.keep(names, first, slots, SPACE, range(len(names) * SHORT))
+            self.world.give(slots)
+            self.seen |= set(names)
+
+    @rule(nbytes=st.integers(1, 6000))
+    def make_room(self, nbytes):
+        self.segments.make_room(nbytes)
+
+    @rule(slots=st.integers(1, 30))
+    def evict_drafts(self, slots):
+        idle, free = self.world.copies.shelf.idle_slots, len(self.world.free)
+        freed = self.segments.evict_drafts(slots)
+        assert freed >= min(slots, idle)
+        assert len(self.world.free) - free >= freed
+
+    @rule(text=texts)
+    def forget(self, text):
+        self.segments.forget(text)
+        self.damaged = {n for n in self.damaged if self.on_host(n)}
+
+    @rule(text=texts)
+    def damage(self, text):
+        if text not in self.damaged and self.on_host(text):
+            self.world.damage(text)
+            self.damaged.add(text)
+
+    @precondition(lambda self: not self.listing and not self.referring)
+    @rule()
+    def clear(self):
+        """SGLang takes every slot back, and all is forgotten."""
+        self.segments.clear()
+        self.world.free = set(range(SLOTS))
+        self.tree, self.damaged = {}, set()
+        assert self.world.arena.used_bytes == 0
+        assert self.segments.report()["cache_segments"] == 0
+
+    def on_host(self, name):
+        copies = self.world.copies
+        held = copies.has_whole(name) or copies.has_draft_on_host(name)
+        return held or name in self.world.complements
+
+    @invariant()
+    def nothing_leaks(self):
+        world = self.world
+        self.segments.check()
+        world.arena.check()
+        world.pool.check()
+        rests = [world.complements.get(name) for name in self.seen]
+        held = sum(rest.held_bytes for rest in rests if rest is not None)
+        assert world.arena.used_bytes == world.pool.used_bytes + held
+        shelf = world.copies.shelf
+        parts = {n: shelf.get(n) for n in self.seen if n in shelf}
+        owned = [slot for part in parts.values() for slot in part.slots.tolist()]
+        owned += [slot for slots in self.tree.values() for slot in slots.tolist()]
+        assert sorted([*owned, *world.free]) == list(range(SLOTS))
+        for name, part in parts.items():
+            users = sum(name in names for names in self.listing.values())
+            assert part.users == users
+
+    @invariant()
+    def every_bit_is_in_place(self):
+        world = self.world
+        for name, slots in self.tree.items():
+            assert torch.equal(world.at(slots), world.truth(name))
+        self.damaged = {n for n in self.damaged if self.on_host(n)}
+        for name in self.seen:
+            part = world.copies.shelf.get(name)
+            if part is not None:
+                found = world.at(part.slots)
+                assert torch.equal(found, world.of(name, world.kept(name)))
+            if name in self.damaged:
+                continue
+            self.whole_on_host(name)
+
+    def whole_on_host(self, name):
+        """What the host has is the truth."""
+        world = self.world
+        rest = world.complements.get(name)
+        if rest is not None:
+            both = (rest.keys.view(world.bits), rest.values.view(world.bits))
+            wanted = world.of(name, world.away(name))
+            assert torch.equal(torch.stack(both, 1), wanted)
+        for form in ("whole", "draft"):
+            copy = world.pool.get(f"{name}.{form}")
+            if copy is not None:
+                both = (copy["keys"].view(world.bits), copy["values"].view(world.bits))
+                wanted = world.truth(name)
+                if form == "draft":
+                    wanted = world.of(name, world.kept(name))
+                assert torch.equal(torch.stack(both, 1), wanted)
+
+    @invariant()
+    def what_nobody_holds_is_found(self):
+        """Who needs room on the host finds all that may go."""
+        world = self.world
+        referred = {name for names in self.referring.values() for name in names}
+        for name in self.seen:
+            assert world.complements.is_held(name) == (name in referred)
+            loose = name in world.complements and name not in referred
+            if loose or world.copies.has_whole(name):
+                known = self.segments._index.get(name)
+                assert known is not None
+                assert known.content.is_in(Tier.HOST)
+
+    def teardown(self):
+        for rid in sorted({*self.listing, *self.referring}):
+            self.segments.release(rid)
+        self.segments.make_room(10**9)
+        assert self.world.arena.used_bytes == 0
+        assert self.segments.evictable_bytes == 0
+        self.segments.evict_drafts(SLOTS)
+        assert len(self.world.copies.shelf) == 0

@@ -1,0 +1,206 @@
+"""Cached segments over a plain pool: short ones, of random bits, and their owners."""
+
+from types import SimpleNamespace
+
+import torch
+
+from vericache_sglang.engine.cached_segments import CachedSegments
+from vericache_sglang.engine.draft_shelf import DraftPart
+from vericache_sglang.engine.places import Places
+from vericache_sglang.engine.segment_copies import SegmentCopies
+from vericache_sglang.engine.segment_room import Identity
+from vericache_sglang.memory.arena import Arena
+from vericache_sglang.memory.complement import RawComplement
+from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.memory.segment_complements import SegmentComplements
+from vericache_sglang.memory.segment_pool import SegmentPool
+from vericache_sglang.store.keys import Fingerprint
+from vericache_sglang.tiers.prices import Prices
+
+SHORT = 8
+"""Tokens of a segment in these tests."""
+
+KEPT = 3
+"""Tokens of it that stay on the device where it is split."""
+
+LAYERS, HEADS, DIM = 2, 2, 4
+
+BITS = {2: torch.int16, 4: torch.int32}
+
+NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+"""Signalling NaNs: whoever computes with one gets another."""
+
+MODULES = ("segment_slots", "segment_room", "cached_segments", "stored_segments")
+"""Modules of the engine that know how long a segment is, and not of SGLang."""
+
+IDENTITY = Identity(
+    Fingerprint(
+        model="m",
+        weights="w",
+        dtype="float32",
+        kv_dtype="float32",
+        layers=LAYERS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+    ),
+    "keeps three of eight",
+)
+
+PRICES = Prices(
+    link_in_s_per_byte=1e-9,
+    link_out_s_per_byte=1e-9,
+    store_latency_s=0.0,
+    store_s_per_byte=1.0,
+    prefill_s_per_token=1e-3,
+    prefill_s_per_square=0.0,
+)
+
+
+def shorten_segments(monkeypatch, more=()):
+    """Make segments short, in the modules that took the constant over."""
+    for module in (*MODULES, *more):
+        monkeypatch.setattr(f"vericache_sglang.engine.{module}.SEGMENT", SHORT)
+
+
+class SegmentWorld:
+    """What ``CachedSegments`` works on, and KV of every name; all in the open.
+
+    Args:
+        slots: Of the pool.
+        host: Bytes of the arena.
+        dtype: Of the KV.
+    """
+
+    def __init__(self, slots=96, host=1 << 20, dtype=torch.float32):
+        shape = (slots, HEADS, DIM)
+        self.bits = BITS[dtype.itemsize]
+        self.buffers = [torch.zeros(2, *shape, dtype=dtype) for _ in range(LAYERS)]
+        pool = SimpleNamespace(
+            k_buffer=[each[0] for each in self.buffers],
+            v_buffer=[each[1] for each in self.buffers],
+        )
+        geometry = KVGeometry(
+            layers=LAYERS,
+            kv_heads=HEADS,
+            head_dim=DIM,
+            v_head_dim=DIM,
+            element_bytes=dtype.itemsize,
+            page_size=1,
+        )
+        self.arena = Arena(host, pinned=False)
+        store = HostStore(geometry, dtype, self.arena)
+        self.places = Places(geometry, pool, torch.zeros(1, 1), store, None)
+        self.pool = SegmentPool(self.arena)
+        self.complements = SegmentComplements(
+            lambda slots, kept: RawComplement(geometry, slots, kept, dtype, self.arena),
+            RawComplement.free,
+        )
+        self.copies = SegmentCopies(self.places, self.pool, self.complements)
+        self.free = set(range(slots))
+        self.segments = CachedSegments(
+            self.copies, self.places, IDENTITY, self.give, lambda: PRICES
+        )
+        self._random = torch.Generator().manual_seed(1)
+        self._truths = {}
+
+    def truth(self, name):
+        """Return what a segment's KV is: bits [L, 2, SHORT, H, D]."""
+        if name not in self._truths:
+            dtype = self.places.host.dtype
+            shape = (LAYERS, 2, SHORT, HEADS, DIM * dtype.itemsize)
+            raw = torch.randint(0, 256, shape, generator=self._random)
+            made = raw.to(torch.uint8).view(self.bits)
+            made[:, :, 0, :, 0] = NAN[dtype]
+            self._truths[name] = made
+        return self._truths[name]
+
+    def kept(self, name):
+        """Return the tokens [L, H, KEPT] that a split of a segment keeps."""
+        random = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        rows = [
+            torch.randperm(SHORT, generator=random)[:KEPT].sort().values
+            for _ in range(LAYERS * HEADS)
+        ]
+        return torch.stack(rows).view(LAYERS, HEADS, KEPT).to(torch.int32)
+
+    def take(self, count):
+        """Take free slots, the highest first; None where there are too few."""
+        if len(self.free) < count:
+            return None
+        taken = sorted(self.free)[-count:]
+        self.free -= set(taken)
+        return torch.tensor(taken)
+
+    def give(self, slots):
+        """Take slots back; what they held is overwritten at once."""
+        listed = set(slots.tolist())
+        assert not listed & self.free, "freed twice"
+        self.free |= listed
+        self.put(slots, torch.full((LAYERS, 2, len(slots), HEADS, DIM), 77))
+
+    def put(self, slots, bits):
+        for layer, both in enumerate(self.buffers):
+            both.view(self.bits)[:, slots] = bits[layer].to(self.bits)
+
+    def at(self, slots):
+        """Return the pool's bits [L, 2, n, H, D]."""
+        return torch.stack([both.view(self.bits)[:, slots] for both in self.buffers])
+
+    def of(self, name, where):
+        """Return a segment's bits of the tokens [L, H, n], head by head."""
+        kv, n = self.truth(name), where.shape[2]
+        found = torch.empty(LAYERS, 2, n, HEADS, DIM, dtype=self.bits)
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                for i, token in enumerate(where[layer, head].tolist()):
+                    found[layer, :, i, head] = kv[layer, :, token, head]
+        return found
+
+    def away(self, name):
+        """Return the tokens [L, H, m] that a split of a segment drops."""
+        every = range(SHORT)
+        layers = self.kept(name).tolist()
+        return torch.tensor(
+            [[[i for i in every if i not in row] for row in rows] for rows in layers]
+        )
+
+    def write_text(self, names):
+        """Put a text's segments into slots, as a prefill does; None without room."""
+        slots = self.take(SHORT * len(names))
+        if slots is not None:
+            for at, name in enumerate(names):
+                own = slots[at * SHORT : (at + 1) * SHORT]
+                self.put(own, self.truth(name))
+        return slots
+
+    def draft(self, name):
+        """Make a segment's draft part; None without room."""
+        slots = self.take(KEPT)
+        if slots is None:
+            return None
+        self.put(slots, self.of(name, self.kept(name)))
+        return DraftPart(slots, self.kept(name))
+
+    def fill(self, name, complement):
+        """Fill a new complement as a split does."""
+        kept, bits = self.kept(name), self.of(name, self.away(name))
+        dtype = self.places.host.dtype
+        for layer in range(LAYERS):
+            complement.describe(layer, kept[layer], kept[layer][:, :0])
+            complement.write(layer, *bits[layer].view(dtype))
+
+    def split(self, name):
+        """Put a segment's draft part on the shelf, and its complement on the host."""
+        self.copies.shelf.add(name, self.draft(name))
+        self.fill(name, self.complements.open(name, SHORT - KEPT, KEPT))
+
+    def damage(self, name):
+        """Flip a bit of what the host has of a segment."""
+        rest = self.complements.get(name)
+        if rest is not None:
+            rest.keys.view(torch.uint8)[-1, 0, 0, 0] ^= 1
+        for copy in self.pool.names():
+            if copy.startswith(f"{name}.") and rest is None:
+                self.pool.get(copy)["keys"].view(torch.uint8)[-1, 0, 0, 0] ^= 1

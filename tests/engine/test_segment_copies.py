@@ -1,0 +1,193 @@
+"""Every form of a cached segment gives its bits back, or says that it cannot."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segment_world import KEPT, SHORT, SegmentWorld
+
+from vericache_sglang.errors import InvariantError, TransferError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = ["whole", "split", "split, all on the host"]
+
+
+def brought(world, name, form):
+    """Bring a segment off the tree in one of its forms."""
+    if form == "whole":
+        slots = world.write_text([name])
+        assert world.copies.save_whole(name, slots)
+        world.give(slots)
+        return
+    world.split(name)
+    if form != "split":
+        world.give(world.copies.save_draft(name))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_comes_back_bit_by_bit(dtype, form):
+    @settings(deadline=None, max_examples=15)
+    @given(st.text("ab", min_size=1, max_size=6), st.integers(0, SHORT - 1))
+    def round_trips(name, skip):
+        world = SegmentWorld(dtype=dtype)
+        assert not world.copies.restorable(name)
+        brought(world, name, form)
+        assert world.copies.restorable(name)
+        target = world.take(SHORT - skip).flip(0)  # any order of slots
+        world.copies.restore(name, skip, target)
+        assert torch.equal(world.at(target), world.truth(name)[:, :, skip:])
+
+    round_trips()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_these_tests_hold_nans_that_arithmetic_would_change(dtype):
+    world = SegmentWorld(dtype=dtype)
+    found = world.truth("a").view(dtype)
+    assert found[:, :, 0, :, 0].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_form_is_not_brought_back(form):
+    world = SegmentWorld()
+    brought(world, "a", form)
+    world.damage("a")
+    with pytest.raises(TransferError, match=r"checksum differs|is damaged"):
+        world.copies.restore("a", 0, world.take(SHORT))
+
+
+def test_a_damaged_draft_part_on_the_host_is_not_brought_back():
+    world = SegmentWorld()
+    brought(world, "a", "split, all on the host")
+    world.pool.get("a.draft")["values"].view(torch.uint8)[0, 0, 0, 0] ^= 1
+    with pytest.raises(TransferError, match=r"the host copy a\.draft is damaged"):
+        world.copies.restore("a", 0, world.take(SHORT))
+
+
+def test_what_a_draft_part_lacks_is_saved_for_it():
+    world = SegmentWorld()
+    slots = world.write_text(["a"])
+    part = world.draft("a")
+    world.copies.shelf.add("a", part)
+    assert not world.copies.restorable("a")
+    assert world.copies.save_rest("a", part, slots)
+    rest = world.complements.get("a")
+    assert torch.equal(rest.kept, world.kept("a"))
+    both = torch.stack([rest.keys.view(world.bits), rest.values.view(world.bits)], 1)
+    assert torch.equal(both, world.of("a", world.away("a")))
+    world.give(slots)
+    world.copies.restore("a", 0, target := world.take(SHORT))
+    assert torch.equal(world.at(target), world.truth("a"))
+
+
+def test_parts_that_were_stored_are_taken_in():
+    world = SegmentWorld()
+    world.split("a")
+    draft, rest = world.copies.read_parts("a")
+    other = SegmentWorld()
+    assert other.copies.take_split("a", draft, rest)
+    assert other.copies.has_draft_on_host("a")
+    target = other.take(SHORT)
+    other.copies.restore("a", 0, target)
+    assert torch.equal(other.at(target), world.truth("a"))
+
+
+def test_what_is_read_does_not_change_with_what_it_was_read_from():
+    world = SegmentWorld()
+    world.split("a")
+    draft, rest = world.copies.read_parts("a")
+    before = [each.clone() for each in (draft["keys"], draft["kept"], rest["keys"])]
+    world.put(torch.arange(96), torch.zeros(2, 2, 96, 2, 4))
+    world.damage("a")
+    world.copies.shelf.get("a").kept.zero_()
+    after = (draft["keys"], draft["kept"], rest["keys"])
+    for was, now in zip(before, after, strict=True):
+        bits = torch.int32
+        assert torch.equal(was.view(bits), now.view(bits))
+
+
+@pytest.mark.parametrize("room", [100, 700])
+def test_without_room_for_both_parts_neither_is_taken_in(room):
+    world = SegmentWorld()
+    world.split("a")
+    parts = world.copies.read_parts("a")
+    other = SegmentWorld(host=room)
+    assert not other.copies.take_split("a", *parts)
+    assert other.arena.used_bytes == 0
+    assert not other.copies.restorable("a")
+    assert "a" not in other.complements
+
+
+def test_without_room_nothing_is_saved_and_nothing_lost():
+    world = SegmentWorld(host=600)
+    slots = world.write_text(["a"])
+    part = world.draft("a")
+    world.copies.shelf.add("a", part)
+    hog = world.arena.take(500)
+    assert not world.copies.save_whole("a", slots)
+    assert not world.copies.save_rest("a", part, slots)
+    assert world.copies.save_draft("a") is None
+    assert world.copies.shelf.get("a") is part
+    assert "a" not in world.complements
+    assert world.arena.used_bytes == hog.size
+
+
+def test_a_complement_that_is_still_being_filled_is_nothing_to_read():
+    """On CUDA it is sealed once the copy has arrived."""
+    world = SegmentWorld()
+    world.copies.shelf.add("a", world.draft("a"))
+    opened = world.complements.open("a", SHORT - KEPT, KEPT)
+    assert world.copies.read_parts("a") is None
+    assert not world.copies.restorable("a")
+    world.fill("a", opened)
+    assert world.copies.read_parts("a") is not None
+    assert world.copies.restorable("a")
+
+
+def test_what_is_kept_back_stays_where_it_is():
+    world = SegmentWorld()
+    world.split("a")
+    brought(world, "b", "whole")
+    brought(world, "c", "split, all on the host")
+    before = world.arena.used_bytes, world.copies.evictable_bytes
+    with world.copies.kept_back(["a", "b", "c", "unknown"]):
+        assert world.copies.evictable_bytes == 0
+        assert world.copies.shelf.idle_slots == 0
+        world.copies.drop_host("a")
+        assert "a" in world.complements
+        for name in "bc":
+            with pytest.raises(InvariantError, match="dropped while it is pinned"):
+                world.copies.drop_host(name)
+    assert (world.arena.used_bytes, world.copies.evictable_bytes) == before
+    assert world.copies.shelf.used_slots == 0
+    assert not any(world.complements.is_held(name) for name in "abc")
+
+
+def test_what_is_kept_back_is_let_go_when_its_user_fails():
+    world = SegmentWorld()
+    world.split("a")
+    with pytest.raises(TransferError), world.copies.kept_back(["a"]):
+        raise TransferError("the link broke")
+    assert world.copies.shelf.idle() == ["a"]
+    assert not world.complements.is_held("a")
+
+
+def test_a_held_complement_outlives_what_the_host_forgets():
+    world = SegmentWorld()
+    world.split("a")
+    world.complements.hold(["a"])
+    world.copies.drop_host("a")
+    assert "a" in world.complements
+    world.complements.let_go(["a"])
+    world.copies.drop_host("a")
+    assert world.arena.used_bytes == 0
+
+
+def test_a_cleared_host_holds_nothing():
+    world = SegmentWorld()
+    for name, form in zip("abc", FORMS, strict=True):
+        brought(world, name, form)
+    world.copies.clear()
+    assert world.arena.used_bytes == 0
+    assert not any(world.copies.restorable(name) for name in "abc")

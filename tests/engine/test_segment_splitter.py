@@ -1,0 +1,349 @@
+"""Prompts that share segments: histories of moves, every bit and every slot checked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("sglang")
+
+from segment_world import SHORT, shorten_segments
+from test_mover import drafts_on_a_row, moves_of
+from tiny_segments import tiered
+
+from vericache_sglang.engine.row_edit import room
+from vericache_sglang.engine.state import Layout
+from vericache_sglang.scheduling.plan import (
+    Park,
+    Pin,
+    Residency,
+    Resume,
+    Split,
+    Unsplit,
+)
+
+pytestmark = pytest.mark.sglang
+
+TEXTS = {"a": "x", "b": "x", "c": "x/16/y", "d": "x/8/z", "e": "w"}
+"""What each request says: others begin like ``a`` for 0 to 3 segments and more."""
+
+
+ABOVE = ("segment_splitter", "segment_writer", "tiered_cache")
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    shorten_segments(monkeypatch, ABOVE)
+
+
+class History:
+    """Requests that come, move, decode and go, while caches fill and empty."""
+
+    def __init__(self, engine):
+        self.engine, self.made = engine, []
+
+    def step(self, act, who, number):
+        rid, engine = "abcde"[who], self.engine
+        request = engine.requests.get(rid)
+        if act == "evict":
+            engine.evict()
+        elif act == "squeeze":
+            engine.segments.make_room(2048 * (1 + number))
+        elif request is None:
+            engine.admit(rid, TEXTS[rid], 14 + number * 5, insertable=number != 2)
+        elif act == "end":
+            (engine.abort if number == 5 else engine.finish)(rid)
+        elif act == "move":
+            self.move(request.state, number)
+        else:
+            self.decode(request.state, number)
+        engine.checks.all()
+
+    def move(self, state, number):
+        if not self.engine.grow(self.engine.requests[state.rid], 1):
+            return
+        moves = moves_of(state)
+        if state.parts is None and self.engine.residence.budget(state) is None:
+            return
+        move, before = moves[number % len(moves)], state.layout
+        if self.engine.move(move, state.rid):
+            self.made.append((before, move))
+
+    def decode(self, state, number):
+        if state.layout is Layout.PARKED:
+            return
+        if not drafts_on_a_row(state):
+            self.engine.plain(state.rid)
+        elif len(state.drafts) < 4 and number:
+            self.engine.draft(state.rid)
+        else:
+            self.engine.verify(state.rid, number)
+
+
+ACTS = [*["move"] * 4, *["decode"] * 3, "end", "evict", "squeeze"]
+STEP = st.tuples(st.sampled_from(ACTS), st.integers(0, 4), st.integers(0, 5))
+
+
+def left_behind(engine):
+    """End all; then nothing is left but caches, and those can be emptied."""
+    for rid in list(engine.requests):
+        engine.finish(rid)
+        engine.checks.all()
+    engine.evict()
+    engine.checks.all()
+    assert engine.tree.evictable_size() == engine.tree.protected_size() == 0
+    page = engine.page
+    assert engine.allocator.available_size() == engine.pool.size // page * page
+    engine.segments.make_room(10**9)
+    engine.checks.all()
+    assert engine.residence.arena.used_bytes == 0
+    assert engine.segments.evictable_bytes == 0
+    assert len(engine.residence.watch) == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "dtype", "slots", "host_segments"),
+    [
+        (1, torch.float32, 220, 1000),
+        (1, torch.bfloat16, 110, 12),
+        (4, torch.float32, 140, 1000),
+        (4, torch.bfloat16, 220, 8),
+    ],
+)
+def test_any_history_keeps_every_bit_and_every_slot(page, dtype, slots, host_segments):
+    options = {"page": page, "dtype": dtype, "slots": slots}
+
+    @settings(deadline=None, max_examples=12)
+    @given(st.lists(STEP, min_size=10, max_size=40))
+    def histories(steps):
+        with tiered(host_segments=host_segments, **options) as engine:
+            history = History(engine)
+            for step in steps:
+                history.step(*step)
+            left_behind(engine)
+
+    histories()
+
+
+def to(rid, where):
+    return Split(rid, Residency.HOST if where == "host" else Residency.DEVICE)
+
+
+def on_host(engine, rid, text="x", tokens=30, **options):
+    state = engine.admit(rid, text, tokens, **options)
+    assert engine.move(to(rid, "host"), rid)
+    assert state.layout is Layout.KEPT
+    return state
+
+
+def test_an_unsplit_row_that_still_lists_shared_slots_keeps_them():
+    with tiered() as engine:
+        state = on_host(engine, "a")
+        assert engine.move(Pin("a"), "a")
+        assert engine.move(Unsplit("a"), "a")
+        assert state.layout is Layout.PERMUTED
+        engine.evict()  # overwrites whatever nobody is known to list
+        engine.admit("b", "w", 40)
+        engine.checks.all()
+        assert engine.move(to("a", "device"), "a")
+        engine.draft("a")
+        engine.verify("a", 1)
+        left_behind(engine)
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_running_request_s_segments_are_not_forgotten(parked):
+    with tiered() as engine:
+        on_host(engine, "a")
+        assert not parked or engine.move(Park("a"), "a")
+        engine.segments.make_room(10**9)
+        engine.checks.all()
+        assert not parked or engine.move(Resume("a"), "a")
+        engine.verify("a", 0)
+        left_behind(engine)
+
+
+def test_bytes_a_running_request_needs_are_not_counted_as_room():
+    """What cannot be freed is passed over, and the next segment goes instead."""
+    with tiered(host_segments=14) as engine:
+        on_host(engine, "a", "x", 44)
+        engine.admit("e", "w", 44)
+        engine.abort("e")
+        engine.evict()
+        before = engine.residence.arena.free_bytes
+        engine.segments.make_room(2048)
+        assert engine.residence.arena.free_bytes >= before + 2048
+        engine.checks.all()
+
+
+def test_the_tree_may_lose_a_prefix_that_is_being_split():
+    with tiered(slots=96) as engine:
+        engine.admit("b", "x", 30, insertable=False)  # holds slots of its own
+        engine.admit("a", "x", 30)
+        engine.abort("a")  # the tree has the prefix; nobody locks it
+        engine.allocator.alloc(engine.allocator.available_size())
+        assert engine.move(to("b", "device"), "b")
+        engine.segments.check()
+        assert engine.requests["b"].state.layout is Layout.BESIDE
+
+
+def test_a_damaged_segment_that_others_list_is_computed_again():
+    with tiered() as engine:
+        on_host(engine, "a")
+        engine.admit("b", "x", 30)
+        assert engine.move(to("b", "host"), "b")
+        engine.evict()
+        first = engine.names(engine.ids("x", 30))[0]
+        engine.damage(first)
+        engine.admit("c", "x/8/z", 40)
+        assert engine.segments.counters.checksum_failures == 1
+        assert engine.requests["c"].state.req.kv.cache_protected_len == 40
+        engine.damage(first)  # as it was: a flipped bit flips back
+        engine.checks.all()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_segment_computed_again_is_trusted_again(split):
+    with tiered() as engine:
+        engine.admit("a", "x", 30)
+        assert not split or engine.move(to("a", "host"), "a")
+        engine.finish("a")
+        engine.evict()
+        engine.damage(engine.names(engine.ids("x", 30))[0])
+        engine.admit("b", "x", 30)
+        engine.finish("b")
+        engine.evict()
+        engine.checks.all()
+        before = engine.segments.counters.match_host_tokens
+        engine.admit("c", "x", 30)
+        assert engine.segments.counters.match_host_tokens == before + 3 * SHORT
+
+
+def test_a_draft_part_that_comes_back_is_on_the_device():
+    with tiered() as engine:
+        on_host(engine, "a")
+        engine.finish("a")
+        engine.evict()
+        (first, *_) = engine.names(engine.ids("x", 30))
+        assert engine.segments.copies.has_draft_on_host(first)
+        on_host(engine, "b")
+        engine.checks.all()
+        assert not engine.segments.copies.has_draft_on_host(first)
+        left_behind(engine)
+
+
+def restored(engine, then=()):
+    """Have a prompt's segments leave the device and come back in other slots."""
+    engine.admit("a", "x", 30)
+    for move in then:
+        assert engine.move(move, "a")
+    engine.finish("a")
+    engine.evict()
+    engine.admit("e", "w", 44)
+    return engine.admit("b", "x", 30)
+
+
+def test_scores_come_back_with_their_tokens():
+    """Or a prompt restored from the host keeps tokens by other tokens' scores."""
+    with tiered() as engine:
+        state = restored(engine)
+        cached = engine.table[state.req.kv.req_pool_idx, : 3 * SHORT].long()
+        found = torch.stack(engine.residence.watch.noted(cached))
+        assert torch.equal(found, engine.kv.truth("x")[1][..., : 3 * SHORT])
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_what_was_chosen_once_is_chosen_again(where):
+    with tiered() as engine:
+        state = restored(engine, [to("a", "host")])
+        assert engine.residence.shared.known(state)
+        assert engine.move(to("b", where), "b")
+        scores = engine.kv.truth("x")[1]
+        for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+            wanted = best_of_each(scores[layer, head].tolist(), 3)
+            assert state.split.kept[layer, head].tolist() == wanted
+        engine.checks.all()
+
+
+def best_of_each(scores, segments):
+    """Choose in a loop: in each segment the best half, the two sinks among them."""
+    wanted = []
+    for at in range(segments):
+        tokens = range(at * SHORT, (at + 1) * SHORT)
+        always = [0, 1] if at == 0 else []
+        others = sorted((-scores[t], t) for t in tokens if t not in always)
+        chosen = [*always, *(t for _, t in others)][: SHORT // 2]
+        wanted += sorted(chosen)
+    return wanted
+
+
+def test_equal_prompts_share_one_draft_part_and_one_complement():
+    with tiered() as engine:
+        states = [on_host(engine, rid) for rid in "ab"]
+        free = room(engine.tree)
+        used = engine.residence.arena.used_bytes
+        states.append(on_host(engine, "c", "x/16/y", 40))
+        assert torch.equal(states[0].split.shelved, states[1].split.shelved)
+        each = SHORT // 2
+        assert free - room(engine.tree) == 2 * each + 40 - 4 * SHORT
+        shared = states[0].split.shelved[: 2 * each]
+        assert states[2].split.shelved[: 2 * each].tolist() == shared.tolist()
+        assert engine.residence.arena.used_bytes == used * 5 // 3
+        engine.checks.all()
+        left_behind(engine)
+
+
+def test_what_a_request_decoded_is_found_by_the_next_turn():
+    with tiered() as engine:
+        state = on_host(engine, "a", "x", 30)
+        for _ in range(24):
+            engine.verify("a", 0)
+        said = state.req.origin_input_ids + state.req.output_ids
+        request = engine.requests["a"]
+        kv = engine.kv.truth("x")[0][:, :, :30]
+        kv = torch.cat([kv, *request.decoded], dim=2)[:, :, : state.verified]
+        engine.finish("a")
+        engine.checks.all()
+        engine.evict()
+        names = engine.names(said[: state.verified])
+        assert engine.segments.reach(names, 0) == len(names) * SHORT == 48
+        target = torch.arange(48) + engine.pool.staging_start
+        assert engine.segments.restore(names[:6], 0, target[:48]) is None
+        assert torch.equal(engine.kv.at(target), kv[:, :, :48])
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_split_without_slots_or_host_memory_changes_nothing(where):
+    with tiered() as engine:
+        engine.admit("a", "x", 30)
+        engine.admit("b", "x", 31)  # locks the same prefix
+        hog = engine.allocator.alloc(engine.allocator.available_size())
+        before = engine.checks.held()
+        assert not engine.move(to("a", where), "a")
+        assert engine.checks.held() == before
+        engine.allocator.free(hog)
+        if where == "host":
+            arena = engine.residence.arena
+            assert arena.take(arena.free_bytes - 100, held=True)
+            before = engine.checks.held()
+            assert not engine.move(to("a", where), "a")
+            assert engine.checks.held() == before
+            assert len(engine.segments.complements) == 0
+
+
+def test_every_segment_keeps_the_best_of_its_own_tokens():
+    with tiered() as engine:
+        state = on_host(engine, "a", "x", 30)
+        scores = engine.kv.truth("x")[1]
+        for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+            wanted = best_of_each(scores[layer, head].tolist(), 3)
+            assert state.split.kept[layer, head].tolist() == wanted
+
+
+def test_prompts_that_fill_no_segment_are_split_as_without_a_tree():
+    with tiered() as engine:
+        state = engine.admit("a", "x", 10)
+        assert engine.residence.shared.budget(state) is None
+        assert engine.move(to("a", "host"), "a")
+        assert (state.split.segments, state.split.shelved) == ((), None)
+        left_behind(engine)
