@@ -35,7 +35,8 @@ def services(rotary):
     attention.rotary_emb = rotary
     model = torch.nn.Module()
     model.self_attn = attention
-    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(hidden_size=32))
+    config = SimpleNamespace(hidden_size=32, get_total_num_kv_heads=lambda: 1)
+    runner = SimpleNamespace(model=model, model_config=config, tp_rank=0, tp_size=1)
     return ModelServices(runner, SimpleNamespace(model_path="a model"))
 
 

@@ -137,7 +137,8 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     tokenizer = load_tokenizer(MODEL)
     length = len(tokenizer.encode(prompt, add_special_tokens=False))
     wave = {
-        "prompts": [f"{prompt}{i}" for i in range(20)],
+        # Nothing in common at the beginning: who shares is verified together.
+        "prompts": [f"{i} {prompt}" for i in range(20)],
         "params": [
             {"temperature": 0.0, "max_new_tokens": 240, "ignore_eos": True}
             for _ in range(20)

@@ -251,7 +251,8 @@ def test_a_line_is_served_verified_and_alone(monkeypatch):
     assert found["wrong"] == []
     assert found["exact"] == [full["exact"]] * 2
     assert found["exact_alone"] < full["exact"]
-    assert found["transfer"] == pytest.approx(0.875, abs=0.01)
+    # Two segments travel without their eighth; what is behind them stays.
+    assert 2 * 512 * 0.875 / 1567 < found["transfer"] < 0.885
     for length, sums in found["lengths"].items():
         assert 4 < sums["all"]["rounds"] <= sums["all"]["accepted"], length
         # A server of its own mind drafts a few tokens of a method this bad.
