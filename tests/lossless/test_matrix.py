@@ -137,8 +137,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     tokenizer = load_tokenizer(MODEL)
     length = len(tokenizer.encode(prompt, add_special_tokens=False))
     wave = {
-        # Nothing in common at the beginning: who shares is verified together.
-        "prompts": [f"{i} {prompt}" for i in range(20)],
+        "prompts": [f"{prompt}{i}" for i in range(20)],
         "params": [
             {"temperature": 0.0, "max_new_tokens": 240, "ignore_eos": True}
             for _ in range(20)
@@ -147,7 +146,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     budget = {"max_total_tokens": 3 * (length + 170)}
     full = run(System(name="full", settings=None, engine=budget), MODEL, [wave])
     settings = {
-        "compressor": "keynorm",
+        "compressor": "snapkv",  # who shares a complement is verified together
         "keep": 0.2,
         "draft_length": 4,
         "max_verifies": 2,
