@@ -59,8 +59,12 @@ def main() -> int:
         "min_prompt": 256,
     }
     live = {
-        "plain": LiveSystem(System("plain", None, engine), options.model),
-        "ours": LiveSystem(System("ours", settings, engine), options.model),
+        "plain": LiveSystem(
+            System(name="plain", settings=None, engine=engine), options.model
+        ),
+        "ours": LiveSystem(
+            System(name="ours", settings=settings, engine=engine), options.model
+        ),
     }
     texts = [""] * options.chats
     turns: list[dict[str, Any]] = []

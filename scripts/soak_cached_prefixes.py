@@ -63,7 +63,9 @@ def resident_mib() -> float:
 def wanted(options: argparse.Namespace, documents: list[str]) -> list[str]:
     """Answer every document with plain SGLang."""
     engine = {"max_total_tokens": 8 * options.tokens, "disable_radix_cache": True}
-    live = LiveSystem(System("plain SGLang", None, engine), options.model)
+    live = LiveSystem(
+        System(name="plain SGLang", settings=None, engine=engine), options.model
+    )
     try:
         return [live.answer(wave([text]))[0][0]["text"] for text in documents]
     finally:
@@ -84,7 +86,9 @@ def soak(
         "min_prompt": 256,
         "host_gb": options.budget_mb / 1024,
     }
-    live = LiveSystem(System("VeriCache", settings, engine), options.model)
+    live = LiveSystem(
+        System(name="VeriCache", settings=settings, engine=engine), options.model
+    )
     rng = random.Random(options.seed)
     asked = different = failed = 0
     memory: list[tuple[float, float]] = []
