@@ -336,8 +336,6 @@ class CachedSegments(SegmentRoom):
 
     def clear(self) -> None:
         """Forget everything; SGLang has taken back every slot, and nothing runs."""
-        for segment in list(self._index.segments()):
-            self.copies.drop_host(segment.name)
         self.copies.clear()
         self._index = SegmentIndex()
         self._slots.clear()

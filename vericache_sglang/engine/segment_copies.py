@@ -234,7 +234,7 @@ class SegmentCopies:
             rest = complement.keys[layer], complement.values[layer]
             where = kept[layer].to("cpu", torch.int64)
             keys, values = (
-                join_layer(as_bits(own.cpu()), where, as_bits(other)).view(own.dtype)
+                _in_order(own.cpu(), where, other)
                 for own, other in zip(draft, rest, strict=True)
             )
             yield keys, values
@@ -257,12 +257,16 @@ def joined(draft: Tensors, rest: Tensors) -> dict[str, torch.Tensor]:
     for side in ("keys", "values"):
         layers = zip(draft[side], draft["kept"], rest[side], strict=True)
         whole[side] = torch.stack(
-            [
-                join_layer(as_bits(own), kept.to(torch.int64), as_bits(other))
-                for own, kept, other in layers
-            ]
-        ).view(draft[side].dtype)
+            [_in_order(own, kept.to(torch.int64), other) for own, kept, other in layers]
+        )
     return whole
+
+
+def _in_order(
+    own: torch.Tensor, kept: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """Return one side of a layer in order of position, bit for bit."""
+    return join_layer(as_bits(own), kept, as_bits(other)).view(own.dtype)
 
 
 def _whole(name: str) -> str:
