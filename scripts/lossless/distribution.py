@@ -172,16 +172,18 @@ class Toy:
     def _choose(
         self, table: torch.Tensor, *, verifies: bool
     ) -> Iterator[tuple[RequestState, list[int]]]:
-        rows, before = [], []
+        rows, before, positions = [], [], []
         for seat, state in enumerate(self.states):
             text = [state.pending, *state.drafts]
             queries = []
             for drafts in range(0 if verifies else len(state.drafts), len(text)):
-                position = state.verified + drafts
-                queries.append(Query(seat, state, len(before), drafts, position))
+                queries.append(Query(seat, state, len(before), drafts))
                 before.append(text[drafts])
+                positions.append(state.verified + drafts)
             rows.append(RowQueries(tuple(queries), verifies=verifies, emits=verifies))
-        runs, _ = self._sampler.choose(self._batch, rows, table[before])
+        runs, _ = self._sampler.choose(
+            self._batch, rows, table[before], torch.tensor(positions)
+        )
         return zip(self.states, runs, strict=True)
 
 

@@ -56,15 +56,17 @@ class Runner:
         self.forwards = []
 
     def forward(self, batch):
-        (row,), engine = batch.rows, self.engine
-        listed = engine.table[row.table_row, : row.prefix + len(row.tokens)]
+        inputs, engine = batch.inputs, self.engine
+        (table_row,), (prefix,) = inputs.table_rows.tolist(), inputs.prefixes.tolist()
+        count = len(inputs.tokens)
+        listed = engine.table[table_row, : prefix + count]
         free = set(engine.allocator.get_all_free_pages().tolist())
         assert not {slot // engine.page for slot in listed.tolist()} & free
-        assert listed[row.prefix :].tolist() == row.slots.tolist()
-        engine.kv.put(row.slots, engine.kv.drawn(len(row.tokens)))
-        self.forwards.append((batch, row, listed.clone()))
-        queries = torch.randn(len(row.tokens), 2 * HEADS, DIM)
-        keys = torch.randn(len(row.tokens), HEADS, DIM)
+        assert listed[prefix:].tolist() == inputs.slots.tolist()
+        engine.kv.put(inputs.slots, engine.kv.drawn(count))
+        self.forwards.append((batch, inputs, listed.clone()))
+        queries = torch.randn(count, 2 * HEADS, DIM)
+        keys = torch.randn(count, HEADS, DIM)
         for layer in range(LAYERS):
             self.watch.observe(layer, queries, keys, batch)
             if self.fails and layer:
@@ -75,11 +77,11 @@ class Runner:
 def rows_as_they_are(monkeypatch):
     """A forward is what ``build_forward`` was given; SGLang's batch is not built."""
 
-    def build(batch, rows, runner):
+    def build(batch, inputs, runner):
         return SimpleNamespace(
-            rows=rows,
+            inputs=inputs,
             batch=batch,
-            rids=[row.batch_index for row in rows],
+            rids=inputs.batch_indices,
             forward_mode=ForwardMode.TARGET_VERIFY,
             spec_info="positions",
         )
@@ -140,10 +142,12 @@ def test_a_probe_stands_behind_the_prompt_in_a_row_of_its_own():
         world = World(engine, [probe(5)])
         assert not world.probing.done(world.state)
         world.step()
-        ((forward, row, listed),) = world.runner.forwards
-        assert (row.batch_index, row.table_row) == (3, world.row)
-        assert (row.prefix, row.position, row.packed) == (20, 20, None)
-        assert row.tokens == [100, 101, 102, 103, 104]
+        ((forward, inputs, listed),) = world.runner.forwards
+        assert (inputs.batch_indices, inputs.lengths) == ([3], [5])
+        assert inputs.table_rows.tolist() == [world.row]
+        assert (inputs.bounds, inputs.prefixes.tolist()) == ([20], [20])
+        assert inputs.positions.tolist() == [20, 21, 22, 23, 24]
+        assert inputs.tokens.tolist() == [100, 101, 102, 103, 104]
         own = engine.table[world.state.req.kv.req_pool_idx, :20]
         assert listed[:20].tolist() == own.tolist()
         assert forward.forward_mode is ForwardMode.EXTEND

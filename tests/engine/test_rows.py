@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vericache_kernels.board_commit import EMIT, BoardRows
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.engine.figures import Figures
 from vericache_sglang.engine.rows import MixedRows
 from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import Layout, Parts, RequestState
+from vericache_sglang.engine.token_board import TokenBoard
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.staging import Span
 from vericache_sglang.scheduling.iteration_model import Work
@@ -102,18 +104,25 @@ def only(rows):
     return row
 
 
+def ran(rows, request):
+    """What one row runs, given what the host has heard."""
+    board = TokenBoard(8, 8, "cpu")
+    board.put([request])
+    inputs = rows.inputs(board)
+    return inputs.tokens.tolist(), inputs.slots.tolist()
+
+
 SPLIT = [Layout.KEPT, Layout.BESIDE, Layout.PERMUTED]
 
 
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_draft_row_reads_kept_and_decode_slots(layout):
-    world = residence(layout)
+    world, request = residence(layout), state(layout, drafts=[11, 12])
     rows = MixedRows(world)
-    assert rows.add(0, state(layout, drafts=[11, 12]), Draft("r"))
+    assert rows.add(0, request, Draft("r"))
     row = only(rows)
     assert (row.prefix, row.position) == (7, 12)
-    assert row.tokens == [12]
-    assert row.slots.tolist() == [84]
+    assert ran(rows, request) == ([12], [84])
     listed = world.table[row.table_row, : row.prefix + 1].tolist()
     assert listed == [*KEPT, 80, 81, 82, 83, 84]
 
@@ -131,32 +140,66 @@ def test_decode_slots_allocated_later_reach_the_draft_row():
 
 
 def test_the_first_draft_runs_the_pending_token():
-    rows = MixedRows(residence(Layout.KEPT))
-    rows.add(0, state(), Draft("r"))
-    assert only(rows).tokens == [7]
-    assert only(rows).slots.tolist() == [82]
+    rows, request = MixedRows(residence(Layout.KEPT)), state()
+    rows.add(0, request, Draft("r"))
+    assert ran(rows, request) == ([7], [82])
 
 
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_verify_row_lists_every_slot_once_and_writes_in_place(layout):
-    world = residence(layout)
+    world, request = residence(layout), state(layout, drafts=[11, 12])
     rows = MixedRows(world)
-    rows.add(0, state(layout, drafts=[11, 12]), Verify("r"))
+    rows.add(0, request, Verify("r"))
     row = only(rows)
     assert (row.prefix, row.position) == (10, 10)
-    assert row.tokens == [7, 11, 12]
-    assert row.slots.tolist() == [82, 83, 84], "the drafts' own slots"
+    assert ran(rows, request) == ([7, 11, 12], [82, 83, 84]), "the drafts' own slots"
     listed = world.table[row.table_row, : row.prefix + 3].tolist()
     assert listed == [*VERIFIED_OVER[layout], 80, 81, 82, 83, 84]
 
 
 @pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.PERMUTED])
 def test_a_plain_row_is_the_request_s_own(layout):
-    rows = MixedRows(residence(layout))
-    rows.add(0, state(layout), Plain("r"))
+    rows, request = MixedRows(residence(layout)), state(layout)
+    rows.add(0, request, Plain("r"))
     row = only(rows)
     assert (row.table_row, row.prefix, row.position) == (2, 10, 10)
-    assert row.slots.tolist() == [82]
+    assert ran(rows, request) == ([7], [82])
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
+    world, request = residence(layout), state(layout, drafts=[11, 12])
+    board = TokenBoard(8, 8, "cpu")
+    board.put([request])
+    verified = MixedRows(world)
+    verified.add(0, request, Verify("r"))
+    target = [*[11, 12][:accepted], *[90, 91, 92][: 3 - accepted]]
+    first, seat = torch.tensor([0, 3]), torch.tensor([2])
+    kind, drafts = torch.tensor([EMIT]), torch.tensor([0])
+    board.commit(BoardRows(seat, first, kind, drafts), torch.tensor(target))
+    request.launch_emission()
+
+    rows = MixedRows(world)
+    rows.add(0, request, Draft("r"))
+    inputs = rows.inputs(board)
+    assert inputs.tokens.tolist() == [target[accepted]], "the new pending token"
+    assert inputs.positions.tolist() == [11 + accepted]
+    assert inputs.slots.tolist() == [83 + accepted]
+    row, length = only(rows), 3 + 3 + accepted
+    assert inputs.prefixes.tolist() == [length]
+    assert inputs.bounds == [3 + 3 + 2], "as if both drafts had been accepted"
+    listed = world.table[row.table_row, : length + 1].tolist()
+    assert listed == [*KEPT, *DECODE[: 4 + accepted]]
+
+    request.land_emission(target[: accepted + 1], 2)
+    assert (request.loose, request.sure) == (0, 0)
+    heard = MixedRows(world)
+    heard.add(0, request, Draft("r"))
+    again = heard.inputs(board)
+    assert again.slots.tolist() == inputs.slots.tolist()
+    assert again.positions.tolist() == inputs.positions.tolist()
+    assert again.prefixes.tolist() == inputs.prefixes.tolist()
 
 
 def test_waiting_rows_are_left_out():
@@ -199,8 +242,8 @@ def test_a_packed_draft_row_begins_with_its_codes(layout):
     assert rows.add(0, request, Draft("r"))
     row = only(rows)
     assert row.packed is request
-    assert (row.prefix, row.position, row.tokens) == (9, 12, [12])
-    assert row.slots.tolist() == [84]
+    assert (row.prefix, row.position) == (9, 12)
+    assert ran(rows, request) == ([12], [84])
     listed = world.table[row.table_row, : row.prefix + 1].tolist()
     assert listed == [*CODES, *KEPT, 80, 81, 82, 83, 84]
 
@@ -213,7 +256,7 @@ def test_a_verification_lists_no_codes(layout):
     row = only(rows)
     assert row.packed is None
     assert (row.prefix, row.position) == (10, 10)
-    assert row.slots.tolist() == [82, 83, 84]
+    assert ran(rows, request)[1] == [82, 83, 84]
     listed = world.table[row.table_row, : row.prefix + 3].tolist()
     assert listed == [*VERIFIED_OVER[layout], 80, 81, 82, 83, 84]
 

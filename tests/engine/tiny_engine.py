@@ -255,7 +255,7 @@ class TinyEngine:
         state = request.state
         if not self.grow(request, 2):
             return
-        row = self._only_row(state, Draft(rid))
+        row, slots = self._only_row(state, Draft(rid))
         listed = self.table[row.table_row, : row.prefix]
         budget = state.split.budget
         assert row.prefix == budget.slots + request.tail + len(request.decoded)
@@ -263,9 +263,9 @@ class TinyEngine:
         self.checks.draft_part(request, listed[: budget.slots])
         self.checks.behind(request, listed[budget.slots :])
         own = self.table[row.table_row, row.prefix].item()
-        assert own == row.slots.item(), "the draft's slot is the row's next"
+        assert own == slots.item(), "the draft's slot is the row's next"
         bits = self.kv.drawn(1)
-        self.kv.put(row.slots, bits)
+        self.kv.put(slots, bits)
         request.decoded.append(bits)
         state.draft(5)
 
@@ -278,8 +278,8 @@ class TinyEngine:
         if state.layout is Layout.KEPT:
             self.residence.start_reload(state)
             assert wait_for(reloads) == ([rid], [])
-        row = self._only_row(state, Verify(rid))
-        body, length = request.body, row.prefix + len(row.tokens)
+        row, slots = self._only_row(state, Verify(rid))
+        body, length = request.body, row.prefix + len(slots)
         listed = self.table[row.table_row, :length]
         assert len(set(listed.tolist())) == length, "a slot is listed twice"
         beside = state.layout is Layout.BESIDE
@@ -287,11 +287,11 @@ class TinyEngine:
         self.kv.holds(listed[:body], request.text, order)
         committed = state.verified - body
         self.checks.behind(request, listed[body:], committed)
-        assert listed[row.prefix :].tolist() == row.slots.tolist()
+        assert listed[row.prefix :].tolist() == slots.tolist()
         reloads.end(rid)
         new = min(accepted, len(state.drafts)) + 1
-        bits = self.exact(request.text, state.verified, len(row.tokens))
-        self.kv.put(row.slots, bits)
+        bits = self.exact(request.text, state.verified, len(slots))
+        self.kv.put(slots, bits)
         del request.decoded[committed - request.tail :]
         request.decoded += bits[:, :, :new].split(1, dim=2)
         self._accept(state, new)
@@ -302,11 +302,11 @@ class TinyEngine:
         state = request.state
         if not self.grow(request, 1):
             return
-        row = self._only_row(state, Plain(rid))
+        row, slots = self._only_row(state, Plain(rid))
         assert (row.table_row, row.packed) == (state.req.kv.req_pool_idx, None)
         assert row.prefix == row.position == state.verified
         bits = self.exact(request.text, state.verified, 1)
-        self.kv.put(row.slots, bits)
+        self.kv.put(slots, bits)
         request.decoded.append(bits)
         self._accept(state, 1)
 
@@ -318,7 +318,8 @@ class TinyEngine:
         rows = MixedRows(self.residence)
         assert rows.add(0, state, action)
         (row,) = rows.rows
-        return row
+        slots = self.table[row.own, row.at : row.at + len(row.columns)]
+        return row, slots.to(torch.int64)
 
     def _accept(self, state, tokens):
         state.req.output_ids.extend([5] * tokens)

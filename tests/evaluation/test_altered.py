@@ -1,5 +1,6 @@
 """Servers that break the promise: on request only, and they say so."""
 
+import itertools
 import os
 import random
 import statistics
@@ -9,11 +10,13 @@ from importlib.metadata import entry_points
 from itertools import takewhile
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vericache_kernels.board_commit import EMIT, Board, BoardRows
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.evaluation import altered
+from vericache_sglang.evaluation import altered, dice
 
 TOKENS = st.lists(st.integers(0, 9), max_size=8)
 
@@ -56,19 +59,44 @@ def test_the_environment_leads_to_it(tmp_path):
 def test_dice_accept_a_beginning_of_the_drafts(drafts, data, p, seed):
     count = data.draw(st.integers(1, len(drafts) + 1))
     target = data.draw(st.lists(st.integers(20, 29), min_size=count, max_size=count))
-    run = altered.by_dice(p, random.Random(seed))(drafts, target)
+    run = dice.by_dice(p, random.Random(seed))(drafts, target)
     accepted = list(takewhile(lambda token: token < 20, run))
     assert run == [*drafts[: len(accepted)], target[len(accepted)]]
 
 
 def test_dice_are_fair():
-    rule = altered.by_dice(0.9, random.Random(1))
+    rule = dice.by_dice(0.9, random.Random(1))
     drafts, target = [1] * 32, [2] * 33
     runs = [len(rule(drafts, target)) - 1 for _ in range(4000)]
     wanted = sum(0.9**k for k in range(1, 33))  # 8.69
     assert statistics.fmean(runs) == pytest.approx(wanted, rel=0.05)
-    assert altered.by_dice(1.0, random.Random(1))(drafts, target) == [*drafts, 2]
-    assert altered.by_dice(0.0, random.Random(1))(drafts, target) == [2]
+    assert dice.by_dice(1.0, random.Random(1))(drafts, target) == [*drafts, 2]
+    assert dice.by_dice(0.0, random.Random(1))(drafts, target) == [2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.data())
+def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
+    p = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    seats = data.draw(st.permutations(range(8)))[: len(drafted)]
+    tokens = torch.arange(64).reshape(8, 8)
+    before, board = tokens.clone(), Board(tokens, torch.zeros(8, dtype=torch.int32))
+    first = torch.tensor([0, *itertools.accumulate(n + 1 for n in drafted)])
+    kind = torch.full((len(drafted),), EMIT)
+    target = before[0, :1].new_tensor(range(100, 100 + int(first[-1])))
+    # Even where the full KV agrees, the dice decide.
+    target[0 : drafted[0]] = before[seats[0], 1 : 1 + drafted[0]]
+    rows = BoardRows(torch.tensor(seats), first, kind, torch.zeros_like(kind))
+    out = dice.on_board(p, 3)(board, rows, target)
+    for i, (seat, n) in enumerate(zip(seats, drafted, strict=True)):
+        count = int(out.counts[i])
+        assert 1 <= count <= n + 1
+        assert p or count == 1
+        assert p < 1 or count == n + 1
+        run = out.tokens[i, :count].tolist()
+        assert run[:-1] == before[seat, 1:count].tolist()
+        assert run[-1] == target[first[i] + count - 1]
+        assert board.tokens[seat, 0] == run[-1]
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])

@@ -36,9 +36,10 @@ class Executor:
         latency: Iterations from a reload's start to its arrival.
         seed: Draws accepted drafts, memory pressure and failures.
         calm: Memory is never short and nothing fails.
+        late: A verification's outcome is told one iteration later, or before moves.
     """
 
-    def __init__(self, config, *, latency=1, seed=0, calm=False):
+    def __init__(self, config, *, latency=1, seed=0, calm=False, late=False):
         self.config, self.latency, self.calm = config, latency, calm
         self.random = Random(seed)
         self.runtime = Runtime(config)
@@ -46,6 +47,7 @@ class Executor:
         self.left, self.drafts, self.where, self.shapes = {}, Counter(), {}, {}
         self.coming, self.staged = [], {}
         self.longest = 0
+        self.late, self.air = late, []
 
     def arrive(self, rid, tokens, prompt=400):
         shape = Shape(
@@ -92,7 +94,13 @@ class Executor:
         )
         self.plans.append(plan)
         self._check(plan)
+        launched_before, self.air = self.air, []
         self._perform(plan)
+        if plan.moves:
+            launched_before, self.air = [*launched_before, *self.air], []
+        for outcome in launched_before:
+            self._land(*outcome)
+        self._make(plan)
 
     def _happens(self, p):
         return not self.calm and self.random.random() < p
@@ -127,13 +135,15 @@ class Executor:
                 self.drafts[rid] += 1
                 assert self.drafts[rid] <= self.config.draft_length
                 # One more token comes with the verification.
-                assert self.drafts[rid] < self.left[rid]
+                assert self.late or self.drafts[rid] < self.left[rid]
                 if self._happens(0.05):
                     self.runtime.stop_drafted(rid)
             elif isinstance(action, Plain):
                 self._emit(rid, 1)
             elif isinstance(action, Verify):
                 self._verify(rid)
+
+    def _make(self, plan):
         for move in plan.moves:
             if move.rid not in self.left:
                 continue
@@ -151,8 +161,16 @@ class Executor:
         self.longest = max(self.longest, waited)
         self._forget(rid)
         self.begun[rid] = self.runtime.now
-        self.runtime.verified(rid, drafted, right + 1)
-        self._emit(rid, right + 1)
+        if self.late:
+            self.runtime.launched(rid)
+            self.air.append((rid, drafted, right + 1))
+        else:
+            self._land(rid, drafted, right + 1)
+
+    def _land(self, rid, drafted, tokens):
+        if rid in self.left:
+            self.runtime.verified(rid, drafted, tokens)
+            self._emit(rid, min(tokens, self.left[rid]) if self.late else tokens)
 
     def _emit(self, rid, tokens):
         assert tokens <= self.left[rid]
@@ -221,8 +239,8 @@ HISTORIES = st.lists(
 )
 
 
-def follow(config, history, latency, seed):
-    executor, arrived = Executor(config, latency=latency, seed=seed), 0
+def follow(config, history, latency, seed, late):
+    executor, arrived = Executor(config, latency=latency, seed=seed, late=late), 0
     for kind, *rest in history:
         if kind == "run":
             for _ in range(rest[0]):
@@ -237,12 +255,12 @@ def follow(config, history, latency, seed):
 
 
 @settings(max_examples=300, deadline=None)
-@given(CONFIGS, HISTORIES, st.integers(1, 6), st.integers(0, 99))
+@given(CONFIGS, HISTORIES, st.integers(1, 6), st.integers(0, 99), st.booleans())
 def test_every_history_keeps_the_promises_and_ranks_agree(
-    config, history, latency, seed
+    config, history, latency, seed, late
 ):
-    one = follow(config, history, latency, seed)
-    other = follow(config, history, latency, seed)
+    one = follow(config, history, latency, seed, late)
+    other = follow(config, history, latency, seed, late)
     assert one.plans == other.plans, "equal reports give equal plans"
     for rid in list(one.left):
         one.leave(rid)
@@ -251,9 +269,9 @@ def test_every_history_keeps_the_promises_and_ranks_agree(
 
 
 @settings(max_examples=40, deadline=None)
-@given(CONFIGS, st.integers(1, 8), st.integers(0, 99))
-def test_every_history_ends_once_nobody_presses(config, count, seed):
-    executor = Executor(config, latency=2, seed=seed)
+@given(CONFIGS, st.integers(1, 8), st.integers(0, 99), st.booleans())
+def test_every_history_ends_once_nobody_presses(config, count, seed, late):
+    executor = Executor(config, latency=2, seed=seed, late=late)
     for i in range(count):
         executor.arrive(f"r{i}", 60)
     for _ in range(30):

@@ -9,7 +9,12 @@ from vericache_sglang.engine.figures import KEY, Figures
 from vericache_sglang.engine.request_options import read_options
 from vericache_sglang.engine.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.engine.sampling.penalties import Penalties
-from vericache_sglang.engine.sampling.profile import penalised, profile_of
+from vericache_sglang.engine.sampling.profile import (
+    Rule,
+    looks_at_tokens,
+    penalised,
+    profile_of,
+)
 from vericache_sglang.engine.state import RequestState
 
 if TYPE_CHECKING:
@@ -44,12 +49,13 @@ class Arrivals:
         self._overlap = overlap
         self._deterministic = deterministic
 
-    def state_of(self, req: Req, token: int, length: int, fits: bool) -> RequestState:
-        """Return the state of a request after its prefill.
+    def state_of(self, req: Req, length: int, fits: bool) -> RequestState:
+        """Return the state of a request whose prefill was launched.
+
+        Its first token is certain to come, and has not been heard.
 
         Args:
             req: SGLang's request; its ``customized_info`` gets the figures.
-            token: The first token after the prompt; for a middle chunk, any.
             length: Tokens prefilled.
             fits: The prompt is long enough to be split.
         """
@@ -68,24 +74,27 @@ class Arrivals:
         )
         figures = Figures(eligible, longest, options.report)
         req.customized_info = {**(req.customized_info or {}), KEY: figures}
-        outputs = [*req.output_ids, token]
+        outputs = list(req.output_ids)
+        profile = profile_of(
+            req,
+            deterministic=self._deterministic,
+            rejection=self._config.acceptance == "rejection",
+        )
         return RequestState(
             req=req,
             prompt=length,
             verified=length,
-            pending=token,
+            pending=-1,
             outputs=outputs,
-            profile=profile_of(
-                req,
-                deterministic=self._deterministic,
-                rejection=self._config.acceptance == "rejection",
-            ),
+            profile=profile,
             eligible=eligible,
             stops=stop_tokens(req),
             longest=longest,
             figures=figures,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
+            late=profile.rule is not Rule.REJECTION and not looks_at_tokens(req),
+            sure=1,
         )
 
     def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from vericache_kernels.board_commit import DRAFT, EMIT, BoardRows
+from vericache_sglang.engine.flights import Flight
 from vericache_sglang.engine.rows import ForwardRow, MixedRows, build_forward
-from vericache_sglang.engine.sampling.logprobs import LogprobTable
 from vericache_sglang.engine.sampling.query import Query, RowQueries
 from vericache_sglang.engine.sampling.sampler import RowSampler
+from vericache_sglang.engine.upload import upload
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
@@ -19,37 +21,47 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine.conclusion import Conclusion
+    from vericache_sglang.engine.flights import Flights
     from vericache_sglang.engine.residence import Residence
+    from vericache_sglang.engine.sampling.logprobs import LogprobTable
     from vericache_sglang.engine.state import RequestState
+    from vericache_sglang.engine.token_board import TokenBoard
     from vericache_sglang.scheduling.iteration_model import Work
-    from vericache_sglang.scheduling.runtime import Runtime
 
 
 class MixedForward:
-    """Executes row actions; states advance, and the runtime hears of it.
+    """Executes row actions. What they came to stays on the device where it can.
+
+    Drafted and accepted tokens are read and written on the token board; the host hears
+    of them when the flight lands. A batch in which what comes next depends on tokens
+    in other ways (a grammar, penalties, log-probabilities, rejection sampling) is
+    concluded on the host, at once.
 
     Args:
-        config: Frozen settings.
         residence: Row table, reloads and counters.
-        runtime: Is told of verifications and of drafted stops.
         target_worker: SGLang's ``TpModelWorker``.
+        board: Tokens of all requests.
+        flights: Is told of every forward.
+        conclusion: Is told what the rows came to, where that is known at once.
         overlap: SGLang runs its overlap schedule.
     """
 
     def __init__(
         self,
-        config: VeriCacheConfig,
         residence: Residence,
-        runtime: Runtime,
         target_worker: Any,
+        board: TokenBoard,
+        flights: Flights,
+        conclusion: Conclusion,
         *,
         overlap: bool,
     ) -> None:
-        self._config = config
         self._residence = residence
-        self._runtime = runtime
         self._worker = target_worker
+        self._board = board
+        self._flights = flights
+        self._conclusion = conclusion
         self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
 
@@ -67,30 +79,92 @@ class MixedForward:
             actions: Position in the batch -> what its request does.
 
         Returns:
-            The result, and the work done; None where every request waited.
+            The result, whose ``accept_lens`` are right on the device; and the work
+            done, None where every request waited.
         """
+        if not all(state.late for state in seats.values()):
+            self._flights.land_all()
         rows = MixedRows(self._residence)
         for i, state in seats.items():
             rows.add(i, state, actions[i])
-        emitted: list[list[int]] = [[] for _ in batch.reqs]
-        table, work = LogprobTable(), None
-        if rows.rows:
-            work = rows.work()
-            forward = build_forward(
-                copy.copy(batch), rows.rows, self._worker.model_runner
+        if not rows.rows:
+            result = self._result(len(batch.reqs))
+            self._flights.launch(Flight(result, self._board.most))
+            return result, None
+        work = rows.work()
+        inputs = rows.inputs(self._board)
+        forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
+        forward.spec_info.packed = self._packed(rows.rows)
+        run = self._worker.forward_batch_generation(
+            batch=None, forward_batch=forward, is_verify=True
+        )
+        logits = run.logits_output.next_token_logits
+        asked = _queries(rows, seats, actions)
+        if all(row.state.late for row in asked):
+            target = self._sampler.targets(batch, asked, logits, inputs.positions)
+            result = self._leave_on_device(batch, rows, asked, target)
+        else:
+            chosen = self._sampler.choose(batch, asked, logits, inputs.positions)
+            result = self._settle(batch, asked, *chosen)
+        self._residence.counters.note_forward(actions.values())
+        return result, work
+
+    def _leave_on_device(
+        self,
+        batch: ScheduleBatch,
+        rows: MixedRows,
+        asked: Sequence[RowQueries],
+        target: torch.Tensor,
+    ) -> GenerationBatchResult:
+        """Draft and accept on the board; the host hears of it later."""
+        at, seat, kind, drafts, first = upload(
+            self._device,
+            [row.batch_index for row in rows.rows],
+            [row.own for row in rows.rows],
+            [EMIT if row.emits else DRAFT for row in asked],
+            [row.columns.start for row in rows.rows],
+            [*rows.starts(), len(target)],
+        )
+        emission = self._board.commit(BoardRows(seat, first, kind, drafts), target)
+        result = self._result(len(batch.reqs))
+        places = result.next_token_ids.view(-1, self._board.most)
+        places[at] = emission.tokens
+        # No token of a drafting request is accepted; the host reads its draft here.
+        places[at, 0] = torch.where(
+            kind == EMIT, emission.tokens[:, 0], target[first[:-1]]
+        )
+        result.accept_lens[at] = emission.counts
+        passengers = [
+            self._conclusion.launch(
+                row.state, row.seat, verifies=row.verifies, emits=row.emits
             )
-            forward.spec_info.packed = self._packed(rows.rows)
-            run = self._worker.forward_batch_generation(
-                batch=None, forward_batch=forward, is_verify=True
+            for row in asked
+        ]
+        self._flights.launch(Flight(result, self._board.most, passengers))
+        return result
+
+    def _settle(
+        self,
+        batch: ScheduleBatch,
+        asked: Sequence[RowQueries],
+        chosen: Sequence[list[int]],
+        table: LogprobTable,
+    ) -> GenerationBatchResult:
+        """Conclude every row at once, with tokens chosen on the host."""
+        emitted: dict[int, list[int]] = {}
+        for row, tokens in zip(asked, chosen, strict=True):
+            passenger = self._conclusion.launch(
+                row.state, row.seat, verifies=row.verifies, emits=row.emits
             )
-            asked = _queries(rows, seats, actions)
-            logits = run.logits_output.next_token_logits
-            chosen, table = self._sampler.choose(batch, asked, logits)
-            for row, tokens in zip(asked, chosen, strict=True):
-                emitted[row.seat] = self._conclude(row.state, actions[row.seat], tokens)
-            self._residence.counters.note_forward(actions.values())
-        output = table.pack(len(batch.reqs)) if batch.return_logprob else None
-        return self._result(emitted, output), work
+            self._conclusion.land(passenger, tokens)
+            if row.emits:
+                emitted[row.seat] = tokens
+        self._board.put([row.state for row in asked])
+        result = self._result(len(batch.reqs), emitted)
+        if batch.return_logprob:
+            result.logits_output = table.pack(len(batch.reqs))
+        self._flights.launch(Flight(result, self._board.most))
+        return result
 
     def _packed(self, rows: Sequence[ForwardRow]) -> dict[int, Any]:
         """Return, by row, its code slots and what decodes them; for the attention."""
@@ -103,36 +177,21 @@ class MixedForward:
             if row.packed is not None
         }
 
-    def _conclude(
-        self, state: RequestState, action: RowAction, tokens: list[int]
-    ) -> list[int]:
-        """Record what a row's forward said; returns the tokens to emit, maybe none."""
-        if isinstance(action, Draft):
-            if state.draft(tokens[0]):
-                self._runtime.stop_drafted(state.rid)
-            return []
-        if isinstance(action, Verify):
-            drafted, accepted = len(state.drafts), len(tokens) - 1
-            self._residence.counters.note_round(drafted, accepted)
-            state.figures.note_round(drafted, accepted)
-            self._residence.reloads.end(state.rid)
-            self._runtime.verified(state.rid, drafted, len(tokens))
-        state.accept(tokens)
-        return tokens
-
-    def _result(self, emitted: list[list[int]], output: Any) -> GenerationBatchResult:
-        stride = self._config.draft_length + 1
-        padded = torch.zeros(len(emitted), stride, dtype=torch.int64)
-        for i, tokens in enumerate(emitted):
+    def _result(
+        self, requests: int, emitted: dict[int, list[int]] | None = None
+    ) -> GenerationBatchResult:
+        """Return a result in which requests emit what is given, nothing without."""
+        stride = self._board.most
+        where = self._device if emitted is None else "cpu"
+        padded = torch.zeros(requests, stride, dtype=torch.int64, device=where)
+        counts = torch.zeros(requests, dtype=torch.int32, device=where)
+        for i, tokens in (emitted or {}).items():
             padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            counts[i] = len(tokens)
         return GenerationBatchResult(
-            logits_output=output,
+            logits_output=None,
             next_token_ids=padded.flatten().to(self._device),
-            accept_lens=torch.tensor(
-                [len(tokens) for tokens in emitted],
-                dtype=torch.int32,
-                device=self._device,
-            ),
+            accept_lens=counts.to(self._device),
             speculative_num_draft_tokens=stride,
             num_non_draft_tokens_per_req=0,
         )
@@ -146,10 +205,9 @@ def _queries(
     for row, start in zip(rows.rows, rows.starts(), strict=True):
         seat = row.batch_index
         state, action = seats[seat], actions[seat]
-        drafts = len(state.drafts) if isinstance(action, Draft) else 0
+        drafts = state.drafted if isinstance(action, Draft) else 0
         queries = tuple(
-            Query(seat, state, start + j, drafts + j, row.position + j)
-            for j in range(len(row.tokens))
+            Query(seat, state, start + j, drafts + j) for j in range(len(row.columns))
         )
         asked.append(
             RowQueries(

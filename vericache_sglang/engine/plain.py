@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vericache_sglang.engine.flights import Flight
 from vericache_sglang.engine.sampling.logprobs import one_token_logprobs
 from vericache_sglang.engine.sampling.profile import Rule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+    from vericache_sglang.engine.conclusion import Conclusion
     from vericache_sglang.engine.state import RequestState
+    from vericache_sglang.engine.token_board import TokenBoard
 
 
 def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
@@ -38,34 +40,51 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
 
 
 def run_plain(
-    batch: ScheduleBatch, states: list[RequestState], target_worker: Any
-) -> GenerationBatchResult:
+    batch: ScheduleBatch,
+    states: list[RequestState],
+    target_worker: Any,
+    board: TokenBoard,
+    conclusion: Conclusion,
+) -> Flight:
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
     Args:
         batch: The decode batch; altered as SGLang's own preparation would.
-        states: Its requests, in order; their tokens are recorded.
+        states: Its requests, in order.
         target_worker: SGLang's ``TpModelWorker``.
+        board: Has their pending tokens, and gets the new ones.
+        conclusion: Is told of every row; at once of those that are not late.
     """
-    device = batch.device
-    batch.input_ids = torch.tensor(
-        [state.pending for state in states], dtype=torch.int64, device=device
-    )
+    seats = batch.req_pool_indices.to(torch.int64)
+    batch.input_ids = board.pending(seats)
     # What we published as lengths is what the scheduler hands back.
     table = batch.req_to_token_pool.req_to_token
-    slots = table[batch.req_pool_indices, batch.seq_lens]
-    batch.out_cache_loc = slots.to(torch.int64)
+    batch.out_cache_loc = table[seats, batch.seq_lens].to(torch.int64)
     batch.seq_lens = batch.seq_lens + 1
-    batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+    batch.seq_lens_cpu = _host_lengths(batch.seq_lens, states)
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.spec_info = None
     result = target_worker.forward_batch_generation(batch)
-    for state, token in zip(states, result.next_token_ids.tolist(), strict=True):
-        state.accept([token])
+    board.start(seats, result.next_token_ids)
     one_token_logprobs(result.logits_output)
-    result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=device)
+    result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)
     result.new_seq_lens = batch.seq_lens
     result.speculative_output_stride = 1
     result.num_non_draft_tokens_per_req = 1
-    return result
+    launched = [
+        conclusion.launch(state, i, verifies=False, emits=True)
+        for i, state in enumerate(states)
+    ]
+    if all(state.late for state in states):
+        return Flight(result, 1, launched)
+    for passenger, token in zip(launched, result.next_token_ids.tolist(), strict=True):
+        conclusion.land(passenger, [token])
+    return Flight(result, 1)
+
+
+def _host_lengths(lengths: torch.Tensor, states: list[RequestState]) -> torch.Tensor:
+    """Return the rows' lengths on the host; upper bounds where that would wait."""
+    if lengths.device.type == "cpu":
+        return lengths
+    return torch.tensor([state.row_length + state.loose + 1 for state in states])

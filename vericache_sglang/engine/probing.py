@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from vericache_sglang.compression.base import Probe, ProbeLayer
 from vericache_sglang.engine.row_edit import allocate, free
-from vericache_sglang.engine.rows import ForwardRow, build_forward
+from vericache_sglang.engine.rows import ForwardInputs, build_forward
+from vericache_sglang.engine.upload import upload
 from vericache_sglang.memory.parked import gathered
 
 if TYPE_CHECKING:
@@ -112,12 +113,24 @@ class Probing:
         own = self._places.row(state)[:prompt]
         row[:prompt] = own
         row[prompt : prompt + len(slots)] = slots.to(row.dtype)
-        tokens = list(probe.tokens)
-        forward = build_forward(
-            copy.copy(batch),
-            [ForwardRow(seat, self._row, prompt, tokens, prompt, slots)],
-            self._runner,
+        tokens, positions, table_row, prefix = upload(
+            table.device,
+            probe.tokens,
+            range(prompt, prompt + len(probe.tokens)),
+            [self._row],
+            [prompt],
         )
+        inputs = ForwardInputs(
+            batch_indices=[seat],
+            lengths=[len(probe.tokens)],
+            bounds=[prompt],
+            table_rows=table_row,
+            prefixes=prefix,
+            tokens=tokens,
+            slots=slots,
+            positions=positions,
+        )
+        forward = build_forward(copy.copy(batch), inputs, self._runner)
         # As an extend SGLang computes the logits of the last token only.
         forward.forward_mode = ForwardMode.EXTEND
         forward.spec_info = None

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
 from vericache_sglang.engine.state import Layout
+from vericache_sglang.engine.upload import upload
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
 
@@ -19,29 +20,63 @@ if TYPE_CHECKING:
 
     from vericache_sglang.engine.residence import Residence
     from vericache_sglang.engine.state import RequestState
+    from vericache_sglang.engine.token_board import TokenBoard
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
     """One request's share of a mixed forward.
 
+    Places are those the host is certain of. Where it has not heard yet how much of the
+    last verification was accepted (``loose``), all of them move on by what the device
+    knows (``TokenBoard.extra``).
+
     Attributes:
         batch_index: Position of the request in the schedule batch.
+        own: The request's row of ``req_to_token``, and of the token board.
         table_row: Row of ``req_to_token`` the attention reads: own or shadow.
         prefix: Slots of that row before the first query, in slots.
-        tokens: Query tokens; 1, or d + 1 in a verification.
-        position: True position of ``tokens[0]`` in the text.
-        slots: [len(tokens)] int64, where their KV is written.
+        at: Place in the own row where the first query's KV is written.
+        columns: Columns of the token board that are run; 1, or d + 1 in a verification.
+        position: True position of the first query in the text.
+        loose: Most tokens that the places may be off by.
         packed: The request, where the row begins with slots of codes.
     """
 
     batch_index: int
+    own: int
     table_row: int
     prefix: int
-    tokens: list[int]
+    at: int
+    columns: range
     position: int
-    slots: torch.Tensor
+    loose: int = 0
     packed: RequestState | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardInputs:
+    """What a ragged forward over rows of the row table needs; T queries of R rows.
+
+    Attributes:
+        batch_indices: R positions in the schedule batch.
+        lengths: R numbers of queries.
+        bounds: R lengths of rows without their queries, or more.
+        table_rows: [R] int64.
+        prefixes: [R] int64, lengths of rows without their queries, exactly.
+        tokens: [T] int64.
+        slots: [T] int64, where their KV is written.
+        positions: [T] int64, true positions in the text.
+    """
+
+    batch_indices: list[int]
+    lengths: list[int]
+    bounds: list[int]
+    table_rows: torch.Tensor
+    prefixes: torch.Tensor
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
 
 
 class MixedRows:
@@ -64,38 +99,45 @@ class MixedRows:
         """Add what ``action`` asks of a request; returns False where it is to wait."""
         if isinstance(action, Wait):
             return False
-        own: int = state.req.kv.req_pool_idx
-        at = state.row_length + len(state.drafts)
-        tokens, position = [state.pending], state.verified
+        own, drafted = state.seat, state.drafted
+        at, position = state.row_length + drafted, state.verified
+        columns = range(1)
         if isinstance(action, Verify):
-            at -= len(state.drafts)
-            tokens = [state.pending, *state.drafts]
+            at -= drafted
+            columns = range(drafted + 1)
             row, prefix = self._whole_row(own, state), state.verified
         elif isinstance(action, Draft):
-            if state.drafts:
-                tokens = [state.drafts[-1]]
-            position += len(state.drafts)
+            columns = range(drafted, drafted + 1)
+            position += drafted
             row, prefix = self._draft_row(own, state)
         else:
             row, prefix = own, at
-        slots = self._table[own, at : at + len(tokens)].to(torch.int64)
         coded = isinstance(action, Draft) and state.split.budget.coded
-        packed = state if coded else None
         self.rows.append(
-            ForwardRow(batch_index, row, prefix, tokens, position, slots, packed)
+            ForwardRow(
+                batch_index,
+                own,
+                row,
+                prefix,
+                at,
+                columns,
+                position,
+                state.loose,
+                state if coded else None,
+            )
         )
         return True
 
     def starts(self) -> list[int]:
         """Return where each row's first token is among all tokens of the forward."""
-        lengths = (len(row.tokens) for row in self.rows)
+        lengths = (len(row.columns) for row in self.rows)
         return list(accumulate(lengths, initial=0))[:-1]
 
     def work(self) -> Work:
         """Return what this forward has to do."""
         tokens = reads = products = 0
         for row in self.rows:
-            n = len(row.tokens)
+            n = len(row.columns)
             slots = row.prefix + n
             if row.packed is not None:
                 budget = row.packed.split.budget
@@ -105,15 +147,44 @@ class MixedRows:
             products += n * slots
         return Work(tokens, reads, products)
 
+    def inputs(self, board: TokenBoard) -> ForwardInputs:
+        """Gather what the forward runs on; nothing waits for the device."""
+        rows = self.rows
+        queries = [(i, row, j) for i, row in enumerate(rows) for j in row.columns]
+        of_row, offset, column, own, table_row, prefix, at, position, loose = upload(
+            board.device,
+            [i for i, _, _ in queries],
+            [j - row.columns.start for _, row, j in queries],
+            [j for _, _, j in queries],
+            [row.own for row in rows],
+            [row.table_row for row in rows],
+            [row.prefix for row in rows],
+            [row.at for row in rows],
+            [row.position for row in rows],
+            [row.loose for row in rows],
+        )
+        extra = board.extra(own, loose)
+        further = extra[of_row] + offset
+        seats = own[of_row]
+        return ForwardInputs(
+            batch_indices=[row.batch_index for row in rows],
+            lengths=[len(row.columns) for row in rows],
+            bounds=[row.prefix + row.loose for row in rows],
+            table_rows=table_row,
+            prefixes=prefix + extra,
+            tokens=board.tokens(seats, column),
+            slots=self._table[seats, at[of_row] + further].to(torch.int64),
+            positions=position[of_row] + further,
+        )
+
     def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
         """Return the row that lists the draft part, and its length."""
         parts = state.split
-        drafts = len(state.drafts)
         if parts.layout is Layout.KEPT:
-            return own, state.row_length + drafts
-        decoded = state.verified - parts.budget.offered + drafts
+            return own, state.row_length + state.drafted
+        decoded = state.verified - parts.budget.offered + state.drafted
         shadow = self._table[parts.shadow]
-        if decoded >= parts.listed:
+        if decoded + state.loose >= parts.listed:
             # Decode slots are listed once; two rounds ahead are allocated already.
             known = state.req.kv.kv_allocated_len - parts.head
             slots = parts.budget.slots
@@ -129,7 +200,7 @@ class MixedRows:
         if parts.layout is Layout.PERMUTED:
             return own
         source = self._table[own]
-        end = state.row_length + len(state.drafts) + 1
+        end = state.row_length + state.drafted + state.loose + 1
         shadow = next(self._shadows)
         row = self._table[shadow]
         offered = parts.budget.offered
@@ -139,14 +210,16 @@ class MixedRows:
             codes, at = parts.budget.code_slots, parts.budget.exact
             row[:at] = source[codes : codes + at]
             for span in self._residence.reloads.spans(state.rid):
-                row[at : at + span.slots] = torch.arange(span.start, span.end)
+                row[at : at + span.slots] = torch.arange(
+                    span.start, span.end, device=row.device
+                )
                 at += span.slots
         row[offered : offered + end - parts.head] = source[parts.head : end]
         return shadow
 
 
 def build_forward(
-    batch: ScheduleBatch, rows: list[ForwardRow], model_runner: Any
+    batch: ScheduleBatch, inputs: ForwardInputs, model_runner: Any
 ) -> ForwardBatch:
     """Present ragged rows of 1 and d + 1 tokens as one target-verify forward.
 
@@ -155,46 +228,38 @@ def build_forward(
 
     Args:
         batch: A shallow copy of the decode batch, ours to alter.
-        rows: At least one row.
+        inputs: Of at least one row.
         model_runner: The target's runner.
 
     Returns:
         A batch whose ``positions`` are true positions and whose ``seq_lens`` are row
-        lengths with the query tokens included.
+        lengths with the query tokens included. Tensors on the device are exact; its
+        lists of lengths on the host are, too, where the device is the host, and upper
+        bounds elsewhere.
     """
-    device = batch.device
-    lengths = [len(row.tokens) for row in rows]
-    prefixes = [row.prefix for row in rows]
+    device, lengths, prefixes = batch.device, inputs.lengths, inputs.bounds
+    if inputs.prefixes.device.type == "cpu":
+        prefixes = inputs.prefixes.tolist()
     totals = [prefix + n for prefix, n in zip(prefixes, lengths, strict=True)]
-    positions = [row.position + i for row in rows for i in range(len(row.tokens))]
-    batch.reqs = [batch.reqs[row.batch_index] for row in rows]
+    (queries,) = upload(device, lengths)
+    batch.reqs = [batch.reqs[i] for i in inputs.batch_indices]
     batch.forward_mode = ForwardMode.TARGET_VERIFY
-    batch.input_ids = torch.tensor(
-        [token for row in rows for token in row.tokens],
-        dtype=torch.int64,
-        device=device,
-    )
-    batch.req_pool_indices = torch.tensor(
-        [row.table_row for row in rows], dtype=torch.int64, device=device
-    )
+    batch.input_ids = inputs.tokens
+    batch.req_pool_indices = inputs.table_rows
     batch.seq_lens_cpu = torch.tensor(totals, dtype=torch.int64)
-    batch.seq_lens = batch.seq_lens_cpu.to(device)
+    batch.seq_lens = inputs.prefixes + queries
     batch.seq_lens_sum = sum(totals)
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
-    batch.out_cache_loc = torch.cat([row.slots for row in rows])
+    batch.out_cache_loc = inputs.slots
     batch.return_logprob = False
     batch.has_grammar = False
-    batch.spec_info = VeriCacheSpecInput(
-        len(rows), torch.tensor(positions, dtype=torch.int64, device=device), lengths
-    )
+    batch.spec_info = VeriCacheSpecInput(len(lengths), inputs.positions, lengths)
     forward = ForwardBatch.init_new(
         batch, model_runner, return_hidden_states_before_norm=False
     )
     forward.extend_seq_lens_cpu = lengths
     forward.extend_prefix_lens_cpu = prefixes
-    forward.extend_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    forward.extend_prefix_lens = torch.tensor(
-        prefixes, dtype=torch.int32, device=device
-    )
+    forward.extend_seq_lens = queries.to(torch.int32)
+    forward.extend_prefix_lens = inputs.prefixes.to(torch.int32)
     forward.extend_num_tokens = sum(lengths)
     return forward

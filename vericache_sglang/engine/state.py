@@ -102,12 +102,15 @@ class RequestState:
 
     Lengths are in tokens. Row = the request's row of ``req_to_token``.
 
+    A forward is launched before the outcome of the last one was heard (``flights.py``):
+    what it certainly emits is counted at its launch, the rest when it lands.
+
     Attributes:
         req: SGLang's ``Req``.
         prompt: Tokens prefilled, T; after a retraction this includes earlier output.
-        verified: Tokens whose exact KV exists, F; grows by every accepted token.
-        pending: The last verified token; it has no KV yet.
-        outputs: Output tokens verified, ``pending`` included.
+        verified: Tokens whose exact KV exists, F, as far as it is certain.
+        pending: The last verified token heard of; it has no KV yet.
+        outputs: Output tokens verified and heard of, ``pending`` included.
         profile: How the next token follows from the logits.
         eligible: The request may be split when there is room.
         stops: Token ids that end the request.
@@ -115,8 +118,14 @@ class RequestState:
         figures: What its drafting came to.
         penalties: Of its output tokens; None where it has none.
         cursor: Its place in its grammar; None without one.
-        drafts: Tokens drafted since the last verification.
+        late: Nothing the host decides depends on its tokens but its end, so they may
+            be heard one iteration late.
+        drafts: Tokens drafted since the last verification, as far as they were heard.
         drafted_from: The distributions [V] they were drawn from, under rejection.
+        flying: Further drafts, still on the device.
+        sure: Verified tokens counted in ``verified`` and not heard yet.
+        loose: Most tokens that may have been verified beyond ``verified``.
+        round: Counts verifications launched, and drafts given up.
         parts: The two parts once the prompt was split; None before.
         planned: The runtime knows the request.
         lost: The complement is damaged; the request is to prefill again.
@@ -134,8 +143,13 @@ class RequestState:
     figures: Figures
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
+    late: bool = False
     drafts: list[int] = field(default_factory=list)
     drafted_from: list[torch.Tensor] = field(default_factory=list)
+    flying: int = 0
+    sure: int = 0
+    loose: int = 0
+    round: int = 0
     parts: Parts | None = None
     planned: bool = False
     lost: bool = False
@@ -147,9 +161,20 @@ class RequestState:
         return rid
 
     @property
+    def seat(self) -> int:
+        """Its row of the row table, and of the token board."""
+        row: int = self.req.kv.req_pool_idx
+        return row
+
+    @property
+    def drafted(self) -> int:
+        """Drafts since the last verification, those still on the device included."""
+        return len(self.drafts) + self.flying
+
+    @property
     def emitted(self) -> int:
-        """Output tokens verified, those before a retraction included."""
-        return len(self.outputs)
+        """Output tokens certainly verified, those before a retraction included."""
+        return len(self.outputs) + self.sure
 
     @property
     def split(self) -> Parts:
@@ -182,30 +207,79 @@ class RequestState:
         limit: int = self.req.sampling_params.max_new_tokens
         return max(0, limit - self.emitted)
 
-    def draft(self, token: int) -> bool:
-        """Record one drafted token; say whether it would end the request."""
+    # -- a forward is launched, and lands -----------------------------------------
+
+    def launch_draft(self) -> None:
+        """A forward that drafts one token was launched."""
+        self.flying += 1
+
+    def land_draft(self, token: int, round: int) -> bool:
+        """Hear of a drafted token; say whether it would end the request.
+
+        Args:
+            token: The draft.
+            round: ``self.round`` at its launch; of an earlier round it is of no use.
+        """
+        if round != self.round:
+            return False
+        self.flying -= 1
         self.drafts.append(token)
         ended = token in self.stops
         if self.cursor is not None:
             ended = not self.cursor.draft(token) or ended
         return ended
 
-    def accept(self, tokens: list[int]) -> None:
-        """Record verified tokens and start the next round.
+    def launch_emission(self) -> int:
+        """A forward that verifies the drafts, or decodes plainly, was launched.
+
+        Returns:
+            The drafts it verifies, d; it emits one token and up to d more.
+        """
+        drafts = self.drafted
+        self.verified += 1
+        self.sure += 1
+        self.loose += drafts
+        self._next_round()
+        return drafts
+
+    def land_emission(self, tokens: list[int], drafts: int) -> None:
+        """Hear of the tokens of a launched emission.
 
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
+            drafts: What ``launch_emission`` returned.
         """
-        self.verified += len(tokens)
+        self.verified += len(tokens) - 1
+        self.sure -= 1
+        self.loose -= drafts
         self.outputs.extend(tokens)
         self.pending = tokens[-1]
         if self.penalties is not None:
             self.penalties.note(tokens)
-        self.drop_drafts()
+        if self.cursor is not None:
+            self.cursor.settle()
+
+    def draft(self, token: int) -> bool:
+        """Record one drafted token at once; say whether it would end the request."""
+        self.launch_draft()
+        return self.land_draft(token, self.round)
+
+    def accept(self, tokens: list[int]) -> None:
+        """Record verified tokens at once and start the next round.
+
+        Args:
+            tokens: Accepted drafts and the correction or bonus token, >= 1.
+        """
+        self.land_emission(tokens, self.launch_emission())
 
     def drop_drafts(self) -> None:
         """Forget what was drafted and not verified; the grammar goes back too."""
-        self.drafts = []
-        self.drafted_from = []
+        self._next_round()
         if self.cursor is not None:
             self.cursor.settle()
+
+    def _next_round(self) -> None:
+        self.drafts = []
+        self.drafted_from = []
+        self.flying = 0
+        self.round += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,7 @@ from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify, Wa
 from vericache_sglang.telemetry.record import IterationRecord, Phase, RowRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Mapping, Sequence
 
     from vericache_sglang.engine.link_log import LinkLog
     from vericache_sglang.engine.state import RequestState
@@ -32,8 +32,42 @@ MOST_LANES = 256
 """Requests shown; a page has no use for more."""
 
 
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration on its way to observers; it may land before or after it ends."""
+
+    index: int
+    began: float
+    seats: tuple[int, ...]
+    rows: Sequence[tuple[str, Phase, int]]
+    ended: float | None = None
+    moves: tuple[Move, ...] = ()
+    transfers: Any = ()
+    reservations: Any = None
+    emitted: list[int] | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.ended is not None and self.emitted is not None
+
+    def record(self) -> IterationRecord:
+        emitted = self.emitted or []
+        return IterationRecord(
+            index=self.index,
+            began=self.began,
+            ended=self.ended or self.began,
+            rows=tuple(
+                RowRecord(*row, emitted[i])
+                for i, row in zip(self.seats, self.rows, strict=True)
+            ),
+            moves=self.moves,
+            transfers=self.transfers,
+            reservations=self.reservations,
+        )
+
+
 class Watch:
-    """Remembers the last iteration and passes every one on.
+    """Remembers the last iteration and passes every one on, once it has landed.
 
     Args:
         runtime: What is planned.
@@ -48,9 +82,8 @@ class Watch:
         self._link = link
         self._observers = tuple(observers)
         self._rows: list[tuple[str, Phase, int]] = []
-        self._seats: tuple[int, ...] = ()
         self._index = 0
-        self._began = 0.0
+        self._open: deque[_Iteration] = deque()
 
     def begin(
         self, seats: Mapping[int, RequestState], actions: Mapping[int, RowAction] | None
@@ -62,42 +95,51 @@ class Watch:
             actions: Position in the batch -> what it does; None where all decode
                 plainly.
         """
-        self._began = time.perf_counter()
         self._index += 1
-        self._seats = tuple(seats)
         self._rows = []
         for i, state in seats.items():
             phase: Phase = "plain" if actions is None else PHASES[type(actions[i])]
-            width = len(state.drafts) + 1 if phase == "verify" else phase != "wait"
+            width = state.drafted + 1 if phase == "verify" else phase != "wait"
             self._rows.append((state.rid, phase, int(width)))
+        if self._observers:
+            began = time.perf_counter()
+            self._open.append(_Iteration(self._index, began, tuple(seats), self._rows))
 
-    def end(self, accept_lens: torch.Tensor, moves: Sequence[Move]) -> None:
-        """Pass the iteration on; reads nothing where nobody wants to know.
+    def end(self, moves: Sequence[Move]) -> None:
+        """Take note of the end of an iteration on the host.
 
         Args:
-            accept_lens: [batch] int32 tokens emitted, by position in the batch.
             moves: Changes of residency made.
         """
         if not self._observers:
             return
-        emitted = accept_lens.tolist()
-        record = IterationRecord(
-            index=self._index,
-            began=self._began,
-            ended=time.perf_counter(),
-            rows=tuple(
-                RowRecord(*row, emitted[i])
-                for i, row in zip(self._seats, self._rows, strict=True)
-            ),
-            moves=tuple(moves),
-            transfers=self._link.drain(),
-            reservations={
-                name: tuple(ring.horizon())
-                for name, ring in self._runtime.pacing.rings().items()
-            },
-        )
-        for observer in self._observers:
-            observer.iteration(record)
+        iteration = self._open[-1]
+        iteration.ended, iteration.moves = time.perf_counter(), tuple(moves)
+        iteration.transfers = self._link.drain()
+        iteration.reservations = {
+            name: tuple(ring.horizon())
+            for name, ring in self._runtime.pacing.rings().items()
+        }
+        self._pass_on()
+
+    def landed(self, counts: Callable[[], list[int]]) -> None:
+        """Take note of what the oldest iteration emitted, whether it has ended or not.
+
+        Args:
+            counts: Tokens emitted, by position in the batch; asked for only where
+                somebody wants to know.
+        """
+        for iteration in self._open:
+            if iteration.emitted is None:
+                iteration.emitted = counts()
+                break
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._open and self._open[0].known:
+            record = self._open.popleft().record()
+            for observer in self._observers:
+                observer.iteration(record)
 
     def idle(self) -> None:
         """Tell observers that no request is left."""
@@ -121,8 +163,8 @@ class Watch:
                 {
                     "rid": state.rid,
                     "phase": "parked" if parked else phases.get(state.rid, "wait"),
-                    "drafts": len(state.drafts),
-                    "most": _drafts_wanted(track, len(state.drafts)),
+                    "drafts": state.drafted,
+                    "most": _drafts_wanted(track, state.drafted),
                     "prompt": state.prompt,
                     "emitted": state.emitted,
                     "residency": residency.value,

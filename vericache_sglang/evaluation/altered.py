@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.evaluation.dice import by_dice, on_board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ def install() -> None:
 def forced_tokens(tokens: Sequence[int]) -> dict[str, Any]:
     """Return ``custom_params`` that make a lossy server emit ``tokens``.
 
-    Log-probabilities are still those of its compressed KV, each after the tokens
-    before it.
+    The request has to ask for log-probabilities; they are still those of its
+    compressed KV, each after the tokens before it.
     """
     return {KEY: {"forced": list(tokens)}}
 
@@ -101,28 +102,33 @@ def _emit_drafts() -> None:
     the copy of the rest to the host is made still, once for each prompt.
     """
     from vericache_sglang.engine import mixed
-    from vericache_sglang.scheduling.plan import Draft
+    from vericache_sglang.engine.conclusion import Conclusion
     from vericache_sglang.scheduling.runtime import Runtime
 
-    queries, conclude = mixed._queries, mixed.MixedForward._conclude
+    queries, launch = mixed._queries, Conclusion.launch
+    settle = mixed.MixedForward._settle
 
     def asked(*args: Any) -> Any:
         return [replace(row, emits=True) for row in queries(*args)]
 
-    def concluded(self: Any, state: Any, action: Any, tokens: list[int]) -> Any:
-        if not isinstance(action, Draft):
-            return conclude(self, state, action, tokens)
-        emitted = _forced(state) or tokens[:1]
-        track = self._runtime.tracks[state.rid]
-        track.emitted_at = self._runtime.now
-        track.emitted += 1
-        track.remaining -= 1
-        _begin(self._runtime, track)
-        state.accept(emitted)
-        return emitted
+    def launched(self: Any, state: Any, at: int, *, verifies: bool, emits: bool) -> Any:
+        track = self._runtime.tracks.get(state.rid)
+        if track is not None and track.split:
+            track.emitted_at = self._runtime.now
+            track.emitted += 1
+            track.remaining -= 1
+            _begin(self._runtime, track)
+        return launch(self, state, at, verifies=verifies, emits=emits)
+
+    def settled(self: Any, batch: Any, asked: Any, chosen: Any, table: Any) -> Any:
+        told = [
+            _forced(row.state) or run for row, run in zip(asked, chosen, strict=True)
+        ]
+        return settle(self, batch, asked, told, table)
 
     _put(mixed, "_queries", asked)
-    _put(mixed.MixedForward, "_conclude", concluded)
+    _put(mixed.MixedForward, "_settle", settled)
+    _put(Conclusion, "launch", launched)
     _put(Runtime, "_begin", _begin)
 
 
@@ -141,29 +147,11 @@ def _forced(state: Any) -> list[int]:
 
 def _throw_dice(acceptance: float) -> None:
     """Accept every draft with a probability; the target's token ends the run."""
+    from vericache_sglang.engine import token_board
     from vericache_sglang.engine.sampling import sampler
 
     _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
-
-
-def by_dice(
-    acceptance: float, rng: random.Random
-) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
-    """Return a rule like ``accepted_tokens`` that does not compare anything.
-
-    Args:
-        acceptance: Probability of a draft whose predecessors were accepted.
-        rng: Advanced by every draft looked at.
-    """
-
-    def accepted(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
-        most = min(len(drafts), len(target) - 1)
-        run = 0
-        while run < most and rng.random() < acceptance:
-            run += 1
-        return [*drafts[:run], target[run]]
-
-    return accepted
+    _put(token_board, "board_commit", on_board(acceptance, seed=0))
 
 
 def _confess(alteration: str) -> None:

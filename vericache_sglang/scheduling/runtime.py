@@ -107,6 +107,17 @@ class Runtime:
         track.most = track.drafts
         self.pacing.hurry(track)
 
+    def launched(self, rid: str) -> None:
+        """A verification is under way; the next round begins before it is heard of.
+
+        It emits one token for certain. ``verified`` tells the rest.
+        """
+        track = self.tracks[rid]
+        self._close_round(track)
+        track.unheard += 1
+        self._emit(track, 1)
+        self._next_round(track)
+
     def verified(self, rid: str, drafted: int, emitted: int) -> None:
         """A verification is done.
 
@@ -116,21 +127,18 @@ class Runtime:
             emitted: Tokens it emitted: accepted drafts and one of the target's own.
         """
         track = self.tracks[rid]
-        self.pacing.end(track)
-        track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
-        track.most = -1
-        track.remaining -= emitted
-        track.emitted += emitted
-        track.emitted_at = self.now
+        known = track.unheard > 0
+        if known:
+            track.unheard -= 1
+        else:
+            self._close_round(track)
+        self._emit(track, emitted - known)
         if drafted:
             track.acceptance.observe(drafted, emitted - 1)
-        if track.remaining <= 0:
-            return
-        if self._out_of_date(track):
-            self._price(track)
-            if rid not in self._leaving:
-                track.patience.reset()
-        self._begin(track)
+        if not known:
+            self._next_round(track)
+        elif track.remaining <= 0 and track.split:
+            self._end(track)
 
     def moved(self, move: Move, group: str = "") -> None:
         """The executor has made a move.
@@ -311,6 +319,27 @@ class Runtime:
         else:
             self._leaving[track.rid] = track
         track.priced_at, track.priced_p = self.now, track.acceptance.p
+
+    def _close_round(self, track: Track) -> None:
+        """Free what a round held; its drafts are being verified."""
+        self.pacing.end(track)
+        track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
+        track.most = -1
+
+    def _emit(self, track: Track, tokens: int) -> None:
+        track.remaining -= tokens
+        track.emitted += tokens
+        track.emitted_at = self.now
+
+    def _next_round(self, track: Track) -> None:
+        """Begin a round, with a draft length chosen from what was heard so far."""
+        if track.remaining <= 0:
+            return
+        if self._out_of_date(track):
+            self._price(track)
+            if track.rid not in self._leaving:
+                track.patience.reset()
+        self._begin(track)
 
     def _begin(self, track: Track) -> None:
         if track.remaining <= 0:

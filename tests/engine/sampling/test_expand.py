@@ -64,8 +64,7 @@ def state_of(seed, outputs, drafts=(), **more):
 def verification(seat, state):
     """Return the row that verifies all drafts of ``state``."""
     queries = tuple(
-        Query(seat, state, at=j, drafts=j, position=state.verified + j)
-        for j in range(len(state.drafts) + 1)
+        Query(seat, state, at=j, drafts=j) for j in range(len(state.drafts) + 1)
     )
     return RowQueries(queries, verifies=True, emits=True)
 
@@ -73,7 +72,7 @@ def verification(seat, state):
 def draft(seat, state):
     """Return the row that asks for the next draft of ``state``."""
     n = len(state.drafts)
-    query = Query(seat, state, at=0, drafts=n, position=state.verified + n)
+    query = Query(seat, state, at=0, drafts=n)
     return RowQueries((query,), verifies=False, emits=False)
 
 

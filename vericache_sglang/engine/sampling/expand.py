@@ -10,6 +10,7 @@ from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
 from vericache_sglang.engine.sampling.request_view import processor_params
+from vericache_sglang.engine.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,16 +37,16 @@ def expand(
         ``rows`` how many of its positions mean something (a grammar may end).
     """
     queries = [query for row in rows for query in row.queries]
-    seats = torch.tensor([query.seat for query in queries], device=info.device)
+    seats, seeds = upload(
+        info.device,
+        [query.seat for query in queries],
+        [query.state.profile.seed for query in queries],
+    )
     additive, scaling = _penalties(info, rows, len(queries))
     mask, usable = _masks(info, rows, len(queries))
     expanded = dataclasses.replace(
         pick(info, seats),
-        sampling_seed=torch.tensor(
-            [query.state.profile.seed for query in queries],
-            dtype=torch.int64,
-            device=info.device,
-        ),
+        sampling_seed=seeds,
         logit_bias=None if info.logit_bias is None else info.logit_bias[seats],
         acc_additive_penalties=additive,
         acc_scaling_penalties=scaling,
@@ -140,7 +141,7 @@ def _processors(
     entries = {}
     for key, entry in info.custom_logit_processor.items():
         rows = [i for i, query in enumerate(queries) if query.seat in entry.rows]
-        indices = torch.tensor(rows, dtype=torch.int64, device=info.device)
+        (indices,) = upload(info.device, rows)
         entries[key] = ProcessorEntry(entry.processor, rows, indices)
     params = []
     for query in queries:

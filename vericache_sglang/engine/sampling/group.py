@@ -6,14 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vericache_sglang.engine.sampling.expand import pick
 from vericache_sglang.engine.sampling.profile import Rule
+from vericache_sglang.engine.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -69,6 +69,7 @@ def groups(
     usable: Sequence[int],
     info: SamplingBatchInfo,
     logits: torch.Tensor,
+    positions: torch.Tensor,
 ) -> Iterator[Group]:
     """Part rows by the way they are sampled.
 
@@ -78,6 +79,7 @@ def groups(
         usable: For each row, how many of its positions mean something.
         info: Sampling state of the N positions.
         logits: [N, V], penalties, masks, biases and processors applied.
+        positions: [N] int64, true positions of the last token before each.
     """
     starts, count = [], 0
     for row in rows:
@@ -90,9 +92,9 @@ def groups(
     for (rule, filtered), members in kinds.items():
         mine = [rows[i] for i in members]
         queries = [query for row in mine for query in row.queries]
-        at = torch.tensor(
+        (at,) = upload(
+            logits.device,
             [starts[i] + j for i in members for j in range(len(rows[i].queries))],
-            device=logits.device,
         )
         seats = [query.seat for query in queries]
         yield Group(
@@ -110,9 +112,7 @@ def groups(
                 need_min_p_sampling=filtered,
             ),
             logits=logits[at],
-            positions=torch.tensor(
-                [query.position for query in queries], device=logits.device
-            ),
+            positions=positions[at],
             logprobs=any(row.state.req.return_logprob for row in mine),
             top_logprobs_nums=_of_seats(batch.top_logprobs_nums, seats, 0),
             token_ids_logprobs=_of_seats(batch.token_ids_logprobs, seats, None),

@@ -100,11 +100,18 @@ def rolls_back(grammar: Any) -> bool:
     return type(grammar).rollback is not BaseGrammarObject.rollback
 
 
-def _dressed(req: Any) -> bool:
+def looks_at_tokens(req: Any) -> bool:
+    """Say whether the host has to know a token before the next one can be chosen.
+
+    Log-probabilities are laid out on the host too, beside the tokens they belong to.
+    """
     return bool(
         penalised(req.sampling_params)
-        or req.sampling_params.logit_bias is not None
         or req.grammar is not None
         or req.custom_logit_processor is not None
         or req.return_logprob
     )
+
+
+def _dressed(req: Any) -> bool:
+    return looks_at_tokens(req) or req.sampling_params.logit_bias is not None

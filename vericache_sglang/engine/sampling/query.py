@@ -18,14 +18,12 @@ class Query:
         state: The request.
         at: Row of the forward's logits.
         drafts: How many of the request's drafts come before the position.
-        position: True position of the last token before it.
     """
 
     seat: int
     state: RequestState
     at: int
     drafts: int
-    position: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from vericache_sglang.engine.sampling.group import Group, groups
 from vericache_sglang.engine.sampling.logprobs import LogprobTable, read
 from vericache_sglang.engine.sampling.profile import Rule
 from vericache_sglang.engine.sampling.rejection import filtered_probs, reject
+from vericache_sglang.engine.upload import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -46,14 +47,19 @@ class RowSampler:
         self._overlap = overlap
 
     def choose(
-        self, batch: ScheduleBatch, rows: Sequence[RowQueries], logits: torch.Tensor
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
     ) -> tuple[list[list[int]], LogprobTable]:
         """Choose the tokens of every row.
 
         Args:
             batch: The decode batch.
             rows: The rows of the forward.
-            logits: [positions, V]; not modified.
+            logits: [T, V]; not modified.
+            positions: [T] int64, true positions in the text.
 
         Returns:
             For each row the token it drafts, the token it decodes, or the 1 to d + 1
@@ -68,32 +74,76 @@ class RowSampler:
                 if row.state.profile.bare:
                     runs[i] = _run(row, [predicted[query.at] for query in row.queries])
         if dressed:
-            sampled = self._sample(batch, [rows[i] for i in dressed], logits, table)
+            chosen = [rows[i] for i in dressed]
+            sampled = self._sample(batch, chosen, logits, positions, table)
             for i, run in zip(dressed, sampled, strict=True):
                 runs[i] = run
         return runs, table
 
-    def _sample(
+    def targets(
         self,
         batch: ScheduleBatch,
         rows: Sequence[RowQueries],
         logits: torch.Tensor,
-        table: LogprobTable,
-    ) -> list[list[int]]:
-        """Choose for rows that are more than an argmax; fills ``table``."""
-        picked = logits[[query.at for row in rows for query in row.queries]]  # a copy
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Choose the token at every position without waiting for the device.
+
+        Args:
+            batch: The decode batch.
+            rows: The rows of the forward; of late requests only.
+            logits: [T, V]; not modified.
+            positions: [T] int64, true positions in the text.
+
+        Returns:
+            [T] int64, each what the request's next token would be there.
+        """
+        target = torch.argmax(logits, dim=-1)
+        drawn = [row for row in rows if not row.state.profile.bare]
+        parts = self._grouped(batch, drawn, logits, positions) if drawn else ()
+        for group in parts:
+            tokens, _ = self._tokens(group)
+            (at,) = upload(
+                logits.device, [query.at for row in group.rows for query in row.queries]
+            )
+            target[at] = tokens.to(target.dtype)
+        return target
+
+    def _grouped(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> Iterator[Group]:
+        """Part rows that are more than an argmax; their logits are ready to sample."""
+        queries = (query for row in rows for query in row.queries)
+        (at,) = upload(logits.device, [query.at for query in queries])
+        picked = logits[at]  # a copy
         # With a grammar in the batch SGLang samples after the last result is known.
         late = self._overlap and not batch.has_grammar
         info, usable = expand(batch.sampling_info, rows, late=late)
         info.apply_logits_bias(picked)
         if info.has_custom_logit_processor:
             apply_custom_logit_processor(picked, info)
+        yield from groups(batch, rows, usable, info, picked, positions[at])
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        table: LogprobTable,
+    ) -> list[list[int]]:
+        """Choose for rows that are more than an argmax; fills ``table``."""
         runs: list[list[int]] = [[]] * len(rows)
-        for group in groups(batch, rows, usable, info, picked):
-            if group.rule in (Rule.GREEDY, Rule.SEEDED):
-                found, output = self._as_sglang(group)
+        for group in self._grouped(batch, rows, logits, positions):
+            if group.rule is Rule.REJECTION:
+                found, output = self._rejected(group)
             else:
-                found, output = self._by_ourselves(group)
+                tokens, output = self._tokens(group)
+                found = _runs(group, tokens.tolist())
             for i, run in zip(group.members, found, strict=True):
                 runs[i] = run
             if group.logprobs:
@@ -103,35 +153,35 @@ class RowSampler:
                         table.rows[row.seat] = entries[start : start + len(run)]
         return runs
 
-    def _as_sglang(self, group: Group) -> tuple[list[list[int]], LogitsProcessorOutput]:
-        """Apply SGLang's sampler to every position."""
-        output = LogitsProcessorOutput(next_token_logits=group.logits)
-        tokens = self._sampler(
-            output,
-            group.info,
-            group.logprobs,
-            group.top_logprobs_nums,
-            group.token_ids_logprobs,
-            group.positions,
-        )
-        return _runs(group, tokens.tolist()), output
+    def _tokens(self, group: Group) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Choose [n] tokens, one at every position, each for itself."""
+        if group.rule is not Rule.COUPLED:
+            output = LogitsProcessorOutput(next_token_logits=group.logits)
+            tokens = self._sampler(
+                output,
+                group.info,
+                group.logprobs,
+                group.top_logprobs_nums,
+                group.token_ids_logprobs,
+                group.positions,
+            )
+            return tokens, output
+        probs, cut = _distributions(group)
+        tokens = multinomial_with_seed(
+            torch.log(cut), group.info.sampling_seed, group.positions
+        ).view(-1)
+        return tokens, self._logprobs(group, probs, tokens)
 
-    def _by_ourselves(
-        self, group: Group
-    ) -> tuple[list[list[int]], LogitsProcessorOutput]:
-        """Draw where SGLang would draw without a seed."""
-        info = group.info
-        probs = torch.softmax(group.logits / info.temperatures, dim=-1)
-        cut = probs
-        if group.filtered:
-            cut = filtered_probs(probs, info.top_ks, info.top_ps, info.min_ps)
-        if group.rule is Rule.COUPLED:
-            tokens = multinomial_with_seed(
-                torch.log(cut), info.sampling_seed, group.positions
-            ).view(-1)
-            runs = _runs(group, tokens.tolist())
-        else:
-            runs, tokens = reject(group, cut)
+    def _rejected(self, group: Group) -> tuple[list[list[int]], LogitsProcessorOutput]:
+        """Draw by rejection sampling, row by row."""
+        probs, cut = _distributions(group)
+        runs, tokens = reject(group, cut)
+        return runs, self._logprobs(group, probs, tokens)
+
+    def _logprobs(
+        self, group: Group, probs: torch.Tensor, tokens: torch.Tensor
+    ) -> LogitsProcessorOutput:
+        """Return log-probabilities of drawn tokens, as far as they are asked for."""
         output = LogitsProcessorOutput(next_token_logits=None)
         if group.logprobs:
             # As SGLang's: of the whole distribution, not of the cut one.
@@ -141,7 +191,16 @@ class RowSampler:
                 group.token_ids_logprobs,
                 tokens,
             ).write_output_to(output)
-        return runs, output
+        return output
+
+
+def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [n, V] probabilities after temperature, and after cutting."""
+    info = group.info
+    probs = torch.softmax(group.logits / info.temperatures, dim=-1)
+    if not group.filtered:
+        return probs, probs
+    return probs, filtered_probs(probs, info.top_ks, info.top_ps, info.min_ps)
 
 
 def _runs(group: Group, tokens: list[int]) -> list[list[int]]:

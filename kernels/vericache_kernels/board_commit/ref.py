@@ -1,0 +1,55 @@
+"""Drafting and accepting on the board in torch, without a loop over rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_kernels.board_commit.rows import EMIT, Emission
+
+if TYPE_CHECKING:
+    from vericache_kernels.board_commit.rows import Board, BoardRows
+
+
+def commit_rows(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+    """See ``board_commit``; any device, nothing is read on the host."""
+    place = torch.arange(board.most, device=target.device)
+    first = rows.first.long()
+    queries = first.diff()
+    asked = place < queries[:, None]
+    live = asked[:, 0]
+    seat = torch.where(live, rows.seat, 0).long()
+    # Any position does for what is not asked; a forward without queries has none.
+    positions = torch.where(asked, first[:-1, None] + place, 0)
+    padded = target if len(target) else target.new_zeros(1)
+    chosen = torch.where(asked, padded[positions], 0)
+    # The last query is never compared: its token is the one after all drafts.
+    compared = place[:-1] < queries[:, None] - 1
+    agree = compared & (board.tokens[seat, 1:-1] == chosen[:, :-1])
+    run = agree.long().cumprod(1).sum(1)
+    emits = live & (rows.kind == EMIT)
+    counts = torch.where(emits, run + 1, 0)
+    last = chosen.gather(1, run[:, None])[:, 0]
+    column = torch.where(emits, 0, rows.drafts + 1).long()
+    written = live & (column <= board.most)
+    token = torch.where(emits, last, chosen[:, 0])
+    width = board.tokens.shape[1]
+    cell = seat * width + torch.where(written, column, 0)
+    _put(board.tokens, cell, token, written)
+    counts = counts.to(torch.int32)
+    _put(board.emitted, seat, counts, emits)
+    return Emission(torch.where(place < counts[:, None], chosen, 0), counts)
+
+
+def _put(
+    numbers: torch.Tensor, cell: torch.Tensor, new: torch.Tensor, written: torch.Tensor
+) -> None:
+    """Write ``new`` to ``cell`` of the flattened ``numbers`` where ``written``.
+
+    A difference is added, zero where nothing is written: a row that fills up a batch
+    may then name the cell of another one. Whole numbers wrap, so the sum is exact.
+    """
+    flat = numbers.view(-1)
+    change = torch.where(written, new - flat[cell], 0)
+    flat.scatter_add_(0, cell, change)

@@ -1,0 +1,78 @@
+"""Triton kernel of ``board_commit``: a program a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from vericache_kernels.board_commit.rows import EMIT, Emission
+
+if TYPE_CHECKING:
+    from vericache_kernels.board_commit.rows import Board, BoardRows
+
+EMITS = tl.constexpr(EMIT)
+NUM_WARPS = 1
+
+
+@triton.jit
+def commit_kernel(
+    tokens: tl.tensor,
+    emitted: tl.tensor,
+    seat_at: tl.tensor,
+    first: tl.tensor,
+    kind_at: tl.tensor,
+    drafts_at: tl.tensor,
+    target: tl.tensor,
+    tokens_out: tl.tensor,
+    counts_out: tl.tensor,
+    MOST: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    """Draft or accept in one row; grid (B,).
+
+    MOST is x + 1, PLACES that rounded up to a power of two. ``tokens`` and ``emitted``
+    are the board, the outputs those of ``Emission``.
+    """
+    row = tl.program_id(0)
+    place = tl.arange(0, PLACES)
+    start = tl.load(first + row).to(tl.int64)
+    queries = tl.load(first + row + 1).to(tl.int64) - start
+    emits = tl.load(kind_at + row) == EMITS
+    live = queries > 0
+    asked = (place < queries) & (place < MOST)
+    chosen = tl.load(target + start + place, mask=asked, other=0)
+    seat = tl.load(seat_at + row, mask=live, other=0).to(tl.int64)
+    own = tokens + seat * (MOST + 1)
+    # The last query is never compared, so there is a first place that does not agree.
+    compared = (place < queries - 1) & (place < MOST - 1)
+    draft = tl.load(own + 1 + place, mask=compared, other=0)
+    run = tl.min(tl.where(compared & (draft == chosen), PLACES, place), 0)
+    count = tl.where(live & emits, run + 1, 0)
+    out = tokens_out + row.to(tl.int64) * MOST + place
+    tl.store(out, tl.where(place < count, chosen, 0), mask=place < MOST)
+    tl.store(counts_out + row, count)
+    column = tl.load(drafts_at + row).to(tl.int64) + 1
+    column = tl.where(emits, 0, column)
+    token = tl.sum(tl.where(place == tl.where(emits, run, 0), chosen, 0), 0)
+    tl.store(own + column, token, mask=live & (column <= MOST))
+    tl.store(emitted + seat, count, mask=live & emits)
+
+
+def launch(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+    """See ``board_commit``; the arguments are checked."""
+    count, most = len(rows.seat), board.most
+    tokens = target.new_empty(count, most)
+    counts = torch.empty(count, dtype=torch.int32, device=target.device)
+    if count:
+        commit_kernel[(count,)](
+            *(board.tokens, board.emitted),
+            *(rows.seat, rows.first, rows.kind, rows.drafts, target),
+            *(tokens, counts),
+            MOST=most,
+            PLACES=triton.next_power_of_2(most),
+            num_warps=NUM_WARPS,
+        )
+    return Emission(tokens, counts)

@@ -1,0 +1,280 @@
+"""Drafting and accepting on the board: by plain loops, by the engine, by the kernel.
+
+The kernel runs in a process of its own, see ``kernel_device``: this file as a script.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_device import DEVICE, moved, needs_gpu, report, run, unsynced
+
+from vericache_kernels.board_commit import (
+    DRAFT,
+    EMIT,
+    Board,
+    BoardRows,
+    board_commit,
+    bytes_moved,
+)
+from vericache_kernels.board_commit.ref import commit_rows
+from vericache_sglang.engine.accept import accepted_tokens
+
+KINDS = st.sampled_from([DRAFT, EMIT])
+FAR = 10**6
+"""A seat that no board has."""
+
+
+@st.composite
+def forwards(draw):
+    """Draw a board, rows and their tokens; few token ids, so that drafts agree.
+
+    Rows without queries name a seat of another row, or none there is.
+    """
+    most = draw(st.integers(0, 9))
+    count = draw(st.integers(0, 6))
+    seats = draw(st.integers(count + 1, 9))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    ids = draw(st.sampled_from([1, 2, 50]))
+    board = Board(
+        torch.randint(1, ids + 1, (seats, most + 2), generator=random),
+        torch.randint(90, 99, (seats,), generator=random, dtype=torch.int32),
+    )
+    kinds = draw(st.lists(KINDS, min_size=count, max_size=count))
+    queries = draw(st.lists(st.integers(0, most + 1), min_size=count, max_size=count))
+    seat = torch.randperm(seats, generator=random)[:count]
+    for row, own in enumerate(queries):
+        if not own:
+            seat[row] = draw(st.sampled_from([FAR, int(seat[0]), 0]))
+    small = draw(st.sampled_from([torch.int32, torch.int64]))
+    rows = BoardRows(
+        seat.to(draw(st.sampled_from([torch.int32, torch.int64]))),
+        torch.tensor([0, *queries]).cumsum(0).to(small),
+        torch.tensor(kinds, dtype=small),
+        torch.randint(0, most + 1, (count,), generator=random).to(small),
+    )
+    total = sum(queries) + draw(st.integers(0, 3))  # a graph's tokens behind the rows
+    return board, rows, torch.randint(1, ids + 1, (total,), generator=random)
+
+
+def by_hand(board, rows, target):
+    """Row by row and token by token: board, emitted counts, emitted tokens, counts."""
+    tokens, emitted = board.tokens.tolist(), board.emitted.tolist()
+    first, chosen, out, counts = rows.first.tolist(), target.tolist(), [], []
+    for row, (kind, seat) in enumerate(
+        zip(rows.kind.tolist(), rows.seat.tolist(), strict=True)
+    ):
+        own, run = chosen[first[row] : first[row + 1]], []
+        if own and kind == DRAFT:
+            tokens[seat][int(rows.drafts[row]) + 1] = own[0]
+        elif own:
+            for place, token in enumerate(own):
+                run.append(token)
+                if place + 1 < len(own) and tokens[seat][place + 1] != token:
+                    break
+            tokens[seat][0], emitted[seat] = run[-1], len(run)
+        out.append(run + [0] * (board.most - len(run)))
+        counts.append(len(run))
+    return tokens, emitted, out, counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(forward=forwards())
+def test_a_forward_leaves_what_the_oracle_does(forward):
+    board, _, target = forward
+    tokens, emitted, out, counts = by_hand(*forward)
+    emission = board_commit(*forward)
+    assert board.tokens.tolist() == tokens
+    assert board.emitted.tolist() == emitted
+    assert emission.tokens.tolist() == out
+    assert emission.counts.tolist() == counts
+    assert emission.counts.dtype == torch.int32
+    assert emission.tokens.shape == (len(counts), board.most)
+    assert target.dtype == emission.tokens.dtype
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drafts=st.lists(st.integers(1, 2), max_size=8),
+    extra=st.lists(st.integers(1, 2), min_size=9, max_size=9),
+)
+def test_drafting_and_then_verifying_emits_what_the_engine_accepts(drafts, extra):
+    """One seat over several forwards: each draft in its own, all verified in one."""
+    board = Board(torch.full((3, 10), 7), torch.zeros(3, dtype=torch.int32))
+    seat, one = torch.tensor([1]), torch.tensor([0, 1])
+    for count, draft in enumerate(drafts):
+        rows = BoardRows(seat, one, torch.tensor([DRAFT]), torch.tensor([count]))
+        drafted = board_commit(board, rows, torch.tensor([draft]))
+        assert drafted.counts.tolist() == [0]
+    assert board.tokens[1, 1 : len(drafts) + 1].tolist() == drafts
+    target = extra[: len(drafts) + 1]
+    ends = torch.tensor([0, len(target)])
+    rows = BoardRows(seat, ends, torch.tensor([EMIT]), torch.tensor([len(drafts)]))
+    emission = board_commit(board, rows, torch.tensor(target))
+    expected = accepted_tokens(drafts, target)
+    assert emission.tokens[0, : int(emission.counts)].tolist() == expected
+    assert int(board.tokens[1, 0]) == expected[-1]
+    assert int(board.emitted[1]) == len(expected)
+    assert (board.tokens[[0, 2]] == 7).all()
+
+
+def test_a_forward_by_hand():
+    board = Board(
+        torch.tensor([[1, 7, 8, 0], [2, 4, 4, 0], [3, 0, 0, 0], [9, 5, 6, 0]]),
+        torch.tensor([5, 5, 5, 5], dtype=torch.int32),
+    )
+    # All agree and one more; the first is wrong; a plain row; a third draft; nobody.
+    rows = BoardRows(
+        seat=torch.tensor([0, 1, 2, 3, 0]),
+        first=torch.tensor([0, 3, 6, 7, 8, 8], dtype=torch.int32),
+        kind=torch.tensor([EMIT, EMIT, EMIT, DRAFT, EMIT]),
+        drafts=torch.tensor([2, 2, 0, 2, 0]),
+    )
+    emission = board_commit(board, rows, torch.tensor([7, 8, 9, 5, 4, 4, 6, 1]))
+    assert emission.tokens.tolist() == [
+        *([7, 8, 9], [5, 0, 0], [6, 0, 0]),
+        *([0, 0, 0], [0, 0, 0]),
+    ]
+    assert emission.counts.tolist() == [3, 1, 1, 0, 0]
+    assert board.tokens[:, 0].tolist() == [9, 5, 6, 9]
+    assert board.tokens[3].tolist() == [9, 5, 6, 1]
+    assert board.emitted.tolist() == [3, 1, 1, 5]
+
+
+def test_a_draft_behind_the_last_column_is_dropped():
+    board = Board(torch.zeros(2, 4).long(), torch.zeros(2, dtype=torch.int32))
+    rows = BoardRows(
+        torch.tensor([0, 1]),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([DRAFT, DRAFT]),
+        torch.tensor([2, 3]),
+    )
+    board_commit(board, rows, torch.tensor([5, 6]))
+    assert board.tokens.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
+
+
+def test_the_reference_reads_nothing_on_the_host():
+    # Tensors without contents: reading one, or meeting one of another device, raises.
+    board, rows, target = moved(sound(), "meta")
+    emission = commit_rows(board, rows, target)
+    assert emission.tokens.shape == (2, 6)
+    assert emission.counts.device.type == "meta"
+    with pytest.raises(RuntimeError):
+        int(target[0])
+
+
+def test_bytes_moved_are_counted():
+    # In: seats and drafts of 8 bytes, kinds of 8, 3 offsets of 4, 6 tokens, 4 drafts.
+    # Out: 2 * 6 tokens, 2 cells, 2 counts twice.
+    moved_bytes = 3 * 2 * 8 + 3 * 4 + 6 * 8 + 4 * 8 + 12 * 8 + 2 * 8 + 4 * 4
+    assert bytes_moved(*sound()) == moved_bytes
+
+
+def sound(**changes):
+    board = Board(torch.zeros(4, 7).long(), torch.zeros(4, dtype=torch.int32))
+    rows = BoardRows(
+        torch.tensor([2, 0]),
+        torch.tensor([0, 4, 6], dtype=torch.int32),
+        torch.tensor([EMIT, EMIT]),
+        torch.tensor([3, 1]),
+    )
+    known = {"target": torch.zeros(6).long()} | changes
+    return (
+        dataclasses.replace(board, **_of(changes, board)),
+        dataclasses.replace(rows, **_of(changes, rows)),
+        known["target"],
+    )
+
+
+def _of(changes, record):
+    names = {field.name for field in dataclasses.fields(record)}
+    return {name: new for name, new in changes.items() if name in names}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": torch.zeros(4).long()}, r"board.tokens must be \[R, x \+ 2\]"),
+        ({"tokens": torch.zeros(4, 1).long()}, r"board.tokens must be \[R, x \+ 2\]"),
+        ({"tokens": torch.zeros(4, 7).int()}, "board.tokens must be one of"),
+        ({"tokens": torch.zeros(7, 4).long().t()}, r"board.tokens must be \[4, 7\]"),
+        ({"emitted": torch.zeros(3).int()}, r"board.emitted must be \[4\]"),
+        ({"emitted": torch.zeros(4).long()}, "board.emitted must be one of"),
+        ({"first": torch.zeros(2).int()}, r"rows.first must be \[3\]"),
+        ({"kind": torch.zeros(2)}, "rows.kind must be one of"),
+        ({"drafts": torch.zeros(4).int()[::2]}, r"rows.drafts must be \[2\], contig"),
+        ({"target": torch.zeros(6).int()}, "target must be one of"),
+        ({"target": torch.zeros(2, 3).long()}, r"target must be \[6\]"),
+        ({"seat": torch.zeros(2, device="meta").int()}, "rows.seat is on meta"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        board_commit(*sound(**changes))
+
+
+def test_the_kernel_equals_the_reference():
+    seen = run(__file__)
+    assert seen["accepted"] > 10
+    assert seen["drafted"] > 10
+
+
+@needs_gpu
+def test_a_captured_graph_drafts_and_then_accepts():
+    board = Board(torch.zeros(4, 5).long().to(DEVICE), torch.zeros(4).int().to(DEVICE))
+    rows = moved(
+        BoardRows(
+            torch.tensor([2, 0, 0]),
+            torch.tensor([0, 1, 2, 2]),
+            torch.tensor([DRAFT, DRAFT, EMIT]),
+            torch.tensor([0, 0, 0]),
+        )
+    )
+    target = torch.tensor([8, 9, 1]).to(DEVICE)
+    board_commit(board, rows, target)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        emission = board_commit(board, rows, target)
+    graph.replay()
+    assert board.tokens[[0, 2], 1].tolist() == [9, 8]
+    rows.first.copy_(torch.tensor([0, 2, 3, 3]))
+    rows.kind.fill_(EMIT)
+    target.copy_(torch.tensor([8, 5, 6]))
+    graph.replay()
+    assert emission.counts.tolist() == [2, 1, 0]
+    assert emission.tokens.tolist() == [[8, 5, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]
+    assert board.tokens[[0, 2], 0].tolist() == [6, 5]
+
+
+SEEN = {"accepted": 0, "drafted": 0}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(forward=forwards())
+def kernel_equals_reference(forward):
+    from vericache_kernels.board_commit.triton_impl import launch
+
+    expected = moved(forward, "cpu")
+    emission = commit_rows(*expected)
+    # The reference too: the engine may be given a device that Triton does not know.
+    for commit in (launch, commit_rows):
+        call = moved(forward)
+        with unsynced():
+            found = commit(*call)
+        for record, wanted in ((found, emission), (call[0], expected[0])):
+            for field in dataclasses.fields(record):
+                name = field.name
+                there = getattr(record, name).cpu()
+                assert torch.equal(there, getattr(wanted, name)), name
+    SEEN["accepted"] += int((emission.counts - 1).clamp(min=0).sum())
+    live = forward[1].first.diff() > 0
+    SEEN["drafted"] += int((live & (forward[1].kind == DRAFT)).sum())
+
+
+if __name__ == "__main__":
+    kernel_equals_reference()
+    report(SEEN)

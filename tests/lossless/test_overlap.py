@@ -1,0 +1,98 @@
+"""Forwards are launched before the host has heard what the last one came to."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lossless.matrix import PLAIN, system
+from lossless.prompts import load_tokenizer, record_prompts
+from lossless.requests import greedy
+from lossless.runs import compare, faulty
+from lossless.warm import run
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def waves():
+    prompts = record_prompts(load_tokenizer(MODEL), [700, 1500, 900], 7)
+    return [{"prompts": prompts, "params": [greedy(80, ignore_eos=True)] * 3}]
+
+
+@pytest.fixture(scope="module")
+def plain(waves):
+    return run(PLAIN, MODEL, waves)
+
+
+def logged(path, waves, overlap):
+    watched = system("logged flights", draft_length=6, keep=0.25)
+    watched = replace(
+        watched,
+        engine={**watched.engine, "disable_overlap_schedule": not overlap},
+        environment={**faulty("logged_flights"), "VERICACHE_TEST_LOG": str(path)},
+    )
+    ours = run(watched, MODEL, waves)
+    return ours, [line.split() for line in path.read_text().splitlines()]
+
+
+def iterations(lines):
+    """Yield the lines between every begin and its end."""
+    inside = None
+    for line in lines:
+        if line[0] == "begin":
+            inside = []
+        elif line[0] == "end":
+            yield inside
+            inside = None
+        elif inside is not None:
+            inside.append(line)
+
+
+def test_under_overlap_nothing_is_waited_for_but_moves(tmp_path, waves, plain):
+    ours, lines = logged(tmp_path / "log", waves, overlap=True)
+    assert compare(plain, ours) == []
+    assert ours["state"]["rounds"] > 20
+    seen = list(iterations(lines))
+    waiting = [each for each in seen if any(line[0] == "hear" for line in each)]
+    assert len(seen) > 60
+    for each in waiting:
+        assert any(line[0] == "moves" for line in each), each
+    assert len(waiting) < len(seen) / 4, "moves are rare"
+
+
+def test_under_overlap_the_host_hears_one_forward_late(tmp_path, waves, plain):
+    _, lines = logged(tmp_path / "log", waves, overlap=True)
+    order = [
+        (what, int(rest[0])) for what, *rest in lines if what in ("launch", "hear")
+    ]
+    place = {event: i for i, event in enumerate(order)}
+    heard = [number for what, number in order if what == "hear"]
+    assert heard == sorted(heard), "in the order of the launches"
+    late = [
+        number
+        for number in heard
+        if ("launch", number + 1) in place
+        and place["launch", number + 1] < place["hear", number]
+    ]
+    early = [
+        number
+        for number in heard
+        if ("launch", number + 2) in place
+        and place["launch", number + 2] < place["hear", number]
+    ]
+    assert len(late) > 0.7 * len(heard)
+    assert not early, "two forwards were in the air when a third was launched"
+
+
+def test_without_overlap_the_host_hears_at_once(tmp_path, waves, plain):
+    ours, lines = logged(tmp_path / "log", waves, overlap=False)
+    assert compare(plain, ours) == []
+    air = most = 0
+    for what, *_ in lines:
+        air += (what == "launch") - (what == "hear")
+        if what == "begin":
+            most = max(most, air)
+    assert most == 0

@@ -1,0 +1,125 @@
+"""Forwards that were launched and whose tokens the host has not seen yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vericache_sglang.engine.state import RequestState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passenger:
+    """One request's share of a forward.
+
+    Attributes:
+        state: The request.
+        at: Its position in the schedule batch.
+        drafts: Drafts the forward verifies; -1 where it drafts, so nothing is emitted.
+        round: ``RequestState.round`` at the launch.
+        verifies: It was a verification; plain decoding has no drafts either.
+    """
+
+    state: RequestState
+    at: int
+    drafts: int
+    round: int
+    verifies: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """One launched forward.
+
+    Attributes:
+        result: What SGLang was given: ``next_token_ids`` [B * stride] and
+            ``accept_lens`` [B], on the device until SGLang has copied them. A drafted
+            token is there too, though no token of its request is accepted.
+        stride: Places of one request in ``next_token_ids``.
+        passengers: Whose outcome is not known; none where all was settled at once.
+        decode: SGLang reports it complete (``on_verify_complete_cpu``).
+    """
+
+    result: Any
+    stride: int
+    passengers: Sequence[Passenger] = ()
+    decode: bool = True
+
+    def outcome(self) -> tuple[list[list[int]], list[int]]:
+        """Return the tokens of every passenger, and every request's accepted count.
+
+        Waits for the forward unless SGLang has copied the result to the host.
+        """
+        counts = self.result.accept_lens.tolist()
+        if not self.passengers:
+            return [], counts
+        flat = self.result.next_token_ids.tolist()
+        runs = []
+        for passenger in self.passengers:
+            start = passenger.at * self.stride
+            length = 1 if passenger.drafts < 0 else counts[passenger.at]
+            runs.append(flat[start : start + length])
+        return runs, counts
+
+
+class Flights:
+    """Lands flights in the order of their launch; at most one stays in the air.
+
+    What lands when depends on how many were launched and reported, not on which have
+    ended, so ranks that launch the same learn the same.
+
+    Args:
+        conclude: Takes a passenger and its tokens.
+        landed: Takes the accepted count of every request of a decoding forward's batch.
+    """
+
+    def __init__(
+        self,
+        conclude: Callable[[Passenger, list[int]], None],
+        landed: Callable[[Callable[[], list[int]]], None],
+    ) -> None:
+        self._conclude = conclude
+        self._landed = landed
+        self._air: deque[tuple[int, Flight]] = deque()
+        self._decodes = 0
+        self._reported = 0
+
+    def __len__(self) -> int:
+        return len(self._air)
+
+    def launch(self, flight: Flight) -> None:
+        """Note a forward that was just launched."""
+        # A prefill lands with the decode after it: by then SGLang has its result.
+        self._air.append((self._decodes + 1, flight))
+        self._decodes += flight.decode
+
+    def land_reported(self) -> None:
+        """Land what SGLang has processed: its next decode, and all before it."""
+        self._reported += 1
+        while self._air and self._air[0][0] <= self._reported:
+            self._land()
+
+    def land_all_but_last(self) -> None:
+        """Land every flight but the newest, whether it was reported or not."""
+        while len(self._air) > 1:
+            self._land()
+
+    def land_all(self) -> None:
+        """Land every flight; waits for the device."""
+        while self._air:
+            self._land()
+
+    def _land(self) -> None:
+        _, flight = self._air.popleft()
+        if flight.passengers:
+            runs, counts = flight.outcome()
+            for passenger, tokens in zip(flight.passengers, runs, strict=True):
+                self._conclude(passenger, tokens)
+            if flight.decode:
+                self._landed(lambda: counts)
+        elif flight.decode:
+            self._landed(lambda: flight.outcome()[1])

@@ -1,0 +1,76 @@
+"""Accepting drafts by dice, on the host and on the device: simulated acceptance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_kernels.board_commit import EMIT, board_commit
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from vericache_kernels.board_commit import Board, BoardRows, Emission
+
+NOTHING = -1
+"""No token: a draft that is this one agrees with nothing."""
+
+
+def by_dice(
+    acceptance: float, rng: random.Random
+) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
+    """Return a rule like ``accepted_tokens`` that does not compare anything.
+
+    Args:
+        acceptance: Probability of a draft whose predecessors were accepted.
+        rng: Advanced by every draft looked at.
+    """
+
+    def accepted(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
+        most = min(len(drafts), len(target) - 1)
+        run = 0
+        while run < most and rng.random() < acceptance:
+            run += 1
+        return [*drafts[:run], target[run]]
+
+    return accepted
+
+
+def on_board(
+    acceptance: float, seed: int
+) -> Callable[[Board, BoardRows, torch.Tensor], Emission]:
+    """Return a rule like ``board_commit`` that does not compare anything.
+
+    Args:
+        acceptance: See ``by_dice``.
+        seed: Of the dice, which are thrown on the board's device.
+    """
+    dice: dict[torch.device, torch.Generator] = {}
+
+    def commit(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+        device = target.device
+        if device not in dice:
+            dice[device] = torch.Generator(device).manual_seed(seed)
+        first, seats = rows.first.long(), rows.seat.long()
+        drafts = torch.where(rows.kind == EMIT, first.diff() - 1, 0)
+        place = torch.arange(board.most, device=device)
+        drawn = torch.rand(
+            len(drafts), board.most, device=device, generator=dice[device]
+        )
+        lucky = (drawn < acceptance) & (place < drafts[:, None])
+        run = lucky.long().cumprod(1).sum(1)
+        # As if the full KV had said what was drafted, and then something else.
+        kept = place < run[:, None]
+        cells = torch.where(kept, first[:-1, None] + place, 0)
+        said = board.tokens[seats, 1:]
+        change = torch.where(kept, said - target[cells], 0)
+        target = target.scatter_add(0, cells.flatten(), change.flatten())
+        column = torch.where(run < drafts, run + 1, 0)
+        cell = seats * board.tokens.shape[1] + column
+        flat = board.tokens.view(-1)
+        flat.scatter_add_(0, cell, torch.where(column > 0, NOTHING - flat[cell], 0))
+        return board_commit(board, rows, target)
+
+    return commit
