@@ -13,7 +13,10 @@ from vericache_kernels.compile_report.builds import builds
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results" / "kernel_compile.json"
-TRIED = ["split planes E3M1", "KIVI 2 bits", "KVQuant 4 bits", "merge of splits"]
+TRIED = [
+    *("split planes E3M1", "KIVI 2 bits", "KVQuant 4 bits", "merge of splits"),
+    *("ragged rows of 33", "board commit", "pick entries"),
+]
 """One of each kind but for RotateKV, which takes longest."""
 MOST_REGISTERS = 255
 

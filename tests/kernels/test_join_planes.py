@@ -1,20 +1,16 @@
 """Joining planes: by plain loops over bits, by the codec, and the kernel by both.
 
-Triton decides at import whether it interprets, so the kernel is compared in a process
-of its own: this file, run as a script with ``TRITON_INTERPRET=1``.
+The kernel runs in a process of its own, see ``kernel_device``: this file as a script.
 """
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_device import moved, report, run, unsynced
 
 from vericache_kernels.join_planes import (
     DraftPlanes,
@@ -317,17 +313,7 @@ def test_misfits_are_refused(changes, message):
 
 
 def test_the_kernel_equals_the_reference():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__],
-        env=environment | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads(done.stdout)
+    seen = run(__file__)
     assert seen["escapes"] > 1000
     assert set(seen["dtypes"]) == {str(dtype) for dtype in STEPS}
 
@@ -339,11 +325,12 @@ def compare(case):
     """Run kernel and reference on the same planes; buffers must agree to the bit."""
     from vericache_kernels.join_planes.triton_impl import launch
 
-    own, expected = case.again(), case.call
-    found = launch(*own)
-    assert torch.equal(found, join_rows(*expected))
+    own, expected = moved(case.call), case.again()
+    with unsynced():
+        found = launch(*own)
+    assert torch.equal(found.cpu(), join_rows(*expected))
     for name in ("k_buffer", "v_buffer"):
-        sides = (bits_of(getattr(call[3], name)) for call in (own, expected))
+        sides = (bits_of(getattr(call[3], name)).cpu() for call in (own, expected))
         assert torch.equal(*sides)
     SEEN["escapes"] += int(found.sum())
     SEEN["dtypes"].append(str(expected[3].k_buffer.dtype))
@@ -368,4 +355,4 @@ def kernel_is_right_where_planes_are_damaged():
 if __name__ == "__main__":
     kernel_equals_reference()
     kernel_is_right_where_planes_are_damaged()
-    print(json.dumps(SEEN))
+    report(SEEN)

@@ -1,21 +1,17 @@
 """Attention over packed codes: the reference by an oracle, the kernel by the reference.
 
-The oracle is a dense softmax in float64 over ``codec.decode``. Triton's interpreter
-runs in a process of its own, see ``interpreted_attention.py``.
+The oracle is a dense softmax in float64 over ``codec.decode``. The kernel runs in a
+process of its own, see ``run_packed.py``.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
+import run_packed
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_device import CUT_TOLERANCE, INTERPRETED, TOLERANCE, run
 
 from vericache_kernels.packed_attention import (
     ExactRows,
@@ -32,9 +28,8 @@ from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.compression.codecs.turboquant import TurboQuant
 
 SLOTS, H, D = 900, 2, 16
-TOLERANCE = 3e-6  # of the largest output; float32 rounding of a softmax average
+CLOSE = 3e-6  # of the largest output; float32 rounding of a softmax average
 CODECS = [SplitPlanes(3, 1), KIVI(2, 16, 0), KIVI(4, 16, 16), TurboQuant(4)]
-SCRIPT = Path(__file__).with_name("interpreted_attention.py")
 
 
 def normal(*shape, seed=0):
@@ -102,7 +97,7 @@ def test_the_reference_equals_a_dense_softmax_over_what_the_codec_decodes(
     decoded = [codec.decode(part) for part in parts]
     assert out.is_contiguous()
     expected = oracle(q, decoded, k_buffer, v_buffer, row, scaling)
-    assert error(out, expected) < TOLERANCE
+    assert error(out, expected) < CLOSE
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,7 +123,7 @@ def test_any_lengths_equal_the_oracle_in_any_order(lengths, exact, n, group):
     expected = oracle(q, decoded, *buffers(), row.tolist(), 0.25)
     for order in (decoded, decoded[::-1]):
         out = attend_packed(q, segments_of(order), *buffers(), plan, 0.25)
-        assert error(out, expected) < TOLERANCE
+        assert error(out, expected) < CLOSE
 
 
 def test_a_row_without_codes_is_run_attention_bit_for_bit():
@@ -178,7 +173,7 @@ def test_a_query_does_not_see_a_later_one_that_is_not_finite():
     k_buffer[88] = v_buffer[88] = float("nan")
     plan = plan_row(torch.tensor(row), 3)
     out = attend_packed(q, [lambda: decoded], k_buffer, v_buffer, plan, 0.25)
-    assert error(out[:1], expected[:1]) < TOLERANCE
+    assert error(out[:1], expected[:1]) < CLOSE
     assert out[1:].isnan().all()
 
 
@@ -198,58 +193,32 @@ def test_a_segment_that_does_not_fit_is_refused(keys, values):
 
 
 def tolerance(name):
-    """Return the bound for a case of the interpreter, by its dtype.
-
-    float16: half of the output's last place is 2**-12; weights, keys and values are
-    rounded as well before they are multiplied. bfloat16: the interpreter does not round
-    to it but cuts, 2**-8; split planes have nothing but the output to be cut, the other
-    codecs keys and values too.
-    """
-    if "bf16" in name:
-        return 5e-3 if name.startswith("E") else 2e-2
-    return 1e-3 if "fp16" in name else 1e-5
-
-
-def load_cases():
-    """Return the table's names without running it or telling Triton to interpret."""
-    spec = importlib.util.spec_from_file_location("interpreted_attention", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    before = os.environ.get("TRITON_INTERPRET")
-    spec.loader.exec_module(module)
-    if before is None:
-        del os.environ["TRITON_INTERPRET"]
-    return list(module.CASES)
+    """Return the bound of a case; split planes have nothing but the output to cut."""
+    dtype = run_packed.CASES[name].dtype
+    if INTERPRETED and dtype == torch.bfloat16 and not name.startswith("E"):
+        return CUT_TOLERANCE
+    return TOLERANCE[dtype]
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """Return the kernel's errors by case."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def seen():
+    """Return what the script saw of the kernel: errors by case, and its checks."""
+    return run(run_packed.__file__)
 
 
-@pytest.mark.parametrize("name", load_cases())
-def test_the_kernel_equals_the_reference(interpreted, name):
-    assert interpreted[name] < tolerance(name)
+@pytest.mark.parametrize("name", run_packed.CASES)
+def test_the_kernel_equals_the_reference(seen, name):
+    assert seen[name] < tolerance(name)
 
 
-def test_a_broken_draft_stays_in_its_row_and_kv_head_on_the_device(interpreted):
+def test_a_broken_draft_stays_in_its_row_and_kv_head_on_the_device(seen):
     # Row 0; query heads 0 and 1 read KV head 0.
-    assert interpreted["spread"] == [[[0, 0], [0, 1]]] * 2
+    assert seen["spread"] == [[[0, 0], [0, 1]]] * 2
 
 
-def test_a_lone_value_is_decoded_to_the_bit(interpreted):
-    assert len(interpreted["single"]) == 8
-    assert all(interpreted["single"].values()), interpreted["single"]
+def test_a_lone_value_is_decoded_to_the_bit(seen):
+    assert len(seen["single"]) == (8 if INTERPRETED else 4)
+    assert all(seen["single"].values()), seen["single"]
 
 
 def rows_of(step, heads=H, **changes):

@@ -1,32 +1,25 @@
 """Attention of ragged rows: the reference by an oracle, the kernel by the reference.
 
-The oracle is one query, one head and one key at a time, in float64. Triton's
-interpreter runs in a process of its own, see ``interpreted_ragged.py``.
+The oracle is one query, one head and one key at a time, in float64. The kernel runs in
+a process of its own, see ``run_ragged.py``.
 """
 
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import run_ragged
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_device import TOLERANCE, moved, needs_gpu, run
 
-from vericache_kernels.compile_report import compile_build
-from vericache_kernels.compile_report.builds import builds
 from vericache_kernels.ragged_attention import RaggedRows, ragged_attention
 from vericache_kernels.run_attention import attend_row, plan_row
 
 SLOTS, H, D, WIDTH = 300, 2, 16, 80
 SCALING = 0.25
-TOLERANCE = 2e-6  # of the largest output; float32 rounding of a softmax average
-SCRIPT = Path(__file__).with_name("interpreted_ragged.py")
+CLOSE = 2e-6  # of the largest output; float32 rounding of a softmax average
 NAN = float("nan")
 
 
@@ -132,7 +125,7 @@ def test_a_query_in_front_of_its_row_s_first_entry_gives_zeros():
     world = World([(4, 3, 5), (1, 0, 6)])
     out = world.attend()
     assert not out[:2].any()
-    assert error(out, world.oracle()) < TOLERANCE
+    assert error(out, world.oracle()) < CLOSE
 
 
 def test_a_row_is_what_run_attention_makes_of_its_slots():
@@ -144,7 +137,7 @@ def test_a_row_is_what_run_attention_makes_of_its_slots():
         plan = plan_row(world.table[index, begin:end], n)
         q = world.q[start : start + n]
         expected = attend_row(q, world.k, world.v, plan, SCALING)
-        assert error(out[start : start + n], expected.double()) < TOLERANCE
+        assert error(out[start : start + n], expected.double()) < CLOSE
         start += n
 
 
@@ -168,7 +161,7 @@ def test_layers_may_read_ranges_of_their_own():
     shorter = World([(1, 9, 40), (3, 7, 30)])
     shorter.k, shorter.v, shorter.q = world.k, world.v, world.q
     shorter.table, shorter.rows = world.table, rows.at(1)
-    assert error(shorter.attend(), shorter.oracle()) < TOLERANCE
+    assert error(shorter.attend(), shorter.oracle()) < CLOSE
     assert world.rows.at(5) is world.rows
     with pytest.raises(IndexError):
         rows.at(2)
@@ -232,137 +225,54 @@ def test_a_head_dim_the_kernel_cannot_multiply_is_refused_everywhere():
         ragged_attention(q, (kv, kv), rows, SCALING, most_queries=1)
 
 
-# -- the kernel, interpreted ---------------------------------------------------
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("interpreted_ragged", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    before = os.environ.get("TRITON_INTERPRET")
-    spec.loader.exec_module(module)  # sets the variable, for itself
-    if before is None:
-        del os.environ["TRITON_INTERPRET"]
-    return module
-
-
-SCRIPT_MODULE = script()
-CASES = SCRIPT_MODULE.CASES
-
-
-def tolerance(name):
-    """Bounds are those of one rounding of the output and of the weights."""
-    dtype = CASES[name].dtype
-    return {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+# -- the kernel ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def seen():
+    """Return what the script saw of the kernel: errors by case, and its checks."""
+    return run(run_ragged.__file__)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_kernel_equals_the_reference(interpreted, name):
-    assert interpreted[name] < tolerance(name)
+@pytest.mark.parametrize("name", run_ragged.CASES)
+def test_the_kernel_equals_the_reference(seen, name):
+    assert seen[name] < TOLERANCE[run_ragged.CASES[name].dtype]
 
 
-def test_in_the_kernel_a_row_depends_on_itself_alone_to_the_bit(interpreted):
-    assert interpreted["alone"] is True
+def test_in_the_kernel_a_row_depends_on_itself_alone_to_the_bit(seen):
+    assert seen["alone"] is True
 
 
-def test_in_the_kernel_later_queries_do_not_move_a_token_by_a_bit(interpreted):
-    assert interpreted["unmoved"] is True
+def test_in_the_kernel_later_queries_do_not_move_a_token_by_a_bit(seen):
+    assert seen["unmoved"] == [True]
 
 
-def test_in_the_kernel_only_queries_that_see_it_change_with_a_bad_entry(interpreted):
+def test_in_the_kernel_only_queries_that_see_it_change_with_a_bad_entry(seen):
     # Tokens 3 to 5 are the third query of the second row, and those behind it.
-    assert interpreted["hidden"] == [
+    assert seen["hidden"] == [
         [is_nan, which, [3, 4, 5]] for is_nan in (True, False) for which in (0, 1)
     ]
 
 
-def test_in_the_kernel_layers_may_read_ranges_of_their_own(interpreted):
-    first, second, apart = interpreted["layers"]
-    assert max(first, second) < 2e-6
+def test_in_the_kernel_layers_may_read_ranges_of_their_own(seen):
+    first, second, apart = seen["layers"]
+    assert max(first, second) < TOLERANCE[torch.float32]
     assert apart > 0.01
 
 
-@pytest.mark.parametrize(
-    "name", ["ragged rows of 33", "merge of splits of ragged rows"]
-)
-def test_the_kernels_compile_for_a_gpu_without_spilling(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    figures = compile_build(builds()[name], 90)
-    assert figures.spill_bytes == figures.stack_bytes == 0
-    assert figures.programs >= 3
-
-
-# -- the kernel on a GPU -------------------------------------------------------
-
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def on_device(batch):
-    """Return a batch of the script on the GPU."""
-    rows = RaggedRows(
-        *(
-            getattr(batch.rows, name).cuda()
-            for name in ("table", "row", "first", "begin", "end")
-        )
-    )
-    kv = tuple(buffer.cuda() for buffer in batch.kv)
-    return replace(batch, q=batch.q.cuda(), kv=kv, rows=rows)
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu_the_kernel_equals_the_reference(name):
-    batch = SCRIPT_MODULE.batch_of(CASES[name])
-    expected = batch.reference().double()
-    out = on_device(batch).kernel().cpu().double()
-    assert float((out - expected).abs().max() / expected.abs().max()) < tolerance(name)
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_on_a_gpu_later_queries_do_not_move_a_token_by_a_bit():
-    case = SCRIPT_MODULE.Case(
-        ((33, 2, 150),), torch.bfloat16, 128, 2, 4, splits=16, most=33
-    )
-    batch = on_device(SCRIPT_MODULE.batch_of(case))
-    whole = batch.kernel()
-    for n in (1, 2, 8, 32):
-        first = torch.tensor([0, n], dtype=torch.int32).cuda()
-        rows = replace(batch.rows, first=first, end=batch.rows.end - 33 + n)
-        short = replace(batch, q=batch.q[:n].contiguous(), rows=rows)
-        assert torch.equal(short.kernel(), whole[:n])
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_on_a_gpu_a_captured_graph_serves_other_rows_of_its_size():
-    case = SCRIPT_MODULE.Case(
+@needs_gpu
+def test_a_captured_graph_serves_other_rows_of_its_size():
+    case = run_ragged.Case(
         ((1, 0, 40), (5, 0, 70), (2, 3, 9)), torch.bfloat16, 64, most=5
     )
-    live = on_device(SCRIPT_MODULE.batch_of(case))
-    live.kernel()
+    live = moved(run_ragged.batch_of(case))
+    live.launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = live.kernel()
+        out = live.launch()
     for rows in (((5, 0, 33), (1, 4, 90), (2, 0, 2)), ((3, 0, 60), (5, 0, 5))):
-        other = on_device(SCRIPT_MODULE.batch_of(replace(case, rows=rows)))
+        other = moved(run_ragged.batch_of(replace(case, rows=rows)))
         tokens, count = len(other.q), len(rows)
         live.q[:tokens].copy_(other.q)
         for own, new in zip(live.kv, other.kv, strict=True):
@@ -373,5 +283,5 @@ def test_on_a_gpu_a_captured_graph_serves_other_rows_of_its_size():
         for name in ("row", "begin", "end"):
             getattr(live.rows, name)[:count].copy_(getattr(other.rows, name))
         graph.replay()
-        assert torch.equal(out[:tokens], other.kernel())
+        assert torch.equal(out[:tokens], other.launch())
         assert not out[tokens:].any()

@@ -1,19 +1,15 @@
 """Splitting and joining by an oracle of plain loops; the kernel by the reference.
 
-Triton decides at import whether it interprets, so the kernel is compared in a process
-of its own: this file, run as a script with ``TRITON_INTERPRET=1``.
+The kernel runs in a process of its own, see ``kernel_device``: this file as a script.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_device import moved, report, run, unsynced
 
 from vericache_kernels.split_segment import (
     Cut,
@@ -52,7 +48,7 @@ class Case:
 
     def pools(self):
         """Return the same pool twice; strides stay."""
-        return tuple(copied(side) for side in self.pool), self.pool
+        return moved(self.pool, "cpu"), self.pool
 
     def block(self):
         rest = self.cut.rest.shape[1]
@@ -62,12 +58,6 @@ class Case:
             for side in self.pool
         )
         return keys, values
-
-
-def copied(side):
-    """Copy a strided view together with what lies between its elements."""
-    whole = side._base.clone() if side._base is not None else side.clone()
-    return whole.as_strided(side.shape, side.stride(), side.storage_offset())
 
 
 def any_bits(shape, dtype, random, gap):
@@ -221,17 +211,7 @@ def test_an_element_no_integer_has_the_size_of_is_refused():
 
 
 def test_the_kernel_equals_the_reference():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__],
-        env=environment | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads(done.stdout)
+    seen = run(__file__)
     assert seen["shared"] >= 5
     assert seen["apart"] >= 5
 
@@ -239,23 +219,26 @@ def test_the_kernel_equals_the_reference():
 SEEN = {"shared": 0, "apart": 0}
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(case=cases())
 def kernel_equals_reference(case):
     from vericache_kernels.split_segment.triton_impl import launch_join, launch_split
 
-    pool, expected = case.pools()
-    block, wanted = case.block(), case.block()
-    split_entries(expected, case.cut, case.target, wanted)
-    launch_split(pool, case.cut, case.target, block, in_place=case.shared)
-    assert same_bits(whole(pool), whole(expected))
-    assert same_bits(block, wanted)
-    join_entries(expected, case.cut, case.target, wanted)
-    launch_join(pool, case.cut, case.target, block, in_place=case.shared)
-    assert same_bits(whole(pool), whole(expected))
+    expected, wanted = moved(case.pool, "cpu"), case.block()
+    call = moved((case.pool, case.cut, case.target, case.block()))
+    pool, _, _, block = call
+    for launch, reference in (
+        (launch_split, split_entries),
+        (launch_join, join_entries),
+    ):
+        with unsynced():
+            launch(*call, in_place=case.shared)
+        reference(expected, case.cut, case.target, wanted)
+        assert same_bits(moved(whole(pool), "cpu"), whole(expected))
+        assert same_bits(moved(block, "cpu"), wanted)
     SEEN["shared" if case.shared else "apart"] += 1
 
 
 if __name__ == "__main__":
     kernel_equals_reference()
-    print(json.dumps(SEEN))
+    report(SEEN)

@@ -144,4 +144,9 @@ def complement_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
     """
     mask = torch.ones(kept.shape[0], offered, dtype=torch.bool, device=kept.device)
     mask.scatter_(1, kept, False)
-    return mask.nonzero()[:, 1].view(kept.shape[0], offered - kept.shape[1])
+    # Not by ``nonzero``: the host would wait for the device.
+    count = offered - kept.shape[1]
+    place = torch.where(mask, mask.cumsum(1) - 1, count)
+    token = torch.arange(offered, device=kept.device).expand_as(mask)
+    dropped = kept.new_empty(kept.shape[0], count + 1)
+    return dropped.scatter_(1, place, token)[:, :count].contiguous()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vericache_kernels.head_entries import pick_entries, put_entries
 from vericache_sglang.compression.budget import complement_indices
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ def pick(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     Returns:
         [n, H, D]: row i of head h is ``entries[index[h, i], h]``.
     """
-    wide = index.t()[:, :, None].expand(-1, -1, entries.shape[2])
-    return as_bits(entries).gather(0, wide).view(entries.dtype)
+    return pick_entries([entries], index)[0]
 
 
 def pick_rest(
@@ -48,7 +48,8 @@ def pick_rest(
         Keys [T - n, H, D] and values [T - n, H, Dv], in prompt order.
     """
     rest = complement_indices(kept.to(keys.device, torch.int64), keys.shape[0])
-    return pick(keys, rest), pick(values, rest)
+    first, second = pick_entries([keys, values], rest)
+    return first, second
 
 
 def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
@@ -59,8 +60,7 @@ def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
         index: [H, n] int64, values in [0, T), unique per head.
         rows: [n, H, D].
     """
-    wide = index.t()[:, :, None].expand(-1, -1, entries.shape[2])
-    as_bits(entries).scatter_(0, wide, as_bits(rows))
+    put_entries([entries], index, [rows])
 
 
 def split_layer(

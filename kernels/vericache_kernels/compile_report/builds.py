@@ -55,7 +55,7 @@ def builds() -> dict[str, Build]:
     """Return every build by its name; needs Triton."""
     shapes = {name: (step, "bf16", 128, 1) for name, step in STEPS.items()}
     made = [_attend(name, *shape) for name, shape in (shapes | OTHER_SHAPES).items()]
-    made += [_merge(), *_ragged(), *move_builds()]
+    made += [_merge(counted=False), _merge(counted=True), *_ragged(), *move_builds()]
     return {build.name: build for build in made}
 
 
@@ -81,12 +81,14 @@ def _attend(name: str, step: DecodeStep, kv: str, dim: int, queries: int) -> Bui
     return Build(name, kernel, signature, fixed, warps, step.registers)
 
 
-def _merge() -> Build:
-    from vericache_kernels.packed_attention import triton_impl as impl
+def _merge(*, counted: bool) -> Build:
+    from vericache_kernels.split_softmax import triton_impl as impl
 
-    signature = {"out_at": "*fp32", "lse_at": "*fp32", "result_at": "*bf16"}
-    fixed = {"QUERIES": 1, "H": KV_HEADS, "GROUP": GROUP, "D": 128, "SPLITS": SPLITS}
-    return Build("merge of splits", impl.merge_kernel, signature, fixed, impl.NUM_WARPS)
+    pointers = {"out_at": "*fp32", "lse_at": "*fp32", "result_at": "*bf16"}
+    signature = pointers | {"total_at": "*i32" if counted else "*fp32"}
+    fixed = {"COUNTED": counted, "D": 128, "SPLITS": SPLITS}
+    name = "merge of splits" + (" of ragged rows" if counted else "")
+    return Build(name, impl.merge_kernel, signature, fixed, impl.NUM_WARPS)
 
 
 def _ragged() -> list[Build]:
@@ -113,15 +115,4 @@ def _ragged() -> list[Build]:
         kernel, most = impl.attend_kernel, impl.REGISTERS[size]
         fixed |= {"ROWS": 64, "SPLITS": splits}
         made.append(Build(name, kernel, signature, fixed, impl.NUM_WARPS, most))
-    pointers = {"out_at": "*fp32", "lse_at": "*fp32", "total_at": "*i32"}
-    merge = impl.merge_kernel
-    made.append(
-        Build(
-            "merge of splits of ragged rows",
-            merge,
-            {**pointers, "result_at": "*bf16"},
-            {"D": 128, "SPLITS": splits},
-            impl.NUM_WARPS,
-        )
-    )
     return made

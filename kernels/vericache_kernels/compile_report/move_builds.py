@@ -1,4 +1,4 @@
-"""The builds of the kernels that move bytes and accept: split, join, commit."""
+"""The builds of the kernels that move bytes, choose tokens and commit them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def move_builds() -> list[Build]:
         _move("join segment", "*i16", DIM, listed=True, join=True),
         _move("split segment, 1 byte, D 64", "*u8", 64, listed=True, join=False),
         _move("split segment, D 576", "*i16", 576, listed=True, join=False),
+        _entries("pick entries", mapped=False, put=False),
+        _entries("pick entries of slots", mapped=True, put=False),
+        _entries("put entries", mapped=False, put=True),
+        _entries("pick entries, one side", mapped=False, put=False, sides=1),
     ]
     for name, (step, dtype, dim) in JOINED.items():
         made += [_count(name, step, dim), _join(name, step, dtype, dim)]
@@ -60,6 +64,21 @@ def _move(name: str, kv: str, dim: int, *, listed: bool, join: bool) -> Build:
     fixed = impl.constants(KV_HEADS, dim, dim)
     fixed |= {"LISTED": listed, "JOIN": join}
     return Build(name, impl.move_kernel, signature, fixed, impl.NUM_WARPS)
+
+
+def _entries(name: str, *, mapped: bool, put: bool, sides: int = 2) -> Build:
+    from vericache_kernels.head_entries import triton_impl as impl
+
+    strides = (f"{side}_{kind}_stride" for side in "kv" for kind in ("entry", "head"))
+    signature = {
+        **dict.fromkeys(("k_layer", "v_layer", "k_rows", "v_rows"), "*i16"),
+        **dict.fromkeys(("slots", "index"), "*i64"),
+        **dict.fromkeys(strides, "i32"),
+        "count": "i32",
+    }
+    fixed = impl.constants(KV_HEADS, DIM, DIM if sides == 2 else 0)
+    fixed |= {"MAPPED": mapped, "PUT": put}
+    return Build(name, impl.entries_kernel, signature, fixed, impl.NUM_WARPS)
 
 
 def _count(name: str, step: SplitPlanesStep, dim: int) -> Build:
@@ -105,7 +124,7 @@ def _planes() -> dict[str, str]:
 
 
 def _best(name: str) -> Build:
-    from vericache_kernels.accept_commit import triton_impl as impl
+    from vericache_kernels.next_tokens import triton_impl as impl
 
     noisy = name == "noise"
     signature = {
@@ -121,7 +140,7 @@ def _best(name: str) -> Build:
 
 
 def _merge() -> Build:
-    from vericache_kernels.accept_commit import triton_impl as impl
+    from vericache_kernels.next_tokens import triton_impl as impl
 
     signature = {"keys_at": "*i64", "columns_at": "*i32", "tokens_at": "*i64"}
     fixed = {"SPLITS": impl.SPLITS}
@@ -129,13 +148,12 @@ def _merge() -> Build:
 
 
 def _commit() -> Build:
-    from vericache_kernels.accept_commit import triton_impl as impl
+    from vericache_kernels.board_commit import triton_impl as impl
 
     signature = {
-        **dict.fromkeys(("tokens", "drafts", "pending"), "*i64"),
-        **dict.fromkeys(("first", "usable", "lengths"), "*i32"),
-        **dict.fromkeys(("tokens_out", "pending_out"), "*i64"),
-        **dict.fromkeys(("emitted_out", "lengths_out"), "*i32"),
+        **dict.fromkeys(("tokens", "seat_at", "target", "tokens_out"), "*i64"),
+        **dict.fromkeys(("emitted", "first", "kind_at", "drafts_at"), "*i32"),
+        "counts_out": "*i32",
     }
-    fixed = {"MOST": DRAFTS, "PLACES": DRAFTS + 1}
-    return Build("accept and commit", impl.commit_kernel, signature, fixed, 1)
+    fixed = {"MOST": DRAFTS + 1, "PLACES": DRAFTS + 1}
+    return Build("board commit", impl.commit_kernel, signature, fixed, impl.NUM_WARPS)

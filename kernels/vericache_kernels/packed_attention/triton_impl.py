@@ -1,4 +1,4 @@
-"""Triton kernels of ``packed_attention``: the shared loop, the merge, the launch.
+"""Triton kernels of ``packed_attention``: the shared loop and the launch.
 
 Importable where Triton is; nothing here runs before ``launch``. Decode steps are pairs
 of device functions that get
@@ -36,6 +36,14 @@ from vericache_kernels.packed_attention.triton_split_planes import (
     split_planes_keys,
     split_planes_values,
 )
+from vericache_kernels.split_softmax.triton_impl import (
+    LEAST_LANES,
+    LOG2_E,
+    merge,
+    product_dtype,
+    room,
+    store_split,
+)
 
 if TYPE_CHECKING:
     from vericache_kernels.packed_attention.rows import ExactRows, PackedRows
@@ -52,9 +60,6 @@ FUNCTIONS = {
 EXACT_PIECE = tl.constexpr(256)
 """Exact slots that go to one split together."""
 EXACT_TILE = tl.constexpr(32)
-LOG2_E = 1.4426950408889634
-LEAST_QUERY_ROWS = 16
-"""Fewest rows that the tensor cores multiply."""
 NUM_WARPS = 4
 
 
@@ -138,16 +143,17 @@ def attend_kernel(
 ) -> None:
     """Attend the queries of one row and KV head to every SPLITS-th piece of the row.
 
-    Grid (R, H, SPLITS). ``out_at`` is [R, H, SPLITS, QUERIES * GROUP, D] float32 and
-    ``lse_at`` the same without D, to base 2, -inf where the program saw nothing.
+    Grid (R, H, SPLITS). ``out_at`` and ``lse_at`` are those of ``store_split``, with
+    R * QUERIES tokens.
     """
     KV: tl.constexpr = k_buffer.dtype.element_ty  # noqa: N806
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place, dim = tl.arange(0, M), tl.arange(0, D)
     query, member = place // GROUP, place % GROUP
     asked = place < QUERIES * GROUP
-    lane = (row * QUERIES + query) * (H * GROUP) + head * GROUP + member
-    asked_at = q_at + lane.to(tl.int64)[:, None] * D + dim[None, :]
+    token = (row * QUERIES + query).to(tl.int64)
+    lane = token * (H * GROUP) + head * GROUP + member
+    asked_at = q_at + lane[:, None] * D + dim[None, :]
     q = tl.load(asked_at, mask=asked[:, None], other=0.0).to(PRODUCT)
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -187,47 +193,10 @@ def attend_kernel(
             values = tl.load(v_buffer + source, mask=there[:, None], other=0.0)
             seen = there[None, :] & (entry[None, :] - begin <= hidden_from[:, None])
             acc, top, mass = _add(q, keys, values, seen, scale, acc, top, mass, PRODUCT)
-
-    # Nothing seen has mass 0; a mass of NaN stays one.
-    some = tl.where(mass == 0, 1.0, mass)
-    lse = tl.where(mass == 0, float("-inf"), top + tl.log2(some))
-    acc = acc / some[:, None]
-    part = ((row * H + head) * SPLITS + split).to(tl.int64) * (QUERIES * GROUP) + place
-    tl.store(lse_at + part, lse, mask=asked)
-    tl.store(out_at + part[:, None] * D + dim[None, :], acc, mask=asked[:, None])
-
-
-@triton.jit
-def merge_kernel(
-    out_at: tl.tensor,
-    lse_at: tl.tensor,
-    result_at: tl.tensor,
-    QUERIES: tl.constexpr,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Weigh the splits of one query head by log-sum-exp; grid (R * QUERIES, H * GROUP).
-
-    A split with mass NaN makes the result NaN; none with any mass makes it zero.
-    """
-    lane, q_head = tl.program_id(0), tl.program_id(1)
-    row, query = lane // QUERIES, lane % QUERIES
-    head, member = q_head // GROUP, q_head % GROUP
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, D)
-    part = ((row * H + head) * SPLITS + split).to(tl.int64) * (QUERIES * GROUP)
-    part += query * GROUP + member
-    lse = tl.load(lse_at + part)
-    out = tl.load(out_at + part[:, None] * D + dim[None, :])
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    mass = tl.sum(weight, 0)
-    # Nothing weighs nothing, whatever stands there.
-    share = tl.where(weight[:, None] == 0, 0.0, out * weight[:, None])
-    result = tl.sum(share, 0) / tl.where(mass == 0, 1.0, mass)
-    target = result_at + (lane * (H * GROUP) + q_head).to(tl.int64) * D + dim
-    tl.store(target, result.to(result_at.dtype.element_ty))
+    store_split(
+        *(out_at, lse_at, token, H * GROUP, head * GROUP + member, asked),
+        *(acc, top, mass, D, SPLITS),
+    )
 
 
 def constants(
@@ -256,7 +225,7 @@ def constants(
         "H": kv_heads,
         "GROUP": group,
         "D": dim,
-        "M": max(LEAST_QUERY_ROWS, triton.next_power_of_2(queries * group)),
+        "M": max(LEAST_LANES, triton.next_power_of_2(queries * group)),
         "TILE": step.tile,
     }
 
@@ -273,9 +242,7 @@ def launch(
     rows, queries, heads, dim = q.shape
     kv_heads = exact.k_buffer.shape[1]
     group = heads // kv_heads
-    shape = (rows, kv_heads, splits, queries * group)
-    out = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    out, lse = room(rows * queries, heads, splits, dim, q.device)
     result = torch.empty_like(q)
     if not rows * queries:
         return result
@@ -296,24 +263,5 @@ def launch(
         num_warps=NUM_WARPS,
         maxnreg=step.registers,
     )
-    merge_kernel[(rows * queries, heads)](
-        *(out, lse, result),
-        QUERIES=queries,
-        H=kv_heads,
-        GROUP=group,
-        D=dim,
-        SPLITS=splits,
-        num_warps=NUM_WARPS,
-    )
+    merge(out, lse, result)
     return result
-
-
-def product_dtype(q: torch.Tensor) -> Any:
-    """Return Triton's dtype of the products: that of ``q``.
-
-    The interpreter multiplies bfloat16 as the integers it stores them in, so there
-    products of bfloat16 are taken in float32.
-    """
-    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):
-        return tl.float32
-    return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ragged_attention``: tiles of rows, then the splits are merged."""
+"""Triton kernel of ``ragged_attention``: tiles of rows; the splits are merged after."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
+from vericache_kernels.split_softmax.triton_impl import (
+    LEAST_LANES,
+    LOG2_E,
+    merge,
+    product_dtype,
+    room,
+    store_split,
+)
+
 if TYPE_CHECKING:
     from vericache_kernels.ragged_attention.rows import RaggedRows
 
-LOG2_E = 1.4426950408889634
-LEAST_LANES = 16
-"""Fewest rows that the tensor cores multiply."""
 BLOCK_BYTES = 64
 """Most lanes of a block, and entries of a tile, times the bytes of a number: what fits
 the registers of 4 warps at D = 128. A longer row of queries takes several blocks."""
@@ -168,9 +174,8 @@ def attend_kernel(
     """Attend M lanes (query, member of a group) of a row to every SPLITS-th tile of it.
 
     Grid (R + cdiv(T * GROUP, M), H, SPLITS), see ``_first_lane``: as many programs as
-    the tokens may need, however they are distributed. ``out_at`` is [T, Hq, SPLITS, D]
-    float32, unwritten where the program saw nothing; ``lse_at`` the same without D, to
-    base 2, -inf where it saw nothing.
+    the tokens may need, however they are distributed. ``out_at`` and ``lse_at`` are
+    those of ``store_split``.
     """
     row, lane = _first_lane(tl.program_id(0), rows, first_at, GROUP, M, ROWS)
     head, split = tl.program_id(1), tl.program_id(2)
@@ -210,47 +215,10 @@ def attend_kernel(
                 *(visible, slot_stride, scale, acc, top, mass),
                 *(True, PRODUCT, D, TILE),
             )
-        # Nothing seen has mass 0; a mass of NaN stays one.
-        some = tl.where(mass == 0, 1.0, mass)
-        lse = tl.where(mass == 0, float("-inf"), top + tl.log2(some))
-        part = (token * heads + q_head) * SPLITS + split
-        tl.store(lse_at + part, lse, mask=asked)
-        seen = asked & (mass != 0)
-        target = out_at + part[:, None] * D + dim[None, :]
-        tl.store(target, acc / some[:, None], mask=seen[:, None])
-
-
-@triton.jit
-def merge_kernel(
-    out_at: tl.tensor,
-    lse_at: tl.tensor,
-    result_at: tl.tensor,
-    total_at: tl.tensor,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
-    """Weigh the splits of one token and query head by log-sum-exp; grid (T, Hq).
-
-    ``total_at`` points to the number of tokens that belong to rows; the others, and
-    those that saw nothing, get zeros. A split with mass NaN makes the result NaN.
-    """
-    token, head = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(1)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, D)
-    lane = token.to(tl.int64) * heads + head
-    part = lane * SPLITS + split
-    ours = split * 0 + token < tl.load(total_at).to(tl.int32)
-    lse = tl.load(lse_at + part, mask=ours, other=float("-inf"))
-    some = lse != float("-inf")
-    source = out_at + part[:, None] * D + dim[None, :]
-    out = tl.load(source, mask=some[:, None], other=0.0)
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    mass = tl.sum(weight, 0)
-    # Nothing weighs nothing, whatever stands there.
-    share = tl.where(weight[:, None] == 0, 0.0, out * weight[:, None])
-    result = tl.sum(share, 0) / tl.where(mass == 0, 1.0, mass)
-    tl.store(result_at + lane * D + dim, result.to(result_at.dtype.element_ty))
+        store_split(
+            *(out_at, lse_at, token, heads, q_head, asked),
+            *(acc, top, mass, D, SPLITS),
+        )
 
 
 def constants(
@@ -296,9 +264,7 @@ def launch(
         return result
     if not count:
         return result.zero_()
-    shape = (tokens, heads, splits)
-    out = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    out, lse = room(tokens, heads, splits, dim, q.device)
     group = heads // kv_heads
     fixed = constants(product_dtype(q), q.element_size(), most_queries, group, dim)
     blocks = count + triton.cdiv(tokens * group, fixed["M"])
@@ -313,21 +279,5 @@ def launch(
         num_warps=NUM_WARPS,
         maxnreg=REGISTERS[q.element_size()],
     )
-    merge_kernel[(tokens, heads)](
-        *(out, lse, result, rows.first[-1:]),
-        D=dim,
-        SPLITS=splits,
-        num_warps=NUM_WARPS,
-    )
+    merge(out, lse, result, rows.first[-1:])
     return result
-
-
-def product_dtype(q: torch.Tensor) -> Any:
-    """Return Triton's dtype of the products: that of ``q``.
-
-    The interpreter multiplies bfloat16 as the integers it stores them in, so there
-    products of bfloat16 are taken in float32.
-    """
-    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):
-        return tl.float32
-    return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16

@@ -27,7 +27,7 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def _copy_entries(
+def copy_entries(
     pool: tl.tensor,
     other: tl.tensor,
     pool_row: tl.tensor,
@@ -107,14 +107,14 @@ def move_kernel(
         row = entry.to(tl.int64)
         if LISTED:
             row = tl.load(listed + entry, mask=there, other=0)
-        _copy_entries(
+        copy_entries(
             k_pool,
             k_kept,
             slot * k_slot_stride + head * k_head_stride,
             row * k_kept_slot_stride + head * k_kept_head_stride,
             *(there, WIDTH_K, DK, JOIN),
         )
-        _copy_entries(
+        copy_entries(
             v_pool,
             v_kept,
             slot * v_slot_stride + head * v_head_stride,
@@ -128,14 +128,14 @@ def move_kernel(
         token = tl.load(at, mask=there, other=0).to(tl.int64)
         slot = tl.load(slots + token, mask=there, other=0)
         row = entry.to(tl.int64) * H + head
-        _copy_entries(
+        copy_entries(
             k_pool,
             k_block,
             slot * k_slot_stride + head * k_head_stride,
             row * DK,
             *(there, WIDTH_K, DK, JOIN),
         )
-        _copy_entries(
+        copy_entries(
             v_pool,
             v_block,
             slot * v_slot_stride + head * v_head_stride,
@@ -159,8 +159,17 @@ def constants(heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
         "DV": value_dim,
         "WIDTH_K": widths[0],
         "WIDTH_V": widths[1],
-        "TILE": min(MOST_TILE, max(1, TILE_ELEMENTS // max(widths))),
+        "TILE": tile_of(max(widths)),
     }
+
+
+def tile_of(width: int) -> int:
+    """Return the entries of a program.
+
+    Args:
+        width: Elements of an entry, a power of two.
+    """
+    return min(MOST_TILE, max(1, TILE_ELEMENTS // width))
 
 
 def launch_split(

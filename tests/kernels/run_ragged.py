@@ -1,16 +1,14 @@
-"""Runs the kernel of ragged rows in Triton's interpreter; prints what it finds as JSON.
+"""Runs ``ragged_attention`` over a table of cases; prints what it finds.
 
-A process of its own: Triton decides at import whether it interprets. Every case is
-compared with the reference in float32, so the kernel's rounding is all there is to see.
+A process of its own, see ``kernel_device``. Every case is compared with the reference
+in float32, so the kernel's rounding is all there is to see.
 """
 
-import json
-import os
+import warnings
 from dataclasses import dataclass, replace
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
+from kernel_device import INTERPRETED, moved, report, unsynced
 
 from vericache_kernels.ragged_attention import (
     RaggedRows,
@@ -95,16 +93,22 @@ class Batch:
     rows: RaggedRows
     case: Case
 
-    def kernel(self):
+    def launch(self):
+        """Run the kernel where the batch is."""
         most = self.case.most or max(n for n, _, _ in self.case.rows)
         return ragged_attention(
-            self.q,
-            self.kv,
-            self.rows,
-            self.case.dim**-0.5,
+            *(self.q, self.kv, self.rows, self.case.dim**-0.5),
             most_queries=most,
             splits=self.case.splits,
         )
+
+    def kernel(self):
+        """Run the kernel on the device; return what it gave on the CPU."""
+        batch = moved(self)
+        with unsynced():
+            out = batch.launch()
+        assert out.is_contiguous()
+        return out.cpu()
 
     def reference(self):
         floats = tuple(buffer.float() for buffer in self.kv)
@@ -145,7 +149,6 @@ def compare(case) -> float:
     out, expected = batch.kernel(), batch.reference()
     assert out.shape == batch.q.shape
     assert out.dtype == case.dtype
-    assert out.is_contiguous()
     assert not out[len(out) - case.spare :].any()
     error = (out.double() - expected.double()).abs().max()
     return float(error / expected.double().abs().max())
@@ -169,14 +172,18 @@ def alone() -> bool:
     return all(same)
 
 
-def unmoved() -> bool:
-    """Say whether a token's result stays, to the bit, when later ones follow it."""
-    counts = (1, 2, 5, 9)
-    batch = batch_of(Case(((9, 2, 120),), most=9, heads=1, group=2, splits=4))
-    rows, found = batch.rows, []
+def unmoved(case, counts) -> bool:
+    """Say whether a token's result stays, to the bit, when later ones follow it.
+
+    Args:
+        case: One row of queries, as many as ``counts`` ends with.
+        counts: Queries at the row's beginning that are asked alone.
+    """
+    batch, found = batch_of(case), []
+    rows, most = batch.rows, counts[-1]
     for n in counts:
         first = torch.tensor([0, n], dtype=torch.int32)
-        part = replace(rows, first=first, end=rows.end - 9 + n)
+        part = replace(rows, first=first, end=rows.end - most + n)
         found.append(replace(batch, q=batch.q[:n], rows=part).kernel())
     return all(
         torch.equal(short, found[-1][:n])
@@ -196,7 +203,9 @@ def hidden() -> list:
             sound = batch.kernel()
             slot = batch.rows.table[int(batch.rows.row[1]), 37]
             batch.kv[which][slot] = bad
-            broken = batch.kernel()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # numpy names what is tried here
+                broken = batch.kernel()
             same = (sound == broken).all(-1).all(-1)
             found.append([bad != bad, which, (~same).nonzero().flatten().tolist()])
     return found
@@ -217,6 +226,11 @@ def layers() -> list:
 
 if __name__ == "__main__":
     found = {name: compare(case) for name, case in CASES.items()}
-    checks = {"alone": alone, "unmoved": unmoved, "hidden": hidden, "layers": layers}
+    checks = {"alone": alone, "hidden": hidden, "layers": layers}
     found |= {name: check() for name, check in checks.items()}
-    print(json.dumps(found))
+    # A length as they are served, where nothing interprets it.
+    longest = Case(((33, 2, 150),), BF16, 128, 1, 4, splits=16, most=33)
+    short = Case(((9, 2, 120),), most=9, heads=1, splits=4)
+    tried = [(short, (1, 2, 5, 9))] if INTERPRETED else [(longest, (1, 2, 8, 32, 33))]
+    found["unmoved"] = [unmoved(*each) for each in tried]
+    report(found)

@@ -1,4 +1,4 @@
-"""Triton kernels of ``accept_commit``: best token by splits, their merge, acceptance.
+"""Triton kernels of ``next_tokens``: the best by splits of a vocabulary, their merge.
 
 Scores are compared as integers in the order of the numbers, NaN on top, so a best score
 is one number whatever order the lanes were looked at; of equal ones the first column
@@ -13,10 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vericache_kernels.accept_commit.rows import Commit
-
 if TYPE_CHECKING:
-    from vericache_kernels.accept_commit.rows import Noise, Verified
+    from vericache_kernels.next_tokens import Noise
 
 SPLITS = 8
 """Programs that share a position's vocabulary."""
@@ -148,48 +146,6 @@ def merge_kernel(
     tl.store(tokens_at + row, first.to(tl.int64))
 
 
-@triton.jit
-def commit_kernel(
-    tokens: tl.tensor,
-    first: tl.tensor,
-    usable: tl.tensor,
-    drafts: tl.tensor,
-    pending: tl.tensor,
-    lengths: tl.tensor,
-    tokens_out: tl.tensor,
-    emitted_out: tl.tensor,
-    pending_out: tl.tensor,
-    lengths_out: tl.tensor,
-    MOST: tl.constexpr,
-    PLACES: tl.constexpr,
-) -> None:
-    """Accept the drafts of one row; grid (B,).
-
-    MOST is d; PLACES is d + 1 rounded up to a power of two. The outputs are those of
-    ``Commit``.
-    """
-    row = tl.program_id(0)
-    place = tl.arange(0, PLACES)
-    asked = tl.load(usable + row).to(tl.int64)
-    start = tl.load(first + row).to(tl.int64)
-    meant = (place < asked) & (place <= MOST)
-    token = tl.load(tokens + start + place, mask=meant, other=0)
-    compared = meant & (place < MOST)
-    at = drafts + row.to(tl.int64) * MOST + place
-    draft = tl.load(at, mask=compared, other=0)
-    # Place d is never compared, so there is always a first place that does not agree.
-    run = tl.min(tl.where(compared & (draft == token), PLACES, place), 0)
-    emitted = tl.minimum(run.to(tl.int64) + 1, asked)
-    out = tokens_out + row.to(tl.int64) * (MOST + 1) + place
-    tl.store(out, tl.where(place < emitted, token, 0), mask=place <= MOST)
-    tl.store(emitted_out + row, emitted.to(tl.int32))
-    last = tl.sum(tl.where(place == emitted - 1, token, 0), 0)
-    before = tl.load(pending + row)
-    tl.store(pending_out + row, tl.where(emitted > 0, last, before))
-    length = tl.load(lengths + row)
-    tl.store(lengths_out + row, (length + emitted).to(lengths_out.dtype.element_ty))
-
-
 def constants(vocabulary: int) -> dict[str, int]:
     """Return what ``best_kernel`` is compiled for, but for NOISY.
 
@@ -205,7 +161,7 @@ def constants(vocabulary: int) -> dict[str, int]:
     }
 
 
-def launch_best(scores: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+def launch(scores: torch.Tensor, noise: Noise | None) -> torch.Tensor:
     """See ``next_tokens``; the arguments are checked."""
     count, vocabulary = scores.shape
     tokens = torch.empty(count, dtype=torch.int64, device=scores.device)
@@ -227,24 +183,3 @@ def launch_best(scores: torch.Tensor, noise: Noise | None) -> torch.Tensor:
     )
     merge_kernel[(count,)](keys, columns, tokens, SPLITS=SPLITS, num_warps=1)
     return tokens
-
-
-def launch_commit(tokens: torch.Tensor, rows: Verified) -> Commit:
-    """See ``accept_commit``; the arguments are checked."""
-    count, most = rows.drafts.shape
-    commit = Commit(
-        tokens=tokens.new_empty(count, most + 1),
-        emitted=torch.empty(count, dtype=torch.int32, device=tokens.device),
-        pending=torch.empty_like(rows.pending),
-        lengths=torch.empty_like(rows.lengths),
-    )
-    if not count:
-        return commit
-    commit_kernel[(count,)](
-        *(tokens, rows.first, rows.usable, rows.drafts, rows.pending, rows.lengths),
-        *(commit.tokens, commit.emitted, commit.pending, commit.lengths),
-        MOST=most,
-        PLACES=triton.next_power_of_2(most + 1),
-        num_warps=1,
-    )
-    return commit

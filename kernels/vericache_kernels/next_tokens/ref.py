@@ -1,4 +1,4 @@
-"""Next tokens and acceptance in torch, without a loop over rows."""
+"""The next token of every position in torch, without a loop over positions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.accept_commit.rows import Commit
-
 if TYPE_CHECKING:
-    from vericache_kernels.accept_commit.rows import Noise, Verified
+    from vericache_kernels.next_tokens import Noise
 
 LOW = 0xFFFFFFFF
 """The low 32 bits of an int64: hashes are taken there, without a sign."""
@@ -56,25 +54,3 @@ def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word << bits | word >> 32 - bits) & LOW
-
-
-def commit_rows(tokens: torch.Tensor, rows: Verified) -> Commit:
-    """See ``accept_commit``."""
-    most = rows.drafts.shape[1]
-    place = torch.arange(most + 1, device=tokens.device)
-    usable = rows.usable[:, None]
-    asked = place < usable
-    # Any position does for what is not asked; a batch without positions has none.
-    positions = torch.where(asked, rows.first[:, None] + place, 0)
-    padded = tokens if len(tokens) else tokens.new_zeros(1)
-    target = torch.where(asked, padded[positions.long()], 0)
-    agree = asked[:, :most] & (rows.drafts == target[:, :most])
-    run = agree.long().cumprod(1).sum(1)
-    emitted = torch.minimum(run + 1, rows.usable)
-    last = target.gather(1, (emitted - 1).clamp(min=0).long()[:, None])[:, 0]
-    return Commit(
-        tokens=torch.where(place < emitted[:, None], target, 0),
-        emitted=emitted.to(torch.int32),
-        pending=torch.where(emitted > 0, last, rows.pending),
-        lengths=(rows.lengths + emitted).to(rows.lengths.dtype),
-    )

@@ -1,0 +1,149 @@
+"""Entries of tokens that differ by head, gathered from a layer or scattered to it.
+
+Row i of head h is token ``index[h, i]``. Entries move as integers, so every bit
+arrives, NaN payloads too. ``put_entries`` undoes ``pick_entries``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_kernels.head_entries.ref import pick_rows, put_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["bytes_moved", "pick_entries", "put_entries"]
+
+MOST_SIDES = 2
+
+
+def pick_entries(
+    layer: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    slots: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Gather per head.
+
+    On a GPU it is one launch for keys and values, reads nothing on the host and looks
+    at no index: one outside its bounds is followed. On a CPU the reference runs.
+
+    Args:
+        layer: One or two sides, [T, H, D] each, D may differ; any dtype of 1, 2, 4 or 8
+            bytes, contiguous in D. A pool's buffers with ``slots``.
+        index: [H, n] int32 or int64 in [0, T), copied where it is not contiguous; on
+            the layer's device.
+        slots: [tokens] int64, where token i lies in the layer, for a pool; ``index``
+            then names tokens. None: token i is entry i.
+
+    Returns:
+        [n, H, D] of each side, contiguous.
+
+    Raises:
+        ValueError: Shapes, dtypes, strides or devices do not fit.
+    """
+    check(layer, index, slots)
+    if index.device.type == "cpu":
+        return pick_rows(layer, index, slots)
+    from vericache_kernels.head_entries.triton_impl import launch
+
+    heads, count = index.shape
+    rows = [side.new_empty(count, heads, side.shape[2]) for side in layer]
+    launch(layer, index.contiguous(), rows, slots, put=False)
+    return rows
+
+
+def put_entries(
+    layer: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    slots: torch.Tensor | None = None,
+) -> None:
+    """Scatter per head.
+
+    Args:
+        layer: See ``pick_entries``; entries named by ``index`` are overwritten.
+        index: See there; unique per head.
+        rows: [n, H, D] of each side, dtype of the layer; copied where they are not
+            contiguous.
+        slots: See there; unique.
+
+    Raises:
+        ValueError: Shapes, dtypes, strides or devices do not fit.
+    """
+    check(layer, index, slots)
+    check_rows(layer, index, rows)
+    if index.device.type == "cpu":
+        put_rows(layer, index, rows, slots)
+        return
+    from vericache_kernels.head_entries.triton_impl import launch
+
+    dense = [part.contiguous() for part in rows]
+    launch(layer, index.contiguous(), dense, slots, put=True)
+
+
+def bytes_moved(
+    layer: Sequence[torch.Tensor],
+    index: torch.Tensor,
+    slots: torch.Tensor | None = None,
+) -> int:
+    """Return the least bytes one call moves, either way: entries in and out, indices.
+
+    Args:
+        layer: See ``pick_entries``.
+        index: See there.
+        slots: See there.
+    """
+    entry = sum(side.shape[2] * side.element_size() for side in layer)
+    places = 0 if slots is None else min(len(slots), index.numel()) * slots.itemsize
+    return 2 * index.numel() * entry + index.nbytes + places
+
+
+def check(
+    layer: Sequence[torch.Tensor], index: torch.Tensor, slots: torch.Tensor | None
+) -> None:
+    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+
+    Raises:
+        ValueError: See ``pick_entries``.
+    """
+    if not 1 <= len(layer) <= MOST_SIDES:
+        raise ValueError(f"a layer has one or two sides, got {len(layer)}")
+    if index.dim() != 2 or index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"index must be [H, n] int32 or int64, is {tuple(index.shape)} "
+            f"{index.dtype}"
+        )
+    for side in layer:
+        if side.dim() != 3 or side.shape[1] != len(index) or side.stride(2) != 1:
+            raise ValueError(
+                f"a side must be [T, {len(index)}, D], contiguous in D, is "
+                f"{tuple(side.shape)} with strides {side.stride()}"
+            )
+    tensors = [index, *layer, *([] if slots is None else [slots])]
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError(f"on several devices: {[str(t.device) for t in tensors]}")
+
+
+def check_rows(
+    layer: Sequence[torch.Tensor], index: torch.Tensor, rows: Sequence[torch.Tensor]
+) -> None:
+    """Refuse rows that are not those of a layer and an index that fit each other.
+
+    Raises:
+        ValueError: See ``put_entries``.
+    """
+    if len(rows) != len(layer):
+        raise ValueError(f"{len(layer)} sides, rows of {len(rows)}")
+    heads, count = index.shape
+    for side, part in zip(layer, rows, strict=True):
+        wanted = (count, heads, side.shape[2])
+        if tuple(part.shape) != wanted:
+            raise ValueError(f"rows must be {wanted}, are {tuple(part.shape)}")
+        if part.dtype != side.dtype or part.device != side.device:
+            raise ValueError(
+                f"rows are {part.dtype} on {part.device}, the layer {side.dtype} on "
+                f"{side.device}"
+            )
