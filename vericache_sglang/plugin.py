@@ -23,11 +23,11 @@ def register() -> None:
     from vericache_patches.apply import register_all
     from vericache_sglang.config.files import active_config, is_disabled
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.engine import attention_backend, tiered_cache
+    from vericache_sglang.engine import attention_backends, tiered_cache
     from vericache_sglang.engine.torchvision_ops import define_missing_ops
 
     define_missing_ops()
-    attention_backend.register()
+    attention_backends.register()
     tiered_cache.register()
     register_all()
     _offer_page()

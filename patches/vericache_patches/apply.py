@@ -25,6 +25,8 @@ HOOKED = (
     "lora_lora_manager",
     "lora_utils",
     "model_executor_model_runner",
+    "model_executor_decode_cuda_graph_runner",
+    "mem_cache_kv_cache_budget",
     "mem_cache_kv_cache_configurator",
     "mem_cache_memory_pool",
     "managers_schedule_batch",

@@ -143,16 +143,25 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     assert cached(roomy.generate(documents[3], **LONG)) < SEGMENT
 
 
-@pytest.mark.parametrize("compressor", ["keynorm", "snapkv"])
+@pytest.mark.parametrize(
+    ("compressor", "store"), [("keynorm", True), ("snapkv", False)]
+)
 def test_prefixes_come_back_from_a_host_that_is_too_small(
-    tmp_path, plain, documents, compressor
+    tmp_path, plain, documents, compressor, store
 ):
-    """The pool holds one document, the host two: all four are asked by turns."""
+    """The pool holds one document, the host two: all four are asked by turns.
+
+    With a store what leaves the host is remembered there, and fetched.
+    """
+    folder = json.dumps({"directory": str(tmp_path / "store")})
+    flags = ("--hicache-storage-backend", "file")
+    flags += ("--hicache-storage-backend-extra-config", folder)
     server = LiveServer(
         tmp_path,
         *FLAGS,
         *("--vericache-compressor", compressor, "--max-total-tokens", "4000"),
         *("--vericache-host-gb", "0.02"),
+        *(flags if store else ()),
     )
     wanted = ids(plain.generate(documents, **LONG))
     try:
@@ -168,12 +177,17 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         assert counters["cache_evicted_host_tokens"] > 0
         assert counters["host_used_bytes"] <= counters["host_budget_bytes"]
         assert counters["cache_checksum_failures"] == 0
+        assert (counters["cache_store_tokens"] > 0) is store
+        assert (counters["cache_match_store_tokens"] > 0) is store
     finally:
         server.close()
 
 
 def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents):
-    """A costly method runs in a process of its own; the server drafts on its parts."""
+    """A costly method runs in a process of its own; servers draft on its parts.
+
+    Also one whose own method is cheap: what was made offline is taken before its own.
+    """
     asked = documents[:2]
     wanted = ids(plain.generate(asked, **LONG))
     prompts = tmp_path / "prompts.jsonl"
@@ -185,21 +199,21 @@ def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents)
     log = tmp_path / "compress.log"
     child = warm().start(command, {**STRICT, "PYTHONPATH": PATHS}, log)
     assert child.wait(240) == 0, log.read_text()[-4000:]
-    flags = (*FLAGS, "--vericache-compressor", "kvzip", "--max-total-tokens", "20000")
-    store_flags = ("--hicache-storage-backend", "file")
-    store_flags += ("--hicache-storage-backend-extra-config", store)
-    server = LiveServer(tmp_path, *flags, *store_flags)
-    try:
-        server.wait()
-        answers = server.generate(asked, **LONG)
-        counters = server.settle()
-    finally:
-        server.close()
-    assert ids(answers) == wanted
-    assert min(map(cached, answers)) >= SEGMENT
-    assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
-    assert counters["cache_draft_slots"] >= 6 * KEPT
-    assert counters["cache_store_written_bytes"] == 0, "nothing was left to make"
+    flags = (*FLAGS, "--max-total-tokens", "20000", "--hicache-storage-backend", "file")
+    flags += ("--hicache-storage-backend-extra-config", store)
+    for compressor in ("kvzip", "keynorm"):
+        server = LiveServer(tmp_path, *flags, "--vericache-compressor", compressor)
+        try:
+            server.wait()
+            answers = server.generate(asked, **LONG)
+            counters = server.settle()
+        finally:
+            server.close()
+        assert ids(answers) == wanted
+        assert min(map(cached, answers)) >= SEGMENT
+        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+        assert counters["cache_draft_slots"] >= 6 * KEPT
+        assert counters["cache_store_written_bytes"] == 0, "nothing was left to make"
 
 
 def flip_a_bit_of_every_file(folder):

@@ -1,148 +1,137 @@
 """Runs RaggedAttnBackend over Triton's interpreter; prints errors as JSON.
 
 A process of its own: Triton decides at import whether it interprets. The truth is the
-CPU's backend on the same pool, which decodes the codes through the codec.
+CPU's backend on the same pool, which decodes the codes through the codec. Codes are
+written by the engine's own layout, into slots that lie anywhere.
 """
 
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from ragged_world import KV_HEADS, Runner, World, layer, layout_batch, simple_batch
+from ragged_world import KV_HEADS, World, layer, layout_batch, simple_batch
 
-from vericache_kernels.packed_attention import KIVIStep
 from vericache_sglang.compression.codecs.kivi import KIVI
-from vericache_sglang.engine.coded_rows import CodedRows
+from vericache_sglang.compression.codecs.split_planes import SplitPlanes
+from vericache_sglang.engine.coded_rows import DraftCodes
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+from vericache_sglang.memory.code_slots import CodeLayout
+from vericache_sglang.memory.geometry import KVGeometry
 
-DIM, SEGMENTS = 32, (64, 32)
-STEP, CODEC = KIVIStep(2, 32), KIVI(2, 32, window=0)
+DIM, EXACT = 32, 9
+KIVI_2BIT = KIVI(2, 32, window=0)
+PLANES = SplitPlanes(exponent_bits=2, mantissa_bits=1, block=32)
+CODED = {0: 544, 3: 96}
+"""Row -> packed tokens; the first ones are two segments."""
 FIRST_CODES = 300
-"""Codes lie in slots from here on, those of a row in 40 of their own."""
+"""Codes lie in slots from here on."""
+GEOMETRY = KVGeometry(
+    layers=2,
+    kv_heads=KV_HEADS,
+    head_dim=DIM,
+    v_head_dim=DIM,
+    element_bytes=4,
+    page_size=1,
+)
 
 
-def write_codes(world, row, start, seed):
-    """Write codes into consecutive slots from ``start`` that a row lists first.
+class Coded:
+    """A batch some rows of which begin with codes, for both backends.
 
-    Key fields lie in the K buffer of layer 1 and value fields in its V buffer.
-
-    Returns:
-        Slots taken, offsets of each segment's fields, and decoders of the segments.
+    Args:
+        codec: Of the codes.
+        queries: Of the rows; 1 where coded.
+        coded: Row -> packed tokens.
     """
-    random = torch.Generator().manual_seed(seed)
-    pools = world.pool.k_buffer, world.pool.v_buffer
-    buffers = [layers[1].view(torch.uint8).view(-1) for layers in pools]
-    slot_bytes = KV_HEADS * DIM * 4
-    at, offsets, decoders = [start * slot_bytes] * 2, [], []
-    for tokens in SEGMENTS:
-        kv = torch.randn(2, KV_HEADS, tokens, DIM, generator=random)
-        draft, _ = CODEC.encode(*kv, positions=torch.arange(tokens))
-        places = []
-        for name in STEP.fields:
-            side = int(name.startswith("value"))
-            content = draft.tensors[name].contiguous().view(torch.uint8).flatten()
-            buffers[side][at[side] : at[side] + len(content)] = content
-            places.append(at[side])
-            at[side] += -(-len(content) // 16) * 16
-        offsets.append(places)
-        decoders.append(lambda draft=draft: CODEC.decode(draft))
-    taken = -(-max(at) // slot_bytes) - start
-    row[:taken] = torch.arange(start, start + taken, dtype=torch.int32)
-    return taken, offsets, decoders
 
+    def __init__(self, codec, queries, coded):
+        self.world = world = World(DIM)
+        self.codec, self.queries = codec, queries
+        free = torch.randperm(499 - FIRST_CODES, generator=world.random) + FIRST_CODES
+        lengths = [EXACT if i in coded else 60 for i in range(len(queries))]
+        where, parts = world.list_rows(lengths, FIRST_CODES)
+        parts, rows, self.packed = list(parts), [], {}
+        for i, n in enumerate(queries):
+            state, used = None, 0
+            if i in coded:
+                layout = CodeLayout(codec, GEOMETRY, torch.float32, coded[i])
+                slots, free = free[: layout.slots], free[layout.slots :]
+                used = len(slots)
+                self._write(layout, slots, i)
+                world.table[where[i], :used] = slots
+                world.table[where[i], used : used + EXACT] = parts[i]
+                parts[i] = torch.cat([slots.int(), parts[i]])
+                budget = SimpleNamespace(code_slots=used, coded=coded[i])
+                state = SimpleNamespace(split=SimpleNamespace(budget=budget))
+            rows.append(
+                SimpleNamespace(
+                    packed=state,
+                    table_row=int(where[i]),
+                    prefix=len(parts[i]) - n,
+                    loose=2,
+                    columns=range(n),
+                )
+            )
+        places = SimpleNamespace(
+            geometry=GEOMETRY,
+            table=world.table,
+            host=SimpleNamespace(dtype=torch.float32),
+        )
+        self.plain = simple_batch("TARGET_VERIFY", where, parts, queries)
+        self.plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
+        self.batch = layout_batch(where, parts, queries, [sum(queries)])
+        self.batch.spec_info.coded = DraftCodes(codec, places).of(rows)
+        self.tokens = world.tokens(sum(queries))
 
-def batch_with_codes(world, queries, coded, grid):
-    """Return a layout batch, the same for the CPU backend, and its tokens.
+    def _write(self, layout, slots, i):
+        """Pack random KV of layer 1 into the slots, as ``Codes`` does."""
+        pool = self.world.pool
+        buffers = pool.k_buffer[1], pool.v_buffer[1]
+        decoders = []
+        for segment in layout.segments:
+            kv = torch.randn(
+                2, KV_HEADS, segment.tokens, DIM, generator=self.world.random
+            )
+            where = torch.arange(segment.tokens)
+            draft, _ = self.codec.encode(*kv, positions=where)
+            layout.write(segment, buffers, slots, draft)
+            read = partial(layout.read, segment, buffers, slots, 1, where)
+            decoders.append(lambda read=read: self.codec.decode(read()))
+        self.packed[i] = len(slots), lambda layer: decoders
 
-    Rows in ``coded`` begin with codes, their exact entries are 9.
-    """
-    lengths = [60 if i not in coded else 9 for i in range(len(queries))]
-    where, parts = world.list_rows(lengths, FIRST_CODES)
-    parts, begins, offsets, counts, packed = list(parts), [], [], [], {}
-    for i in range(len(queries)):
-        begin, own, decoders = 0, [], []
-        if i in coded:
-            row, start = world.table[where[i]], FIRST_CODES + 40 * i
-            begin, own, decoders = write_codes(world, row, start, i)
-            row[begin : begin + 9] = parts[i]
-            parts[i] = torch.cat([row[:begin].clone(), parts[i]])
-            packed[i] = begin, lambda layer, decoders=decoders: decoders
-        begins.append(begin)
-        offsets += own
-        counts.append(len(own))
-    plain = simple_batch("TARGET_VERIFY", where, parts, queries)
-    plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
-    plain.spec_info.packed = packed
-    batch = layout_batch(where, parts, queries, grid)
-    batch.spec_info.coded = None
-    if coded:
-        batch.spec_info.coded = record(begins, counts, offsets, 9 * len(coded))
-    return batch, plain, world.tokens(sum(queries))
+    def found(self):
+        self.world.ragged.init_forward_metadata(self.batch)
+        return self.world.ragged.forward(*self.tokens, layer(DIM), self.batch)
 
-
-def record(begins, counts, offsets, exact):
-    return CodedRows(
-        STEP,
-        torch.tensor(begins, dtype=torch.int32),
-        torch.tensor([0, *counts]).cumsum(0).int(),
-        torch.tensor(offsets, dtype=torch.int64).view(-1, len(STEP.fields)),
-        torch.tensor(SEGMENTS * (len(offsets) // len(SEGMENTS)), dtype=torch.int32),
-        exact,
-    )
-
-
-def expected(world, plain, tokens):
-    world.plain.init_forward_metadata(plain)
-    return world.plain.forward(*tokens, layer(DIM), plain)
-
-
-def without_codes(world, plain, tokens):
-    packed = plain.spec_info.packed
-    plain.spec_info.packed = {i: (n, lambda _: []) for i, (n, _) in packed.items()}
-    return expected(world, plain, tokens)
+    def expected(self, packed):
+        self.plain.spec_info.packed = packed
+        self.world.plain.init_forward_metadata(self.plain)
+        return self.world.plain.forward(*self.tokens, layer(DIM), self.plain)
 
 
 def error(out, wanted):
     return float((out[: len(wanted)] - wanted).abs().max())
 
 
-def eager(world, queries, coded):
-    batch, plain, tokens = batch_with_codes(world, queries, coded, [sum(queries)])
-    world.ragged.init_forward_metadata(batch)
-    out = world.ragged.forward(*tokens, layer(DIM), batch)
-    return out, expected(world, plain, tokens), plain, tokens
-
-
 def main():
     found = {}
-    out, wanted, plain, tokens = eager(World(DIM), [1, 5, 1, 1], {0, 3})
-    found["eager"] = error(out, wanted)
-    out, wanted, *_ = eager(World(DIM), [1, 6, 2], set())
-    found["mixed"] = error(out, wanted)
-
-    world = World(DIM)
-    out, wanted, plain, tokens = eager(world, [1, 5, 1, 1], {0, 3})
-    plain.spec_info.packed = {
-        i: (n, lambda _: []) for i, (n, _) in plain.spec_info.packed.items()
-    }
-    found["without-codes"] = error(out, expected(world, plain, tokens))
-
-    world = World(DIM)
-    runner = Runner(world, [2, 4])
-    room = record([2] * 4, [2] * 4, [[0] * len(STEP.fields)] * 8, 60)
-    runner.capture(12, room)
-    for name, queries, coded in (
-        ("graph", [5, 1, 1], {1, 2}),
-        ("graph-none-coded", [1, 3], set()),
-    ):
-        batch, plain, tokens = batch_with_codes(world, queries, coded, runner.grid)
-        out = runner.replay(batch, *tokens)
-        found[name] = error(out, expected(world, plain, tokens))
+    case = Coded(KIVI_2BIT, [1, 5, 1, 1], CODED)
+    out = case.found()
+    found["eager"] = error(out, case.expected(case.packed))
+    without = {i: (n, lambda _: []) for i, (n, _) in case.packed.items()}
+    found["without-codes"] = error(out, case.expected(without))
+    case = Coded(PLANES, [1, 2, 1, 1], {2: 64})
+    found["split-planes"] = error(case.found(), case.expected(case.packed))
+    case = Coded(KIVI_2BIT, [1, 6, 2], {})
+    assert case.batch.spec_info.coded is None
+    found["mixed"] = error(case.found(), case.expected({}))
     print(json.dumps(found))
 
 

@@ -151,17 +151,24 @@ def layout_batch(where, parts, queries, grid):
     )
 
 
-def coded_rows(begins, step=None, exact=0):
+def coded_rows(begins, exact=0):
     """Return rows with as many slots of codes; a segment for every coded one."""
     from vericache_kernels.packed_attention import KIVIStep
     from vericache_sglang.engine.coded_rows import CodedRows
 
     segments = [int(begin > 0) for begin in begins]
-    first = torch.tensor([0, *segments]).cumsum(0).int()
-    offsets = torch.arange(sum(segments) * 6).view(-1, 6) * 16
-    tokens = torch.full((sum(segments),), 32, dtype=torch.int32)
-    begin = torch.tensor(begins, dtype=torch.int32)
-    return CodedRows(step or KIVIStep(2), begin, first, offsets, tokens, exact)
+    at = torch.arange(sum(begins))
+    return CodedRows(
+        step=KIVIStep(2),
+        begin=torch.tensor(begins, dtype=torch.int32),
+        first=torch.tensor([0, *segments]).cumsum(0).int(),
+        offsets=torch.arange(sum(segments) * 6).view(-1, 6) * 16,
+        tokens=torch.full((sum(segments),), 32, dtype=torch.int32),
+        slots=at + 1,
+        key_at=at,
+        value_at=at + len(at),
+        exact=exact,
+    )
 
 
 class Runner:
@@ -226,7 +233,7 @@ class Runner:
         self.grid, self.captured = runner.capture_num_tokens, {}
         self.backend.init_cuda_graph_state(runner.max_bs, tokens)
 
-    def capture(self, tokens, coded=None):
+    def capture(self, tokens):
         """Describe a dummy batch of a size; what a graph would keep is kept."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -242,7 +249,6 @@ class Runner:
         spec_info.ragged_verify_layout = self.runner._capture_ragged_verify_layout(
             tokens
         )
-        spec_info.coded = coded
         batch = ForwardBatch(
             forward_mode=self.runner.capture_forward_mode,
             batch_size=rows,

@@ -8,8 +8,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from segment_world import KEPT, SHORT, SegmentWorld
+from segment_world import IDENTITY, KEPT, SHORT, FakeStore, SegmentWorld
 
+from vericache_sglang.engine.stored_segments import StoredSegments
 from vericache_sglang.tiers.segment import Tier
 
 SLOTS = 96
@@ -35,6 +36,9 @@ class SegmentMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = SegmentWorld(SLOTS, host=12 << 10)
         self.segments = self.world.segments
+        self.store = FakeStore(IDENTITY.compressor)
+        stored = StoredSegments(self.store, IDENTITY.compressor, self.segments.take_in)
+        self.segments.stored, self.segments.kept = stored, KEPT
         self.tree, self.listing, self.referring = {}, {}, {}
         self.seen, self.damaged, self.requests = set(), set(), 0
 
@@ -86,6 +90,11 @@ class SegmentMachine(RuleBasedStateMachine):
             return
         with self.segments.kept_back(names[start // SHORT :]):
             bad = self.segments.restore(names[: stop // SHORT], start, fresh)
+        for at, name in enumerate(names[start // SHORT : stop // SHORT]):
+            own = fresh[at * SHORT : (at + 1) * SHORT]
+            noted = torch.stack(self.world.scores.noted(own))
+            unknown = bool(noted.isnan().all())
+            assert bad or unknown or torch.equal(noted, self.world.truth_scores(name))
         if bad is not None:
             assert bad in self.damaged, "an intact segment is not restored"
             self.world.give(fresh)
@@ -113,6 +122,7 @@ class SegmentMachine(RuleBasedStateMachine):
                 return
             for name, complement in opened.items():
                 world.fill(name, complement)
+                self.segments.save_scores(name, world.truth_scores(name))
             for name, part in parts.items():
                 world.copies.shelf.add(name, part)
         self.requests += 1
@@ -150,6 +160,40 @@ class SegmentMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 6000))
     def make_room(self, nbytes):
         self.segments.make_room(nbytes)
+
+    @rule()
+    def take_all_the_room(self):
+        """What is said to be evictable is what can be freed."""
+        used, loose = self.world.arena.used_bytes, self.segments.evictable_bytes
+        self.segments.make_room(10**9)
+        assert used - self.world.arena.used_bytes == loose
+        assert self.segments.evictable_bytes == 0
+
+    @rule()
+    def announce(self):
+        """The store has taken all that was written."""
+        self.store.announce()
+
+    @rule(text=texts)
+    def fetch(self, text):
+        """A request waits for what the store has of its prompt."""
+        names = named(text)
+        there = self.segments.reach(names, self.in_tree(names) * SHORT)
+        self.segments.stored.fetch("waits", names, there)
+        if self.store.reads:
+            self.store.arrive()
+            assert self.segments.stored.fetched("waits")
+        tokens, start = self.segments.stored.pop("waits")
+        assert tokens == 0 or start == there // SHORT * SHORT
+        assert self.segments.reach(names, there) >= there + tokens - SHORT
+
+    @precondition(lambda self: self.store.objects)
+    @rule(number=numbers)
+    def lose(self, number):
+        """The store gives an object up."""
+        self.store.announce()
+        names = sorted(self.store.objects)
+        del self.store.objects[names[number % len(names)]]
 
     @rule(slots=st.integers(1, 30))
     def evict_drafts(self, slots):

@@ -1,5 +1,6 @@
 """Cached segments over a plain pool: short ones, of random bits, and their owners."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import torch
@@ -9,13 +10,17 @@ from vericache_sglang.engine.draft_shelf import DraftPart
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.segment_copies import SegmentCopies
 from vericache_sglang.engine.segment_room import Identity
+from vericache_sglang.engine.stored_segments import StoredSegments
 from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.segment_complements import SegmentComplements
 from vericache_sglang.memory.segment_pool import SegmentPool
+from vericache_sglang.memory.thread_transfers import ThreadTransfers
 from vericache_sglang.store.keys import Fingerprint
+from vericache_sglang.store.payload import Label, Payload
+from vericache_sglang.store.tally import StoreCounters
 from vericache_sglang.tiers.prices import Prices
 
 SHORT = 8
@@ -52,10 +57,85 @@ PRICES = Prices(
     link_in_s_per_byte=1e-9,
     link_out_s_per_byte=1e-9,
     store_latency_s=0.0,
-    store_s_per_byte=1.0,
+    store_s_per_byte=1e-8,
     prefill_s_per_token=1e-3,
     prefill_s_per_square=0.0,
 )
+
+
+class Scores:
+    """Scores of tokens by slot, as ``PromptWatch`` keeps them.
+
+    Attributes:
+        table: [L, H, slots].
+    """
+
+    def __init__(self, slots):
+        self.table = torch.full((LAYERS, HEADS, slots), torch.nan)
+
+    def noted(self, slots):
+        return list(self.table[:, :, slots])
+
+    def note(self, slots, scores):
+        if scores:
+            self.table[:, :, slots] = torch.stack(scores)
+
+
+class FakeStore:
+    """A store in memory whose reads and writes end when the test says so.
+
+    Attributes:
+        objects: By name, the parts that were written.
+        reads: Asked for: names, what to do with each, and who waits.
+        writes: By name, who waits for a write.
+        full: Writes are refused.
+    """
+
+    def __init__(self, *compressors):
+        self.fingerprint, self.compressors = IDENTITY.model, compressors
+        self.objects, self.reads, self.writes = {}, [], {}
+        self.full = self.closed = False
+        self.pace = SimpleNamespace(s_per_byte=1e-8)
+
+    def put_later(self, name, parts, about):
+        if self.full:
+            return None
+        self.objects[name] = {
+            part: Payload(Label(name, part, "", about), tensors)
+            for part, tensors in parts.items()
+        }
+        self.writes[name] = Future()
+        return self.writes[name]
+
+    def restore(self, name, *compressors):
+        assert compressors == self.compressors
+        return self.objects.get(name)
+
+    def prefetch(self, names, read):
+        self.reads.append((names, read, Future()))
+        return self.reads[-1][2]
+
+    def arrive(self):
+        """End the oldest read."""
+        names, read, future = self.reads.pop(0)
+        found = []
+        for name in names:
+            got = read(name)
+            if got is None:
+                break
+            found.append(got)
+        future.set_result(found)
+
+    def announce(self):
+        """End every write."""
+        while self.writes:
+            self.writes.popitem()[1].set_result(True)
+
+    def counters(self):
+        return StoreCounters(hits=3, misses=2, read_bytes=7)
+
+    def close(self):
+        self.closed = True
 
 
 def shorten_segments(monkeypatch, more=()):
@@ -91,13 +171,15 @@ class SegmentWorld:
         )
         self.arena = Arena(host, pinned=False)
         store = HostStore(geometry, dtype, self.arena)
-        self.places = Places(geometry, pool, torch.zeros(1, 1), store, None)
+        transfers = ThreadTransfers(pool.k_buffer, pool.v_buffer, 0.0)
+        self.places = Places(geometry, pool, torch.zeros(1, 1), store, transfers)
         self.pool = SegmentPool(self.arena)
         self.complements = SegmentComplements(
             lambda slots, kept: RawComplement(geometry, slots, kept, dtype, self.arena),
             RawComplement.free,
         )
         self.copies = SegmentCopies(self.places, self.pool, self.complements)
+        self.scores = self.copies.scores = Scores(slots)
         self.free = set(range(slots))
         self.segments = CachedSegments(
             self.copies, self.places, IDENTITY, self.give, lambda: PRICES
@@ -115,6 +197,11 @@ class SegmentWorld:
             made[:, :, 0, :, 0] = NAN[dtype]
             self._truths[name] = made
         return self._truths[name]
+
+    def truth_scores(self, name):
+        """Return what a segment's tokens scored, [L, H, SHORT]."""
+        random = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        return torch.randn(LAYERS, HEADS, SHORT, generator=random)
 
     def kept(self, name):
         """Return the tokens [L, H, KEPT] that a split of a segment keeps."""
@@ -134,11 +221,12 @@ class SegmentWorld:
         return torch.tensor(taken)
 
     def give(self, slots):
-        """Take slots back; what they held is overwritten at once."""
+        """Take slots back; what they held, and its scores, are another's at once."""
         listed = set(slots.tolist())
         assert not listed & self.free, "freed twice"
         self.free |= listed
         self.put(slots, torch.full((LAYERS, 2, len(slots), HEADS, DIM), 77))
+        self.scores.table[:, :, slots] = 77.0
 
     def put(self, slots, bits):
         for layer, both in enumerate(self.buffers):
@@ -173,6 +261,7 @@ class SegmentWorld:
             for at, name in enumerate(names):
                 own = slots[at * SHORT : (at + 1) * SHORT]
                 self.put(own, self.truth(name))
+                self.scores.table[:, :, own] = self.truth_scores(name)
         return slots
 
     def draft(self, name):
@@ -195,6 +284,7 @@ class SegmentWorld:
         """Put a segment's draft part on the shelf, and its complement on the host."""
         self.copies.shelf.add(name, self.draft(name))
         self.fill(name, self.complements.open(name, SHORT - KEPT, KEPT))
+        assert self.copies.save_scores(name, self.truth_scores(name))
 
     def damage(self, name):
         """Flip a bit of what the host has of a segment."""
@@ -204,3 +294,11 @@ class SegmentWorld:
         for copy in self.pool.names():
             if copy.startswith(f"{name}.") and rest is None:
                 self.pool.get(copy)["keys"].view(torch.uint8)[-1, 0, 0, 0] ^= 1
+
+
+def with_segments(host=1 << 20):
+    """Return a world whose segments have a store."""
+    world, store = SegmentWorld(host=host), FakeStore(IDENTITY.compressor)
+    segments = world.segments
+    segments.stored = StoredSegments(store, IDENTITY.compressor, segments.take_in)
+    return world, store

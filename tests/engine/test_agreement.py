@@ -34,7 +34,7 @@ from vericache_sglang.scheduling.plan import (
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
-FAILED, TRAVELLING, ARRIVED = Progress
+FAILED, TRAVELLING, ARRIVING, ARRIVED = Progress
 SIZE = Budget(10, 3, 0, 0)
 """7 slots of complement, 3 exact tokens."""
 
@@ -73,14 +73,9 @@ def hear(group, rank, host_slots, reloads):
 )
 def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, reloads, host_slots):
     """Arrived on all, failed on any; room is what the fullest rank has."""
-    wanted = []
-    for each in zip(*reloads, strict=True):
-        if any(one is FAILED for one in each):
-            wanted.append(FAILED)
-        elif all(one is ARRIVED for one in each):
-            wanted.append(ARRIVED)
-        else:
-            wanted.append(TRAVELLING)
+    behind = FAILED, TRAVELLING, ARRIVING, ARRIVED
+    ranks_of = zip(*reloads, strict=True)
+    wanted = [next(one for one in behind if one in each) for each in ranks_of]
     answers = ranks.call(hear, host_slots, reloads)
     assert answers == [(min(host_slots), tuple(wanted))] * 3
 

@@ -194,11 +194,11 @@ def test_registering_twice_adds_one_name():
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from vericache_sglang.engine.attention_backend import SlotRunAttnBackend, register
+    from vericache_sglang.engine.attention_backends import create_backend, register
 
     register()
     register()
-    assert ATTENTION_BACKENDS["vericache"] is SlotRunAttnBackend
+    assert ATTENTION_BACKENDS["vericache"] is create_backend
     assert choices.ATTENTION_BACKEND_CHOICES.count("vericache") == 1
 
 

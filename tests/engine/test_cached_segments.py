@@ -170,7 +170,7 @@ def test_what_the_tree_keeps_is_not_kept_twice():
 
 
 def test_what_a_request_said_does_not_push_out_what_it_follows():
-    world = SegmentWorld(host=1100)  # room for one segment
+    world = SegmentWorld(host=1300)  # room for one segment
     slots = registered(world, ["a"])
     world.segments.leaving(slots)
     said = world.write_text(["ab"])
@@ -179,6 +179,24 @@ def test_what_a_request_said_does_not_push_out_what_it_follows():
     assert world.segments.reach(["a", "ab"], 0) == SHORT
     world.segments.make_room(10**9)
     assert world.arena.used_bytes == 0
+
+
+def test_what_a_user_of_a_draft_part_needs_is_no_room():
+    """The complement of a segment that a request lists is held by nobody, but stays."""
+    world = SegmentWorld()
+    for name in "ab":
+        registered(world, [name])
+        world.split(name)
+        world.segments.settle([name])
+    every = world.segments.evictable_bytes
+    assert every == world.arena.used_bytes
+    world.segments.use("r", ["b"])
+    assert world.segments.evictable_bytes == every // 2
+    world.segments.make_room(10**9)
+    assert world.arena.used_bytes == every - every // 2
+    assert world.segments.evictable_bytes == 0
+    world.segments.release("r")
+    assert world.segments.evictable_bytes == world.arena.used_bytes > 0
 
 
 def test_a_wrong_count_is_noticed():

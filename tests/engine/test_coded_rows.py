@@ -6,13 +6,11 @@ The truth is a list comprehension over the table. Their attention is in
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_world import coded_rows
 
-from vericache_kernels.packed_attention import KIVIStep
 from vericache_kernels.ragged_attention import RaggedRows
 from vericache_sglang.engine.coded_rows import coded_forward
 
@@ -70,32 +68,3 @@ def test_coded_rows_are_parted_from_the_others(rows, dummies, spare, room):
     ]
     segments = [int(is_coded) for is_coded in coded] + pad
     assert forward.segments.diff().tolist() == segments
-
-
-def test_a_graph_takes_no_more_coded_rows_than_it_was_captured_with():
-    places = RaggedRows(
-        torch.zeros(4, 20, dtype=torch.int32),
-        *(torch.arange(n) for n in (4, 5)),
-        *(torch.zeros(4, dtype=torch.int64), torch.full((4,), 9)),
-    )
-
-    def forward(begins, **fields):
-        return coded_forward(coded_rows(begins, **fields), places, 4)[0]
-
-    captured = forward([2, 2, 0, 0], exact=14)
-    own = captured.copy()
-    assert own.offsets.data_ptr() != captured.offsets.data_ptr()
-    own.refill(forward([0, 3, 0, 0], exact=6))
-    assert own.coded.tolist() == [False, True, False, False]
-    assert own.segments.tolist() == [0, 0, 1, 1, 1]
-    assert captured.coded.tolist() == [True, True, False, False]
-    own.refill(None)
-    assert not own.coded.any()
-    assert not own.segments.any()
-    assert not own.first_slot.any()
-    with pytest.raises(ValueError, match="coded rows: 3 offsets, captured for 2"):
-        own.refill(forward([2, 2, 2, 0], exact=14))
-    with pytest.raises(ValueError, match="coded rows: 20 slots, captured for 14"):
-        own.refill(forward([2, 2, 0, 0], exact=20))
-    with pytest.raises(ValueError, match="captured for KIVIStep"):
-        own.refill(forward([2, 0, 0, 0], step=KIVIStep(4), exact=7))

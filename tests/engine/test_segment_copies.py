@@ -191,3 +191,78 @@ def test_a_cleared_host_holds_nothing():
     world.copies.clear()
     assert world.arena.used_bytes == 0
     assert not any(world.copies.restorable(name) for name in "abc")
+
+
+# -- scores of tokens -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_come_back_with_their_tokens(form):
+    world = SegmentWorld()
+    brought(world, "a", form)
+    target = world.take(SHORT - 2).flip(0)
+    world.copies.restore("a", 2, target)
+    found = torch.stack(world.scores.noted(target))
+    assert torch.equal(found, world.truth_scores("a")[:, :, 2:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_scores_restored_tokens_are_as_nobody_scored_them(form):
+    """Not as the tokens that had their slots before."""
+    world = SegmentWorld()
+    world.copies.scores = None
+    brought(world, "a", form)
+    world.pool.drop("a.scores")
+    world.copies.scores = world.scores
+    target = world.take(SHORT)
+    world.scores.table[:, :, target] = 77.0
+    world.copies.restore("a", 0, target)
+    assert torch.stack(world.scores.noted(target)).isnan().all()
+
+
+def test_damaged_scores_are_no_scores_and_cost_no_kv():
+    world = SegmentWorld()
+    world.split("a")
+    world.pool.get("a.scores")["noted"][0, 0, 0] += 1
+    target = world.take(SHORT)
+    world.copies.restore("a", 0, target)
+    assert torch.equal(world.at(target), world.truth("a"))
+    assert torch.stack(world.scores.noted(target)).isnan().all()
+
+
+def test_where_nobody_scores_nothing_is_kept_or_noted():
+    world = SegmentWorld()
+    world.copies.scores = None
+    slots = world.write_text(["a"])
+    world.copies.shelf.add("a", part := world.draft("a"))
+    assert world.copies.save_rest("a", part, slots)
+    world.copies.restore("a", 0, world.take(SHORT))
+    assert world.pool.names() == []
+
+
+def test_scores_go_with_their_complement():
+    world = SegmentWorld()
+    world.split("a")
+    world.complements.hold(["a"])
+    world.copies.drop_host("a")
+    assert world.pool.names() == ["a.scores"]
+    world.complements.let_go(["a"])
+    with world.copies.kept_back(["a"]):
+        world.copies.drop_host("a")
+        assert world.pool.names() == ["a.scores"]
+    world.copies.drop_host("a")
+    assert world.arena.used_bytes == 0
+
+
+def test_scores_are_stored_with_a_draft_part_and_taken_in():
+    world = SegmentWorld()
+    slots = world.write_text(["a"])
+    world.copies.shelf.add("a", part := world.draft("a"))
+    assert world.copies.save_rest("a", part, slots)
+    draft, rest = world.copies.read_parts("a")
+    other = SegmentWorld()
+    assert other.copies.take_split("a", draft, rest)
+    target = other.take(SHORT)
+    other.copies.restore("a", 0, target)
+    found = torch.stack(other.scores.noted(target))
+    assert torch.equal(found, world.truth_scores("a"))

@@ -14,6 +14,7 @@ from tiny_segments import tiered
 from vericache_sglang.engine.row_edit import room
 from vericache_sglang.engine.state import Layout
 from vericache_sglang.scheduling.plan import (
+    Offload,
     Park,
     Pin,
     Residency,
@@ -250,6 +251,22 @@ def test_scores_come_back_with_their_tokens():
         cached = engine.table[state.req.kv.req_pool_idx, : 3 * SHORT].long()
         found = torch.stack(engine.residence.watch.noted(cached))
         assert torch.equal(found, engine.kv.truth("x")[1][..., : 3 * SHORT])
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        [to("a", "host")],
+        [to("a", "host"), Pin("a"), Offload("a")],
+        [to("a", "device"), Offload("a")],
+        [to("a", "device"), Unsplit("a"), to("a", "host")],
+    ],
+)
+def test_scores_of_split_segments_come_back_with_their_tokens(then):
+    """Once its parts have left, the prompt is split by them again."""
+    with tiered() as engine:
+        restored(engine, then)
+        engine.segments.check()
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

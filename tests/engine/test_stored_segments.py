@@ -1,16 +1,20 @@
 """Segments in a store: written once, fetched in time or not at all."""
 
-from concurrent.futures import Future
-
 import pytest
 import torch
-from segment_world import IDENTITY, SHORT, SegmentWorld, shorten_segments
+from segment_world import (
+    IDENTITY,
+    KEPT,
+    SHORT,
+    FakeStore,
+    shorten_segments,
+    with_segments,
+)
 
 from vericache_sglang.engine import stored_segments
 from vericache_sglang.engine.stored_segments import StoredSegments
 from vericache_sglang.store.keys import root_name
-from vericache_sglang.store.payload import About, Label, Payload
-from vericache_sglang.store.tally import StoreCounters
+from vericache_sglang.store.payload import About
 
 MODEL, COMPRESSOR = IDENTITY
 SPACE = (None, "salt")
@@ -19,57 +23,6 @@ SPACE = (None, "salt")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     shorten_segments(monkeypatch)
-
-
-class FakeStore:
-    """A store in memory whose reads end when the test says so.
-
-    Attributes:
-        objects: By name, the parts that were written.
-        reads: Asked for: names, what to do with each, and who waits.
-        full: Writes are refused.
-    """
-
-    fingerprint = MODEL
-
-    def __init__(self):
-        self.objects, self.reads = {}, []
-        self.full = self.closed = False
-
-    def put_later(self, name, parts, about):
-        if self.full:
-            return None
-        assert name not in self.objects, "written twice"
-        self.objects[name] = {
-            part: Payload(Label(name, part, "", about), tensors)
-            for part, tensors in parts.items()
-        }
-        return Future()
-
-    def restore(self, name, compressor):
-        assert compressor == COMPRESSOR
-        return self.objects.get(name)
-
-    def prefetch(self, names, read):
-        self.reads.append((names, read, Future()))
-        return self.reads[-1][2]
-
-    def arrive(self):
-        """End the oldest read."""
-        names, read, future = self.reads.pop(0)
-        found = []
-        for name in names:
-            got = read(name)
-            if got is None:
-                break
-            found.append(got)
-        future.set_result(found)
-
-    def counters(self):
-        return StoreCounters(hits=3, misses=2, read_bytes=7)
-
-    def close(self):
-        self.closed = True
 
 
 class Clock:
@@ -83,7 +36,7 @@ class Clock:
 
 def opened(refuse=()):
     """Return stored segments, their store, and what was taken in, in order."""
-    store, taken = FakeStore(), []
+    store, taken = FakeStore(COMPRESSOR), []
 
     def keep(name, parent, found):
         taken.append((name, parent, sorted(found)))
@@ -229,14 +182,6 @@ def test_the_store_is_closed_and_its_counters_are_told():
 # -- with segments below it -------------------------------------------------------
 
 
-def with_segments(host=1 << 20):
-    """Return a world whose segments have a store."""
-    world, store = SegmentWorld(host=host), FakeStore()
-    segments = world.segments
-    segments.stored = StoredSegments(store, COMPRESSOR, segments.take_in)
-    return world, store
-
-
 def test_a_segment_of_the_tree_is_stored_and_fetched_by_another_server():
     world, store = with_segments()
     slots = world.write_text(["a", "ab"])
@@ -257,7 +202,7 @@ def test_a_segment_of_the_tree_is_stored_and_fetched_by_another_server():
 
 def test_a_split_segment_is_stored_in_two_parts():
     world, store = with_segments()
-    world.segments.splits = True
+    world.segments.kept = KEPT
     slots = world.write_text(["a"])
     world.segments.register(["a"], slots, SPACE, range(8))
     assert store.objects == {}
@@ -306,7 +251,7 @@ def test_without_room_on_the_host_a_stored_segment_stays_in_the_store():
 
 def test_what_is_on_the_device_only_is_written_when_the_server_ends():
     world, store = with_segments()
-    world.segments.splits = True
+    world.segments.kept = KEPT
     slots = world.write_text(["a"])
     world.segments.register(["a"], slots, SPACE, range(8))
     world.segments.close()

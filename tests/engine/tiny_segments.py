@@ -50,6 +50,7 @@ class TieredEngine(TinyEngine):
         super().__init__(slots=slots, host_gb=gib, **options)
         self.kv = BranchedKV(self.pool, self.dtype)
         self.truths = {}
+        self.scarce = host_segments < 1000
         self._said = {}
         self.checks = SegmentChecks(self)
 
@@ -103,7 +104,13 @@ class TieredEngine(TinyEngine):
         return torch.cat([cached, loaded[0]]), loaded[1]
 
     def same_scores(self, cached, scores):
-        """Nothing here: scores do not come back from the host."""
+        """As above, or as nobody scored them where the host had no room for scores."""
+        noted = self.residence.watch.noted(cached)
+        if noted:
+            found, wanted = torch.stack(noted), scores[..., : len(cached)]
+            own = found == wanted
+            assert torch.all(own | found.isnan()), "the tree's scores"
+            assert self.scarce or own.all(), "there was room for all scores"
 
     def exact(self, text, position, tokens):
         """Return the same for the same tokens: the tree may join what two decoded."""

@@ -59,6 +59,16 @@ def test_a_flipped_bit_is_seen_by_the_checksum(compressor, waves, plain):
     assert runs.compare(plain, ours) == [], "a wrong token"
 
 
+def test_damage_found_while_a_verification_runs_throws_it_away(waves, plain):
+    """The link is so slow that verifications start before the last layer is here."""
+    ours = run_with("damaged_while_verified", waves, link_gbps=0.05)
+    state = ours["state"]
+    assert state["early_verifications"] > state["thrown_verifications"] > 0
+    assert state["failed_reloads"] >= state["thrown_verifications"]
+    assert state["reprefills"] == 0, "the next copy was whole"
+    assert runs.compare(plain, ours) == []
+
+
 def test_a_failed_copy_is_made_again(waves, plain):
     ours = run_with("failing_copies", waves)
     assert ours["state"]["failed_reloads"] > 5

@@ -211,7 +211,7 @@ def test_a_refused_model_keeps_the_server_from_starting(tmp_path):
 @pytest.mark.sglang
 def test_the_names_in_the_tables_are_the_registered_ones():
     define_missing_ops()
-    from vericache_sglang.engine import algorithm, attention_backend
+    from vericache_sglang.engine import algorithm, attention_layer
 
     assert algorithm.NAME == refused_flags.ALGORITHM
-    assert attention_backend.BACKEND_NAME == refused_flags.BACKEND
+    assert attention_layer.BACKEND_NAME == refused_flags.BACKEND

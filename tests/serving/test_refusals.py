@@ -1,6 +1,7 @@
 """What VeriCache refuses to start with: one case per row, and what must pass."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,8 +40,6 @@ REFUSED_FLAGS = [
     {"enable_prefill_cp": True},
     {"use_ray": True},
     {"device": "npu"},
-    {"device": "cuda"},
-    {"device": "cuda", "attention_backend": "fa3"},
     {"enable_mixed_chunk": True},
     {"enable_two_batch_overlap": True},
     {"enable_pdmux": True},
@@ -72,9 +71,15 @@ REFUSED_FLAGS = [
     {"enable_return_routed_experts": True},
     {"enable_return_indexer_topk": True},
     {"attention_backend": "torch_native", "device": "cpu"},
+    {"attention_backend": "flashinfer", "device": "cuda"},
+    {"attention_backend": "trtllm_mha", "device": "cuda"},
     {"prefill_attention_backend": "torch_native", "device": "cpu"},
     {"decode_attention_backend": "torch_native", "device": "cpu"},
+    {"prefill_attention_backend": "fa3", "device": "cuda"},
+    {"decode_attention_backend": "fa3", "device": "cuda"},
+    {"disable_cuda_graph_padding": True, "device": "cuda"},
     {"enable_torch_compile": True, "device": "cpu"},
+    {"enable_torch_compile": True, "device": "cuda"},
 ]
 
 ALLOWED_FLAGS = [
@@ -82,6 +87,11 @@ ALLOWED_FLAGS = [
     {"speculative_algorithm": "VERICACHE"},
     {"speculative_algorithm": "vericache"},
     {"device": "cpu", "attention_backend": "vericache", "dtype": "float32"},
+    {"device": "cuda"},
+    {"device": "cuda:1", "attention_backend": "fa3"},
+    {"device": "cuda", "attention_backend": "vericache", "page_size": 64},
+    {"device": "cpu", "attention_backend": "vericache"},
+    {"device": "cpu", "disable_cuda_graph_padding": True},
     {"kv_cache_dtype": "bf16", "dtype": "bfloat16"},
     {"enable_lora": True},
     {"disable_radix_cache": True},
@@ -234,6 +244,20 @@ def test_every_flag_row_has_a_case():
 @pytest.mark.parametrize("fields", ALLOWED_FLAGS, ids=str)
 def test_other_flags_pass(server_args, fields):
     check_server_args(server_args(**fields))
+
+
+def test_trtllm_needs_a_gpu_that_has_its_kernels(server_args, monkeypatch):
+    from sglang.srt import runtime_context
+
+    args = server_args(device="cuda", attention_backend="trtllm_mha", page_size=64)
+    for has, word in ((True, None), (False, "SM100")):
+        platform = SimpleNamespace(is_sm100=has)
+        monkeypatch.setattr(runtime_context, "get_platform", lambda p=platform: p)
+        if word is None:
+            check_server_args(args)
+        else:
+            with pytest.raises(UnsupportedError, match=word):
+                check_server_args(args)
 
 
 def test_the_message_lists_every_refused_flag(server_args):

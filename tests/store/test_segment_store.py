@@ -1,7 +1,9 @@
 """The store of segments: put, get, look up, upgrade, copy; against a plain dict."""
 
 import threading
+import time
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -48,6 +50,22 @@ def test_what_is_put_comes_back_with_its_label(store):
     counters = store.counters()
     assert (counters.hits, counters.misses) == (1, 0)
     assert counters.read_bytes == counters.written_bytes > 0
+
+
+def test_a_fetch_takes_as_long_as_those_before_it(store):
+    """Reads are timed, and writes for as long as nothing was read."""
+    assert store.pace.s_per_byte == inf
+    began = time.perf_counter()
+    put_whole(store, NAMES)
+    most = time.perf_counter() - began
+    nbytes = sum(tensor.nbytes for tensor in tensors_of(0).values())
+    assert 0 < store.pace.s_per_byte <= most / nbytes
+    written = store.pace.s_per_byte
+    store.pace.note_read(1000, 3600.0)  # a slow one
+    assert store.pace.s_per_byte == 3.6
+    assert store.restore(NAMES[0]) is not None
+    assert written < store.pace.s_per_byte < 3.6
+    assert store.restore("nowhere") is None
 
 
 def test_nothing_comes_of_a_name_that_was_not_put(store):
@@ -196,6 +214,10 @@ def test_an_upgrade_can_start_from_another_compressor(store):
     assert store.restore("name", KIVI)["draft"].label.about.compressor == KIVI
     assert store.restore("name", SNAPKV)["draft"].label.about.compressor == SNAPKV
     assert store.restore("name")["draft"].label.about.compressor == KIVI  # the newest
+    for first, second in ((KIVI, SNAPKV), (SNAPKV, KIVI)):
+        for asked in ((first,), (first, second), ("unknown", first, second)):
+            found = store.restore("name", *asked)
+            assert found["draft"].label.about.compressor == first
 
 
 @pytest.mark.parametrize("writes", range(3))

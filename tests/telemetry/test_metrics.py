@@ -28,10 +28,11 @@ LABELS = {"model_name": "demo", "tp_rank": "0"}
 
 LIVE = {
     *("kept_slots", "staging_slots", "staging_bytes", "staging_tokens"),
-    "host_pinned_bytes",
+    *("host_pinned_bytes", "eager_forwards"),
     *("host_used_bytes", "host_budget_bytes", "kv_read_bytes_per_s", "running"),
     *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
+    "cache_store_tokens",
     *("cache_complement_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *TierCounters().report(),
     *store_report(StoreCounters()),

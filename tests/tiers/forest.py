@@ -33,12 +33,13 @@ def parted(draft, draft_tier, rest, rest_tier, compressor="a"):
     )
 
 
-def chain_of(index, contents, now=0.0, name="s", parent=None):
-    """Add contents one after another; return their names."""
+def chain_of(index, contents, now=0.0, name="s", parent=None, stored=True):
+    """Add contents one after another, the store has them all; return their names."""
     names = []
     for number, content in enumerate(contents):
         names.append(f"{name}{number}")
         assert index.add(names[-1], parent, content, now)
+        index.note_stored(names[-1], stored)
         parent = names[-1]
     return names
 
@@ -81,6 +82,7 @@ def forests(draw, most=24):
         parent = draw(st.sampled_from([None, *names[-6:]]))
         names.append(f"s{now}")
         index.add(names[-1], parent, draw(contents()), now + 0.125)
+        index.note_stored(names[-1], draw(st.booleans()))
     now = float(most)
     for name in draw(st.lists(st.sampled_from(names), max_size=most)):
         now += draw(st.integers(1, 50))

@@ -64,15 +64,15 @@ def test_one_segment_goes_down_step_by_step_at_the_losses_worked_out_by_hand():
         (COMPLEMENT, DEVICE, HOST),
         (DRAFT, DEVICE, HOST),
         (COMPLEMENT, HOST, STORE),
-        (DRAFT, HOST, STORE),
+        (DRAFT, HOST, STORE),  # with it
         (COMPLEMENT, STORE, GONE),
         (DRAFT, STORE, GONE),
     ]
     assert [m.loss_s for m in moves] == [
         ONCE * (1024 / 1024),  # in
         ONCE * (256 / 1024 + 256 / 2048),  # in, and as much out
-        ONCE * (0.125 + 1024 / 512),
-        ONCE * (0.125 + 256 / 512),
+        ONCE * (0.125 + 1024 / 512 + 0.125 + 256 / 512),
+        0.0,
         ONCE * (4.0 + 0.25 - 4.125),  # prefill of 512 tokens, less what restoring takes
         0.0,
     ]
@@ -142,7 +142,7 @@ def test_at_ordinary_prices_a_prompt_leaves_in_the_order_of_the_design():
     moves = pressed(index, ORDINARY, [DEVICE, HOST, STORE])
     back = names[::-1]
     device = [(n, part, HOST) for part in (COMPLEMENT, DRAFT) for n in back]
-    host = [(n, part, STORE) for part in (COMPLEMENT, DRAFT) for n in back]
+    host = [(n, part, STORE) for n in back for part in (COMPLEMENT, DRAFT)]
     store = [(n, part, GONE) for n in back for part in (COMPLEMENT, DRAFT)]
     assert [(m.name, m.part, m.target) for m in moves] == [*device, *host, *store]
 
@@ -171,12 +171,25 @@ def test_a_store_slower_than_computing_again_is_skipped():
     assert moves_of(one(content), HOST, late) == gone
 
 
+def test_what_the_store_has_leaves_the_host_before_what_it_has_not():
+    """A fetch at 5 GB/s is half of a prefill: it goes although it was used last."""
+    index = SegmentIndex()
+    (nowhere,) = chain_of(index, [whole(KV_BYTES, HOST)], name="n", stored=False)
+    (there,) = chain_of(index, [whole(KV_BYTES, HOST)], name="t", now=60.0)
+    moves = moves_of(index, HOST, ORDINARY, now=60.0, nbytes=2 * KV_BYTES)
+    assert moves == [(there, COMPLEMENT, STORE), (nowhere, COMPLEMENT, GONE)]
+    index.note_stored(there, False)
+    moves = moves_of(index, HOST, ORDINARY, now=60.0, nbytes=2 * KV_BYTES)
+    assert moves == [(nowhere, COMPLEMENT, GONE), (there, COMPLEMENT, GONE)]
+
+
 def test_a_slow_store_is_worth_it_far_into_a_long_prompt():
     index = SegmentIndex()
     slow = replace(ORDINARY, store_s_per_byte=1 / 1e9)
     chain_of(index, [whole(KV_BYTES, HOST, tokens=100_000)])
     last = "last"
     assert index.add(last, "s0", whole(KV_BYTES, HOST), 0.0)
+    index.note_stored(last, True)
     # 512 tokens after 100,000: 0.02 s of dense layers, 0.07 s of attention.
     assert slow.prefill_s(100_000, 512) == pytest.approx(0.0923, abs=1e-4)
     assert moves_of(index, HOST, slow) == [(last, COMPLEMENT, STORE)]

@@ -28,7 +28,7 @@ SIZES = {"": (0, 2048), "keep": (512, 1536), "codec": (640, 999)}
 
 RULES = (
     *("add", "split", "match", "touch", "pin", "unpin", "abort"),
-    *("make room", "place", "drop"),
+    *("make room", "place", "store", "drop"),
 )
 FEWEST_STEPS = 10_000
 STEPS = Counter()
@@ -49,11 +49,12 @@ class Plain(dict):
     def add(self, name, compressor, places, now):
         old = self.get(name)
         if old is None:
-            self[name] = {"pins": 0, "uses": [now]}
+            self[name] = {"pins": 0, "uses": [now], "stored": False}
         else:
             old["uses"].append(now)
-            lost = Tier.GONE in [tier for _, tier in old["parts"].values()]
-            if old["pins"] or (old["compressor"] == compressor and not lost):
+            tiers = [tier for _, tier in old["parts"].values()]
+            here = Tier.GONE not in tiers and min(tiers) < Tier.STORE
+            if old["pins"] or (old["compressor"] == compressor and here):
                 return False
         sizes = zip(Part, SIZES[compressor], places, strict=True)
         self[name]["compressor"] = compressor
@@ -133,6 +134,7 @@ class Histories(RuleBasedStateMachine):
                 continue
             want = self.plain.add(name, compressor, (draft_tier, rest_tier), self.now)
             assert self.index.add(name, parent, content, self.now) is want
+            self.note(name, compressor != "codec")
 
     @rule(path=PATHS, compressor=st.sampled_from(list(SIZES)), draft=TIERS, rest=TIERS)
     def add(self, path, compressor, draft, rest):
@@ -227,6 +229,8 @@ class Histories(RuleBasedStateMachine):
             assert source is move.source < move.target
             freed += nbytes if source is tier else 0
             MOVES[move.target] += 1
+            stored = self.plain[move.name]["stored"]
+            assert stored or move.target is not Tier.STORE
             self.index.place(move.name, move.part, move.target)
             self.plain.place(move.name, move.part, move.target)
         held = sum(
@@ -253,6 +257,17 @@ class Histories(RuleBasedStateMachine):
         else:
             self.index.place(name, part, tier)
             self.plain.place(name, part, tier)
+
+    @precondition(lambda self: self.plain)
+    @rule(turn=st.integers(0, 2), stored=st.booleans())
+    def store(self, turn, stored):
+        self.step("store")
+        for name in list(self.plain)[turn::3]:
+            self.note(name, stored)
+
+    def note(self, name, stored):
+        self.index.note_stored(name, stored)
+        self.plain[name]["stored"] = stored
 
     @precondition(lambda self: self.plain)
     @rule(turn=st.integers(0, 61), strand=st.booleans())
@@ -284,6 +299,7 @@ class Histories(RuleBasedStateMachine):
             assert parts == record["parts"]
             assert segment.content.compressor == record["compressor"]
             assert segment.pins == record["pins"]
+            assert segment.stored == record["stored"]
             assert segment.start == TOKENS * (len(name) - 1)
             assert segment.last_use == record["uses"][-1]
 
@@ -310,4 +326,4 @@ def test_ten_thousand_random_steps_agree_with_a_dictionary():
     )
     assert STEPS.total() >= FEWEST_STEPS
     assert min(STEPS[rule] for rule in RULES) > FEWEST_STEPS // 100
-    assert min(MOVES[tier] for tier in Tier if tier) > FEWEST_STEPS // 100
+    assert min(MOVES[tier] for tier in Tier if tier) > FEWEST_STEPS // 500

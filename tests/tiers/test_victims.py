@@ -80,20 +80,31 @@ class Plain:
         after = [child for child in after if self.worth(child) > 0]
         return max(0.0, self.own(name) + sum(map(self.loss_of_all, after)))
 
+    def slower(self, name, part, lower):
+        """Return how much longer a part takes that is further up from ``lower``."""
+        tier = self.index.get(name).content.held(part).tier
+        return self.fetch(name, part, lower) - self.fetch(name, part, tier)
+
     def choices(self, name):
         """Return (parts, target, loss) of what can leave the tier."""
-        found, together = [], tuple(self.here(name))
-        for part in together:
-            for lower in map(Tier, range(self.tier + 1, Tier.GONE)):
-                now = self.fetch(name, part, self.tier)
-                loss = self.chance(name) * (self.fetch(name, part, lower) - now)
-                if self.pays(name) and loss < self.worth(name):
-                    found.append(((part,), lower, loss))
-                    break
-            else:
-                loss = self.loss_of_all(name) if self.pays(name) else 0.0
-                return [(together, Tier.GONE, loss)]
-        return found
+        together = tuple(self.here(name))
+        if not self.pays(name):
+            return [(together, Tier.GONE, 0.0)]
+        if self.tier is Tier.DEVICE:
+            chance = self.chance(name)
+            losses = [chance * self.slower(name, p, Tier.HOST) for p in together]
+            if max(losses) < self.worth(name):
+                return [
+                    ((part,), Tier.HOST, loss)
+                    for part, loss in zip(together, losses, strict=True)
+                ]
+        if self.tier < Tier.STORE and self.index.get(name).stored:
+            moving = everything_of(self.index, name, together, Tier.STORE)
+            slower = sum(self.slower(name, part, Tier.STORE) for part in moving)
+            loss = self.chance(name) * slower
+            if loss < self.worth(name):
+                return [(together, Tier.STORE, loss)]
+        return [(together, Tier.GONE, self.loss_of_all(name))]
 
     def ranked(self):
         """Return all choices by their keys; of equals the deepest first."""
@@ -114,7 +125,7 @@ class Plain:
     def key(self, name, parts, target, loss):
         """Return the largest loss per byte of a choice and all that go before it."""
         keys = [loss / sum(self.here(name)[part].nbytes for part in parts)]
-        kinds = set(Part) if target is Tier.GONE else set(parts)
+        kinds = set(parts) if target is Tier.HOST else set(Part)
         for other in after_of(self.index, name):
             if self.index.get(other).pins and kinds & set(self.here(other)):
                 return inf
@@ -140,10 +151,10 @@ def test_moves_are_those_of_the_definitions_in_their_order(forest, tier):
 
 
 def everything_of(index, name, parts, target):
-    if target is not Tier.GONE:
+    if target is Tier.HOST:
         return parts
     parts = index.get(name).content.parts
-    return [part for part, held in parts if held.tier is not Tier.GONE]
+    return [part for part, held in parts if held.tier < target]
 
 
 @settings(max_examples=60)
@@ -191,7 +202,7 @@ def test_no_segment_leaves_while_one_that_follows_it_stays(forest, tier, nbytes)
             continue
         for name in after_of(index, move.name):
             for part, held in index.get(name).content.parts:
-                bound = move.target is Tier.GONE or part is move.part
+                bound = move.target is not Tier.HOST or part is move.part
                 if held.tier is tier and bound and (name, part) not in moved:
                     stranding += 1
                     blocked = [name, *after_of(index, name)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from vericache_sglang.engine import tiered_cache
+from vericache_sglang.engine import cuda_arguments, tiered_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +18,14 @@ NAME = "VERICACHE"
 
 
 class EmptyRelay(FutureMap):
-    """A ``FutureMap`` that relays lengths only.
+    """A ``FutureMap`` that relays lengths only; our worker keeps its tokens itself.
 
     Upstream's ``_resolve_spec_extras`` calls ``record_stream``, which CPU tensors
-    refuse, and our worker keeps its tokens itself.
+    refuse, and ``stash`` copies a payload that lies on the device. Ours is empty.
     """
+
+    def stash(self, future_indices: Any, payload: Any) -> None:
+        """Take nothing."""
 
     def _resolve_spec_extras(self, batch: ScheduleBatch) -> None:
         """Relay nothing."""
@@ -52,10 +55,17 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> FutureMap:
-        """Build the overlap relay (called by ``Scheduler``, missing upstream)."""
-        return EmptyRelay(
-            device, self, pool, needs_cpu_seq_lens, needs_confidence_relay
-        )
+        """Build the overlap relay (called by ``Scheduler``, missing upstream).
+
+        Lengths come to the host only where it is the device. Elsewhere that would wait
+        for the forward that runs, and our worker makes lists of its own.
+        """
+        here = str(device).startswith("cpu")
+        return EmptyRelay(device, self, pool, here, needs_confidence_relay)
+
+    def supports_ragged_verify(self) -> bool:
+        """Rows of a verification have lengths of their own (``graph_forward.py``)."""
+        return True
 
     def has_draft_kv(self) -> bool:
         """Drafts use the request's own slots; no second pool."""
@@ -64,9 +74,14 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: Any) -> None:
         """Refuse what we cannot serve and tell SGLang how wide a round is.
 
+        On a GPU this is also where the attention backend and the sizes of graphs are
+        chosen, where the user has not.
+
         Raises:
             UnsupportedError: A flag or the model is on the refusal list.
         """
+        if str(server_args.device).startswith("cuda"):
+            cuda_arguments.settle(server_args)
         type(self).refuse(server_args)
         if not server_args.disable_radix_cache:
             server_args.radix_cache_backend = tiered_cache.NAME

@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from vericache_kernels.packed_attention import Segment, attend_packed
 from vericache_kernels.run_attention import RowPlan, attend_row, plan_row
+from vericache_sglang.engine.attention_layer import refuse_layer, refuse_pool, store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-BACKEND_NAME = "vericache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,7 @@ class SlotRunAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
-        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-        if isinstance(model_runner.token_to_kv_pool, SWAKVPool):
-            raise ValueError("attention backend vericache: no sliding-window KV pools")
+        refuse_pool(model_runner)
         self.forward_metadata = None
         # The table may be enlarged later, so it is read through its pool each time.
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -128,12 +124,9 @@ class SlotRunAttnBackend(AttentionBackend):
         Raises:
             ValueError: The layer asks for attention other than causal and full.
         """
-        _refuse(layer, features)
-        if save_kv_cache and k is not None and v is not None:
-            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        refuse_layer(layer, features)
+        if save_kv_cache:
+            store_kv(self.token_to_kv_pool, layer, forward_batch, (k, v))
         if self.forward_metadata is None:
             raise ValueError("attention backend vericache: forward was not planned")
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -165,25 +158,6 @@ class SlotRunAttnBackend(AttentionBackend):
         return 1
 
 
-def register() -> None:
-    """Make SGLang know the backend name; a second call changes nothing."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import (
-        ATTENTION_BACKENDS,
-        register_attention_backend,
-    )
-
-    if BACKEND_NAME not in ATTENTION_BACKENDS:
-        register_attention_backend(BACKEND_NAME)(SlotRunAttnBackend)
-    if BACKEND_NAME not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([BACKEND_NAME])
-        # A row's attention never depends on the other rows of the batch.
-        choices.add_deterministic_attention_backend_choices([BACKEND_NAME])
-        choices.add_radix_supported_deterministic_attention_backend_choices(
-            [BACKEND_NAME]
-        )
-
-
 def _row_lengths(batch: ForwardBatch) -> list[tuple[int, int]]:
     """Return (row length, queries) of each row, in tokens, from host lists."""
     if batch.forward_mode.is_decode():
@@ -196,23 +170,3 @@ def _row_lengths(batch: ForwardBatch) -> list[tuple[int, int]]:
             "extend_seq_lens_cpu and extend_prefix_lens_cpu (tree verification?)"
         )
     return [(p + n, n) for p, n in zip(prefixes, queries, strict=True)]
-
-
-def _refuse(layer: RadixAttention, features: dict[str, Any]) -> None:
-    """Raise for what would otherwise be computed as plain causal attention."""
-    window = layer.sliding_window_size
-    asked = {
-        "cross attention": layer.is_cross_attention,
-        f"{layer.attn_type.value} attention": layer.attn_type.value != "decoder",
-        "sliding window": window is not None and window > -1,
-        "logit_cap": layer.logit_cap != 0,
-        "temperature scaling by position": layer.xai_temperature_len > 0,
-        "V heads wider or narrower than K": layer.qk_head_dim != layer.v_head_dim,
-    }
-    asked |= {name: value is not None for name, value in features.items()}
-    refused = [name for name, on in asked.items() if on]
-    if refused:
-        raise ValueError(
-            f"attention backend vericache, layer {layer.layer_id}: "
-            f"no {', '.join(refused)}"
-        )

@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.segment_copies import SegmentCopies
     from vericache_sglang.engine.segment_room import Identity
-    from vericache_sglang.engine.stored_segments import (
-        Found,
-        Namespace,
-        StoredSegments,
-        Tokens,
-    )
+    from vericache_sglang.engine.stored_segments import Found, Namespace, Tokens
     from vericache_sglang.tiers.prices import Prices
+    from vericache_sglang.tiers.segment import Content
 
 
 NO_STORE = StoreCounters()
@@ -56,8 +52,8 @@ class CachedSegments(SegmentRoom):
 
     Attributes:
         active: There is a radix tree that fills it.
-        splits: Segments are split, and then stored in two parts.
-        stored: What the store has; None without a store.
+        kept: Tokens of a segment that stay where it is split, and then stored in two
+            parts; 0: segments are not split.
         reprefill_tail: Last tokens of every prompt that are to run again.
     """
 
@@ -72,8 +68,7 @@ class CachedSegments(SegmentRoom):
     ) -> None:
         super().__init__(copies, places, identity, free, prices)
         self.active = False
-        self.splits = False
-        self.stored: StoredSegments | None = None
+        self.kept = 0
         self.reprefill_tail = reprefill_tail
 
     # -- names, and how far they reach ----------------------------------------
@@ -119,16 +114,16 @@ class CachedSegments(SegmentRoom):
         self._slots.enter(names, slots)
         if self.stored is not None:
             self.stored.describe(names, namespace, tokens)
-            if not self.splits:
+            if not self.kept:
                 for at, name in enumerate(names):
                     self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
         now = time.monotonic()
         for at, name in enumerate(names):
-            if name in self._index:
-                self._index.touch([name], now)
+            known = self._index.get(name)
+            if known is None or known.content.away:
+                self._know(name, names[at - 1] if at else None, self._on_device)
             else:
-                parent = names[at - 1] if at else None
-                self._index.add(name, parent, self._on_device, now)
+                self._index.touch([name], now)
 
     def leaving(self, slots: torch.Tensor) -> None:
         """Copy the segments to the host that are about to lose a slot of the device."""
@@ -198,12 +193,34 @@ class CachedSegments(SegmentRoom):
             if parent is not None and parent not in self._index:
                 return
             own = slots[(at - first) * SEGMENT : (at - first + 1) * SEGMENT]
-            with self.kept_back([] if parent is None else [parent]):
-                saved = self._with_room(partial(self._save, name, own))
-            if saved is None:
+            attempt = partial(self._save, name, own)
+            if not self._enter_host(name, parent, attempt, self._on_host):
                 return
-            self._index.add(name, parent, self._on_host, time.monotonic())
             self._write(name, own)
+
+    def _enter_host(
+        self,
+        name: str,
+        parent: str | None,
+        attempt: Callable[[], bool | None],
+        content: Content,
+    ) -> bool:
+        """Bring a segment to the host and know it, without losing what it follows.
+
+        Args:
+            name: The segment.
+            parent: The one before it, which is known; None for the first.
+            attempt: Copies it; returns True, or None without room.
+            content: What the host has of it then.
+
+        Returns:
+            False without room.
+        """
+        with self.kept_back([] if parent is None else [parent]):
+            if self._with_room(attempt) is None:
+                return False
+        self._know(name, parent, content)
+        return True
 
     def _write(self, name: str, slots: torch.Tensor) -> None:
         """Have a segment written to the store, where it is not."""
@@ -229,7 +246,9 @@ class CachedSegments(SegmentRoom):
             return False
         parts = {part: payload.tensors for part, payload in found.items()}
         draft = found.get("draft")
-        if draft and draft.label.about.compressor == self._identity.compressor:
+        ours = self.stored is not None and self.stored.usable(found)
+        # Of other pages another count may have been kept.
+        if ours and parts["draft"]["kept"].shape[2] == self.kept:
             attempt = partial(
                 self.copies.take_split, name, parts["draft"], parts["rest"]
             )
@@ -238,10 +257,8 @@ class CachedSegments(SegmentRoom):
             whole = joined(parts["draft"], parts["rest"]) if draft else parts["whole"]
             attempt = partial(self.copies.take_whole, name, whole)
             content = self._on_host
-        with self.kept_back([] if parent is None else [parent]):
-            taken = self._with_room(lambda: attempt() or None) is not None
+        taken = self._enter_host(name, parent, lambda: attempt() or None, content)
         if taken:
-            self._index.add(name, parent, content, time.monotonic())
             self.counters.match_store_tokens += SEGMENT
         return taken
 
@@ -300,7 +317,6 @@ class CachedSegments(SegmentRoom):
         Args:
             names: Consecutive, nothing of them kept back.
         """
-        now = time.monotonic()
         for at, name in enumerate(names):
             part, rest = self.shelf.get(name), self.complements.get(name)
             if part is None or rest is None:
@@ -311,7 +327,7 @@ class CachedSegments(SegmentRoom):
                 continue
             content = self._content(len(part.slots), Tier.DEVICE)
             with self._loosened(name):
-                self._index.add(name, parent, content, now)
+                self._know(name, parent, content)
                 self._index.place(name, Part.DRAFT, Tier.DEVICE)
             if self.stored is not None and self.stored.wants_split(name):
                 parts = self.copies.read_parts(name)
@@ -333,6 +349,9 @@ class CachedSegments(SegmentRoom):
             logger.warning("VeriCache: new weights, the store is not used any more")
             self.stored.close()
             self.stored = None
+            for segment in list(self._index.segments()):
+                if segment.content.away and not segment.pins:
+                    self._index.drop(segment.name, strand=True)
 
     def clear(self) -> None:
         """Forget everything; SGLang has taken back every slot, and nothing runs."""
@@ -343,7 +362,8 @@ class CachedSegments(SegmentRoom):
 
     def report(self) -> dict[str, int | float]:
         """Return what each tier holds, and the counters."""
-        host = self._index.total(Tier.HOST)
+        self._hear_store()
+        host, below = self._index.total(Tier.HOST), self._index.total(Tier.STORE)
         return {
             "cache_segments": len(self._index),
             "cache_device_tokens": len(self._slots) * SEGMENT,
@@ -351,6 +371,8 @@ class CachedSegments(SegmentRoom):
             "cache_draft_slots_used": self.shelf.used_slots,
             "cache_host_tokens": host.tokens,
             "cache_host_bytes": host.nbytes,
+            "cache_store_tokens": below.tokens,
+            "cache_store_bytes": below.nbytes,
             "cache_complement_bytes": self.complements.used_bytes,
             **(self.stored.report() if self.stored else store_report(NO_STORE)),
             **self.counters.report(),

@@ -134,7 +134,7 @@ class CommonHost:
             image = host.parked(state.rid)
             intact = image is not None and _intact(image)
         elif isinstance(move, Park):
-            held = state.row_length + len(state.drafts)
+            held = state.row_length + state.loose + state.drafted
             fits = host.fits(host.parked_bytes(held))
         elif isinstance(move, Offload) or (
             isinstance(move, Split) and move.residency is Residency.HOST

@@ -36,7 +36,7 @@ MOVES = {
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start of the process.
+    """Totals since the start of the process, and what the link does now.
 
     Attributes:
         iterations: Decode forwards and all-waiting iterations.
@@ -57,11 +57,16 @@ class Counters:
         refused_moves: Moves put off for lack of device or host memory.
         shared_reloads: Reloads saved: another request had staged the complement.
         failed_reloads: Copies into the staging region that failed.
+        early_verifications: Verifications launched while their complement arrived.
+        thrown_verifications: Of these, thrown away: the rest of it never did.
+        stood_still_seconds: Time forwards waited for layers that were arriving.
         reprefills: Requests sent back to prefill because their complement was lost.
         joins: Finished rows made whole again for the prefix tree.
         staged_bytes: Bytes copied into the staging region.
         offloaded_bytes: Bytes copied to the host.
         stage_seconds: Time the reloads took on the link.
+        link_in_bytes_per_s: What the last reloads achieved on the link, in bytes/s.
+        link_out_bytes_per_s: What the last copies to the host achieved, in bytes/s.
         peak_staged_bytes: Most bytes of the staging region taken at once.
         peak_host_bytes: Most host memory held at once.
         peak_running: Most requests in one decode iteration.
@@ -86,11 +91,16 @@ class Counters:
     refused_moves: int = 0
     shared_reloads: int = 0
     failed_reloads: int = 0
+    early_verifications: int = 0
+    thrown_verifications: int = 0
+    stood_still_seconds: float = 0.0
     reprefills: int = 0
     joins: int = 0
     staged_bytes: int = 0
     offloaded_bytes: int = 0
     stage_seconds: float = 0.0
+    link_in_bytes_per_s: float = 0.0
+    link_out_bytes_per_s: float = 0.0
     peak_staged_bytes: int = 0
     peak_host_bytes: int = 0
     peak_running: int = 0

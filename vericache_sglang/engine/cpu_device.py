@@ -54,8 +54,19 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
             os.environ.setdefault(CORES, cores_of(ranks))
 
     def get_default_attention_backend(self) -> str:
-        """Return the name ``attention_backend.register`` registers."""
+        """Return the name ``attention_backends.register`` registers."""
         return "vericache"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        """Return the name of ``get_torch_profiler_activity``.
+
+        SGLang asks at ``POST /start_profile``; its default ends the server.
+        """
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """Return what torch's profiler records of this device."""
+        return torch.profiler.ProfilerActivity.CPU
 
     def get_mha_kv_pool_cls(self) -> type:
         """Return the KV pool class, with staging if VERICACHE is the algorithm."""

@@ -12,10 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 )
 
 from vericache_kernels.ragged_attention import RaggedRows, ragged_attention
-from vericache_sglang.engine.attention_backend import (
-    SlotRunAttnBackend,
-    _refuse,
-)
+from vericache_sglang.engine.attention_layer import refuse_layer, refuse_pool, store_kv
 from vericache_sglang.engine.coded_rows import CodedForward, CodedRows, coded_forward
 
 if TYPE_CHECKING:
@@ -47,10 +44,6 @@ class RaggedAttnBackend(AttentionBackend):
     ``extend_prefix_lens``; or, in SGLang's warm-up, without a spec input, all rows
     equally long. Rows are read through ``req_pool_indices`` while the layers run.
 
-    Attributes:
-        eager_forwards: Decodes and verifications that ran without a graph although
-            there are graphs; see ``capture_sizes.EAGER_COUNTER``.
-
     Args:
         model_runner: SGLang's; its pools are read on every forward.
         prefill: Serves EXTEND and MIXED.
@@ -61,6 +54,7 @@ class RaggedAttnBackend(AttentionBackend):
     """
 
     supports_ragged_verify_graph = True
+    needs_cpu_seq_lens = False
     # As SGLang's triton backend, to which prefill goes.
     extend_dummy_seqs_capped_by_req_pool = True
 
@@ -70,18 +64,13 @@ class RaggedAttnBackend(AttentionBackend):
         self, model_runner: ModelRunner, prefill: AttentionBackend, most_queries: int
     ) -> None:
         super().__init__()
-        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-        if isinstance(model_runner.token_to_kv_pool, SWAKVPool):
-            raise ValueError("attention backend vericache: no sliding-window KV pools")
+        refuse_pool(model_runner)
         self.forward_metadata = None
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.eager_forwards = 0
         self._prefill = prefill
         self._most_queries = most_queries
         self._static: RaggedRows | None = None
-        self._static_coded: dict[tuple[int, int], CodedForward] = {}
 
     # -- before the layers --------------------------------------------------------
 
@@ -98,7 +87,6 @@ class RaggedAttnBackend(AttentionBackend):
         if not _ours(mode):
             self._prefill.init_forward_metadata(forward_batch)
             return
-        self.eager_forwards += self._static is not None
         self.forward_metadata = self._described(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -110,45 +98,30 @@ class RaggedAttnBackend(AttentionBackend):
         self._static = RaggedRows(
             self._table, row[:max_bs], first, begin[:max_bs], end[:max_bs]
         )
-        self._static_coded.clear()
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Write the places of a forward's rows to where its graph reads them.
 
-        Rows behind the live ones have no tokens. Coded rows keep their room: a graph
-        serves up to as many segments and exact slots as it was captured with.
+        Rows behind the live ones have no tokens.
 
         Raises:
             ValueError: See ``init_forward_metadata``; also where the batch is larger
-                than what was captured, or of another kind.
+                than what was captured, or has rows with codes: how much these read is
+                not known when a graph is captured.
         """
         if not _ours(forward_batch.forward_mode):
             self._prefill.init_forward_metadata_out_graph(forward_batch, in_capture)
             return
         if self._static is None:
             raise ValueError("attention backend vericache: no init_cuda_graph_state")
-        count, tokens = forward_batch.batch_size, len(forward_batch.input_ids)
         described = self._described(forward_batch)
-        static = _part(self._static, count)
+        if described.coded is not None:
+            raise ValueError("attention backend vericache: coded rows in a CUDA graph")
+        static = _part(self._static, forward_batch.batch_size)
         _fill(static, described.rows)
-        key = count, tokens
-        if in_capture and described.coded is not None:
-            if described.coded.step.wants:
-                raise ValueError(
-                    f"attention backend vericache: {described.coded.step.name} needs "
-                    "tables of each request and runs without CUDA graphs"
-                )
-            self._static_coded[key] = described.coded.copy()
-        captured = self._static_coded.get(key)
-        if captured is not None:
-            captured.refill(described.coded)
-        elif described.coded is not None:
-            raise ValueError(
-                "attention backend vericache: coded rows in a graph without them"
-            )
-        self.forward_metadata = RaggedMetadata(static, captured)
+        self.forward_metadata = RaggedMetadata(static)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padded row, in tokens."""
@@ -174,7 +147,7 @@ class RaggedAttnBackend(AttentionBackend):
         serve = self._prefill.forward_extend
         if _ours(forward_batch.forward_mode):
             serve = self.forward_decode
-        _refuse(layer, features)
+        refuse_layer(layer, features)
         out: torch.Tensor = serve(
             q, k, v, layer, forward_batch, save_kv_cache, **features
         )
@@ -209,12 +182,9 @@ class RaggedAttnBackend(AttentionBackend):
         Raises:
             ValueError: The layer asks for attention other than causal and full.
         """
-        _refuse(layer, features)
-        if save_kv_cache and k is not None and v is not None:
-            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        refuse_layer(layer, features)
+        if save_kv_cache:
+            store_kv(self.token_to_kv_pool, layer, forward_batch, (k, v))
         metadata = self.forward_metadata
         if metadata is None:
             raise ValueError("attention backend vericache: forward was not described")
@@ -231,7 +201,7 @@ class RaggedAttnBackend(AttentionBackend):
             most_queries=self._most_queries,
         )
         if metadata.coded is not None:
-            out = metadata.coded.attend(queries, kv, layer.scaling, layer.layer_id, out)
+            out = metadata.coded.attend(queries, kv, layer.scaling, out)
         return out.view(len(out), -1)
 
     # -- rows of a batch ----------------------------------------------------------
@@ -261,8 +231,7 @@ class RaggedAttnBackend(AttentionBackend):
                     "spec_info.coded on a GPU"
                 )
             return RaggedMetadata(rows)
-        padded = _padded(rows, batch.batch_size)
-        forward, others = coded_forward(coded, padded, len(batch.input_ids))
+        forward, others = coded_forward(coded, rows, len(batch.input_ids))
         return RaggedMetadata(others, forward)
 
     def _bounds(self, batch: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,23 +261,6 @@ class RaggedAttnBackend(AttentionBackend):
         width = len(batch.input_ids) // count
         first = torch.arange(count + 1, dtype=torch.int32, device=lengths.device)
         return first * width, lengths + width
-
-
-def create_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """Build the backend of the runner's device; for SGLang's registry.
-
-    Args:
-        model_runner: SGLang's.
-    """
-    if str(model_runner.device).startswith("cpu"):
-        return SlotRunAttnBackend(model_runner)
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.runtime_context import get_spec
-
-    most_queries = get_spec().speculative_num_draft_tokens or 1
-    return RaggedAttnBackend(
-        model_runner, TritonAttnBackend(model_runner), most_queries
-    )
 
 
 def _ours(mode: ForwardMode) -> bool:
@@ -343,17 +295,3 @@ def _fill(static: RaggedRows, live: RaggedRows) -> None:
     for places in (static.row, static.begin, static.end):
         places[count:].zero_()
     static.first[count + 1 :].copy_(live.first[-1:].expand(len(static.row) - count))
-
-
-def _padded(rows: RaggedRows, count: int) -> RaggedRows:
-    """Return ``count`` rows, those behind the given ones without tokens."""
-    shape = torch.zeros(3, count + 1, dtype=torch.int64, device=rows.row.device)
-    static = RaggedRows(
-        rows.table,
-        shape[0, :count],
-        torch.zeros_like(shape[0]),
-        shape[1, :count],
-        shape[2, :count],
-    )
-    _fill(static, rows)
-    return static

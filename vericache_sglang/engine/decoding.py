@@ -60,6 +60,7 @@ class Decoding:
         conclusion: Is told of plain rows.
         watch: Is told of every iteration.
         max_running: Most requests SGLang runs.
+        eager: Forwards replay no CUDA graph, so that one may wait for a layer.
     """
 
     states: dict[str, RequestState]
@@ -74,7 +75,9 @@ class Decoding:
     conclusion: Conclusion
     watch: Watch
     max_running: int
+    eager: bool
     _launched: float = field(default=0.0, init=False)
+    _stood_still: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
 
     def interrupt(self) -> None:
@@ -121,6 +124,10 @@ class Decoding:
             if self._work is None:
                 time.sleep(IDLE_SECONDS)
         moves = self._make_moves(plan, batch)
+        if moves:
+            # They edit rows and the free list behind the event at which SGLang takes
+            # them for read; without it the scheduler waits for all that was launched.
+            self.target_worker.model_runner.shared_read_done_event = None
         self._publish(result, seats, len(batch.reqs))
         self.watch.end(moves)
         return result
@@ -128,7 +135,9 @@ class Decoding:
     def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
         reloads = self.residence.reloads
         self.residence.poll_outgoing()
-        heard = self.agreement.hear(self.residence.host_slots, reloads.progress())
+        seconds = self.agreement.measured.iteration.iteration_s.value
+        progress = reloads.progress(seconds if self.eager else 0.0, rows)
+        heard = self.agreement.hear(self.residence.host_slots, progress)
         arrived, failed = reloads.poll(heard.reloads)
         for rid in failed:
             self._note_failure(rid)
@@ -206,10 +215,12 @@ class Decoding:
     def _observe_last(self) -> None:
         """Learn from the last iteration, launch to launch, if it was a decode too."""
         now = time.perf_counter()
+        stood_still = self.residence.counters.stood_still_seconds
         if self._work is not None:
-            self.agreement.measured.iteration.observe(self._work, now - self._launched)
+            seconds = now - self._launched - (stood_still - self._stood_still)
+            self.agreement.measured.iteration.observe(self._work, seconds)
             self._work = None
-        self._launched = now
+        self._launched, self._stood_still = now, stood_still
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState]

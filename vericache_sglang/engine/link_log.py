@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 KEPT = 256
 """Records kept for observers; nobody may be listening."""
 
+RECENT = 32
+"""Copies of one direction whose speed is reported."""
+
 
 class LinkLog:
     """Teaches the link's estimate and keeps the last records.
@@ -26,16 +29,26 @@ class LinkLog:
     def __init__(self, estimate: LinkEstimate) -> None:
         self._estimate = estimate
         self._records: deque[TransferRecord] = deque(maxlen=KEPT)
+        self._recent: dict[str, deque[tuple[int, float]]] = {
+            direction: deque(maxlen=RECENT) for direction in ("in", "out")
+        }
 
     def note(
         self, rid: str, direction: Literal["in", "out"], transfer: Transfer
     ) -> None:
         """Record a copy whose end was just noticed."""
         self._estimate.observe(transfer.nbytes, transfer.seconds, direction)
+        self._recent[direction].append((transfer.nbytes, transfer.seconds))
         now = time.perf_counter()
         self._records.append(
             TransferRecord(rid, direction, transfer.nbytes, now, transfer.seconds)
         )
+
+    def rate(self, direction: Literal["in", "out"]) -> float:
+        """Return what the last copies achieved together, in bytes/s; 0.0 before any."""
+        recent = self._recent[direction]
+        seconds = sum(each for _, each in recent)
+        return sum(nbytes for nbytes, _ in recent) / seconds if seconds else 0.0
 
     def drain(self) -> tuple[TransferRecord, ...]:
         """Return what ended since the last call."""

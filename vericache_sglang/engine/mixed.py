@@ -9,12 +9,15 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from vericache_kernels.board_commit import DRAFT, EMIT, BoardRows
+from vericache_sglang.engine.coded_rows import DraftCodes
 from vericache_sglang.engine.flights import Flight
+from vericache_sglang.engine.graph_forward import present
 from vericache_sglang.engine.rows import ForwardRow, MixedRows, build_forward
+from vericache_sglang.engine.sampling.logprobs import LogprobTable
 from vericache_sglang.engine.sampling.query import Query, RowQueries
 from vericache_sglang.engine.sampling.sampler import RowSampler
 from vericache_sglang.engine.upload import upload
-from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.conclusion import Conclusion
     from vericache_sglang.engine.flights import Flights
     from vericache_sglang.engine.residence import Residence
-    from vericache_sglang.engine.sampling.logprobs import LogprobTable
     from vericache_sglang.engine.state import RequestState
     from vericache_sglang.engine.token_board import TokenBoard
     from vericache_sglang.scheduling.iteration_model import Work
@@ -64,6 +66,9 @@ class MixedForward:
         self._conclusion = conclusion
         self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
+        self._draft_codes: DraftCodes | None = None
+        if residence.codes is not None and not str(self._device).startswith("cpu"):
+            self._draft_codes = DraftCodes(residence.codes.codec, residence.places)
 
     def run(
         self,
@@ -88,16 +93,28 @@ class MixedForward:
         for i, state in seats.items():
             rows.add(i, state, actions[i])
         if not rows.rows:
-            result = self._result(len(batch.reqs))
+            result = self._result(batch)
             self._flights.launch(Flight(result, self._board.most))
             return result, None
         work = rows.work()
         inputs = rows.inputs(self._board)
         forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
-        forward.spec_info.packed = self._packed(rows.rows)
-        run = self._worker.forward_batch_generation(
-            batch=None, forward_batch=forward, is_verify=True
-        )
+        if self._draft_codes is None:
+            forward.spec_info.packed = self._packed(rows.rows)
+        else:
+            forward.spec_info.coded = self._draft_codes.of(rows.rows)
+        present(forward, self._worker.model_runner)
+        reloads = self._residence.reloads
+        verified = [s.rid for i, s in seats.items() if isinstance(actions[i], Verify)]
+        gate = reloads.gate(verified)
+        with gate.over(self._residence.places.pool):
+            run = self._worker.forward_batch_generation(
+                batch=None, forward_batch=forward, is_verify=True
+            )
+        thrown = reloads.thrown(gate, verified)
+        if thrown:  # again without them: the other rows write the same once more
+            waits = {i: Wait(s.rid) for i, s in seats.items() if s.rid in thrown}
+            return self.run(batch, seats, {**actions, **waits})
         logits = run.logits_output.next_token_logits
         asked = _queries(rows, seats, actions)
         if all(row.state.late for row in asked):
@@ -126,7 +143,7 @@ class MixedForward:
             [*rows.starts(), len(target)],
         )
         emission = self._board.commit(BoardRows(seat, first, kind, drafts), target)
-        result = self._result(len(batch.reqs))
+        result = self._result(batch)
         places = result.next_token_ids.view(-1, self._board.most)
         places[at] = emission.tokens
         # No token of a drafting request is accepted; the host reads its draft here.
@@ -160,9 +177,7 @@ class MixedForward:
             if row.emits:
                 emitted[row.seat] = tokens
         self._board.put([row.state for row in asked])
-        result = self._result(len(batch.reqs), emitted)
-        if batch.return_logprob:
-            result.logits_output = table.pack(len(batch.reqs))
+        result = self._result(batch, emitted, table)
         self._flights.launch(Flight(result, self._board.most))
         return result
 
@@ -178,10 +193,16 @@ class MixedForward:
         }
 
     def _result(
-        self, requests: int, emitted: dict[int, list[int]] | None = None
+        self,
+        batch: ScheduleBatch,
+        emitted: dict[int, list[int]] | None = None,
+        table: LogprobTable | None = None,
     ) -> GenerationBatchResult:
         """Return a result in which requests emit what is given, nothing without."""
-        stride = self._board.most
+        requests, stride = len(batch.reqs), self._board.most
+        logprobs = None
+        if batch.return_logprob:  # SGLang reads it also where nobody emits
+            logprobs = (table or LogprobTable()).pack(requests)
         where = self._device if emitted is None else "cpu"
         padded = torch.zeros(requests, stride, dtype=torch.int64, device=where)
         counts = torch.zeros(requests, dtype=torch.int32, device=where)
@@ -189,7 +210,7 @@ class MixedForward:
             padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             counts[i] = len(tokens)
         return GenerationBatchResult(
-            logits_output=None,
+            logits_output=logprobs,
             next_token_ids=padded.flatten().to(self._device),
             accept_lens=counts.to(self._device),
             speculative_num_draft_tokens=stride,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vericache_kernels.split_segment import Cut, join_segment
+from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.engine.row_edit import (
     allocate,
     cached_prefix,
@@ -17,12 +19,13 @@ from vericache_sglang.engine.row_edit import (
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import as_bits, join_layer, pick_rest
+from vericache_sglang.memory.splitting import pick_rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vericache_sglang.engine.places import Places
+    from vericache_sglang.engine.prompt_watch import PromptWatch
     from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.transfers import Transfer
 
@@ -35,12 +38,19 @@ class Mover:
     Args:
         places: Pool, row table, host memory.
         drafts: Returns a reader of a request's packed draft part.
+        watch: Knows the scores of tokens by slot.
     """
 
     def __init__(
-        self, places: Places, drafts: Callable[[RequestState], DraftParts]
+        self,
+        places: Places,
+        drafts: Callable[[RequestState], DraftParts],
+        watch: PromptWatch,
     ) -> None:
         self._drafts = drafts
+        self._watch = watch
+        # Of parked requests, the scores of what lies behind their prompts' parts.
+        self._noted: dict[str, list[torch.Tensor]] = {}
         self._places = places
         self._geometry = places.geometry
         self._pool = places.pool
@@ -136,20 +146,29 @@ class Mover:
         """Move what a request on the host still holds on the device there too.
 
         Returns:
-            The copy; None when the host budget does not allow it.
+            The copy; None when the host budget does not allow it, or no page is free
+            for a row that has none of its own.
         """
         parts, row, kv = state.split, self._places.row(state), state.req.kv
-        held = state.row_length + len(state.drafts)
+        held = state.row_length + state.loose + state.drafted
+        own = row[parts.borrowed : kv.kv_allocated_len].to(torch.int64).clone()
+        taken = own[:0]
+        if not len(own):  # a shared draft part, and nothing decoded yet
+            page = allocate(tree_cache, self._page)
+            if page is None:
+                return None
+            own = taken = page
+        # Only now: what an allocation evicts may go to the host.
         if not self._host.fits(self._host.parked_bytes(held)):
+            free(tree_cache, taken)
             return None
         image = self._host.park(state.rid, held)
         slots = row[:held].to(torch.int64).clone()
+        self._noted[state.rid] = self._watch.noted(slots[parts.head :])
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
         transfer = self._transfers.save(blocks, image)
         # SGLang takes a row without slots for one it has released already, and a parked
         # request may be aborted: the first page of its own stays.
-        first = parts.borrowed
-        own = row[first : kv.kv_allocated_len].to(torch.int64).clone()
         free(tree_cache, own[self._page :])
         row[: self._page] = own[: self._page].to(row.dtype)
         kv.kv_committed_len -= state.row_length
@@ -188,7 +207,16 @@ class Mover:
         parts.layout = Layout.KEPT
         kv.kv_committed_len = committed + state.row_length
         self._host.drop_parked(state.rid)
+        behind = slots[parts.head : parts.parked_slots]
+        self._watch.note(behind, self._noted.pop(state.rid, []))
         return True
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a parked request; nothing happens where there is none.
+
+        Its image is the host store's.
+        """
+        self._noted.pop(rid, None)
 
     def join(self, state: RequestState, tree_cache: Any) -> bool:
         """Make a finished request's row list every token in order, for the tree.
@@ -256,9 +284,8 @@ class Mover:
         for layer, others in enumerate(self._away(state, away.to(torch.int64).clone())):
             kept = parts.kept[layer].to(whole.device, torch.int64)
             buffers = (self._pool.k_buffer[layer], self._pool.v_buffer[layer])
-            for buffer, entries in zip(buffers, others, strict=True):
-                bits = as_bits(buffer)
-                bits[whole] = join_layer(bits[exact], kept, as_bits(entries))
+            cut = Cut(whole, kept, complement_indices(kept, len(whole)))
+            join_segment(buffers, cut, exact, others, in_place=True)
 
     def _away(
         self, state: RequestState, slots: torch.Tensor

@@ -141,8 +141,8 @@ class PromptWatch:
             slots: [T] int64, where they are now.
             scores: As ``noted`` returned them.
         """
-        if self._noted is not None and scores:
-            self._noted[:, :, slots] = torch.stack(scores)
+        if scores:  # also the first ones, of a prefix that comes from the store
+            self._table()[:, :, slots] = torch.stack(scores)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept by request; nothing happens when there is nothing."""

@@ -114,7 +114,7 @@ class Residence:
         self.watch = self.segments.copies.scores = PromptWatch(selector, self.places)
         self.codes = None if codec is None else Codes(codec, self.places)
         self.splitter = Splitter(config, selector, self.codes, self.places)
-        self._mover = Mover(self.places, self.drafts)
+        self._mover = Mover(self.places, self.drafts, self.watch)
         self._read_weight = 1.0
         if self.codes is not None:
             slot_s = estimates.iteration.coefficients
@@ -198,11 +198,11 @@ class Residence:
 
     def release(self, state: RequestState) -> None:
         """Give back all a request holds; its row itself is SGLang's to free."""
-        self.watch.forget(state.rid)
+        for holder in (self.watch, self._mover, self._common):
+            holder.forget(state.rid)
         self.reloads.end(state.rid)
         self.host.drop(state.rid)
         self.segments.release(state.rid)
-        self._common.forget(state.rid)
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         self._give_shadow(state)
 

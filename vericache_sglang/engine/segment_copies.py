@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
+from math import nan
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.prompt_watch import PromptWatch
+    from vericache_sglang.memory.complement import RawComplement
     from vericache_sglang.memory.segment_complements import SegmentComplements
     from vericache_sglang.memory.segment_pool import SegmentPool
 
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 class SegmentCopies:
     """Whole copies on the host; draft parts on the device or host, and complements.
+
+    Where tokens have scores of their own (``Selector.update``), they lie in a whole
+    copy, or beside a complement, and come back with the tokens.
 
     Args:
         places: Pool and geometry.
@@ -44,6 +50,7 @@ class SegmentCopies:
         self.scores: PromptWatch | None = None
         self._places = places
         self._pool = pool
+        self._kept_back: Counter[str] = Counter()
 
     def has_whole(self, name: str) -> bool:
         """Say whether a whole copy is on the host."""
@@ -72,23 +79,39 @@ class SegmentCopies:
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the host arena that nobody holds."""
+        """Bytes of the host arena that no copy's user holds."""
         return self._pool.evictable_bytes + self.complements.evictable_bytes
+
+    def loose_bytes(self, name: str) -> int:
+        """Return how much of ``evictable_bytes`` is this segment's."""
+        copies = [each(name) for each in (_whole, _draft, _scores)]
+        nbytes = sum(
+            self._pool.nbytes(copy)
+            for copy in copies
+            if copy in self._pool and not self._kept_back[copy]
+        )
+        rest = self.complements.get(name)
+        if rest is not None and not self.complements.is_held(name):
+            nbytes += rest.held_bytes
+        return nbytes
 
     @contextmanager
     def kept_back(self, names: Sequence[str]) -> Iterator[None]:
         """Keep what there is of segments where it is meanwhile."""
         listed = [name for name in names if name in self.shelf]
         held = [name for name in names if name in self.complements]
-        copies = [each(name) for name in names for each in (_whole, _draft)]
+        forms = (_whole, _draft, _scores)
+        copies = [each(name) for name in names for each in forms]
         copies = [copy for copy in copies if copy in self._pool]
         self.shelf.take(listed)
         self.complements.hold(held)
         for copy in copies:
             self._pool.pin(copy)
+        self._kept_back.update(copies)
         try:
             yield
         finally:
+            self._kept_back -= Counter(copies)
             for copy in copies:
                 self._pool.unpin(copy)
             self.complements.let_go(held)
@@ -102,22 +125,48 @@ class SegmentCopies:
         keys, values = zip(*((k.cpu(), v.cpu()) for k, v in blocks), strict=True)
         return {"keys": torch.stack(keys), "values": torch.stack(values)}
 
+    def scores_of(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """Return the scores [L, H, n] of the tokens in these slots, where there are."""
+        found = self.scores.noted(slots) if self.scores is not None else []
+        return torch.stack(found) if found else None
+
     def read_whole(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``read`` with the tokens' scores [L, H, n], where there are any."""
-        noted = self.scores.noted(slots) if self.scores is not None else []
-        return {**self.read(slots), **({"noted": torch.stack(noted)} if noted else {})}
+        return {**self.read(slots), **_named(self.scores_of(slots))}
 
     def read_parts(self, name: str) -> tuple[Tensors, Tensors] | None:
         """Return copies of a segment's draft part and complement, where both are."""
         part, rest = self.shelf.get(name), self.complements.get(name)
         if part is None or rest is None or not rest.sealed:
             return None
-        draft = {**self.read(part.slots), "kept": part.kept.clone()}
+        noted = self._saved_scores(name)
+        draft = {
+            **self.read(part.slots),
+            "kept": part.kept.clone(),
+            **_named(None if noted is None else noted.clone()),
+        }
         return draft, {"keys": rest.keys.clone(), "values": rest.values.clone()}
 
     def save_whole(self, name: str, slots: torch.Tensor) -> bool:
-        """Copy a segment from its slots to the host; False without room."""
-        return self._pool.put(_whole(name), self.read_whole(slots))
+        """Copy a segment from its slots to the host; False without room.
+
+        The slots may be used again at once; who reads the copy waits until it is there.
+        """
+        pool, more = self._places.pool, _named(self.scores_of(slots))
+        dtype = pool.k_buffer[0].dtype
+        geometry = self._places.geometry
+        image = self._pool.open(_whole(name), geometry, len(slots), dtype, more)
+        if image is None:
+            return False
+        slots = slots.to(pool.k_buffer[0].device)
+        try:
+            self._places.transfers.save(
+                gathered(pool.k_buffer, pool.v_buffer, slots), image
+            )
+        except BaseException:
+            self._pool.drop(_whole(name))
+            raise
+        return True
 
     def take_whole(self, name: str, tensors: Tensors) -> bool:
         """Take a whole segment in that was stored; False without room."""
@@ -126,18 +175,57 @@ class SegmentCopies:
     def take_split(self, name: str, draft: Tensors, rest: Tensors) -> bool:
         """Take a segment's two parts in that were stored; False without room."""
         kept = draft["kept"]
-        if not self._pool.put(_draft(name), draft):
+        own = {field: draft[field] for field in ("keys", "values", "kept")}
+        if not self._pool.put(_draft(name), own):
             return False
-        try:
-            slots = rest["keys"].shape[1]
-            complement = self.complements.open(name, slots, kept.shape[2])
-        except TransferError:
+        complement = self.open_complement(name, rest["keys"].shape[1], kept.shape[2])
+        if complement is None:
             self._pool.drop(_draft(name))
             return False
         for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
-            complement.describe(layer, kept[layer], kept[layer][:, :0])
+            describe(complement, layer, kept[layer])
             complement.write(layer, *pair)
+        self.save_scores(name, draft.get("noted"))
         return True
+
+    def open_complement(self, name: str, slots: int, kept: int) -> RawComplement | None:
+        """Allocate a segment's complement, to be filled by the caller.
+
+        Args:
+            name: A segment without one.
+            slots: Tokens of it that are not kept.
+            kept: Tokens of it that are.
+
+        Returns:
+            None without room; nothing was allocated.
+        """
+        try:
+            return self.complements.open(name, slots, kept)
+        except TransferError:
+            return None
+
+    def save_scores(self, name: str, noted: torch.Tensor | None) -> bool:
+        """Keep the scores of a segment's tokens beside its complement.
+
+        Args:
+            name: A segment with a complement.
+            noted: [L, H, tokens]; None: nobody scored them.
+
+        Returns:
+            False without room: once restored, the tokens are as nobody scored them.
+        """
+        return noted is None or self._pool.put(_scores(name), {"noted": noted})
+
+    def give_scores(self, slots: torch.Tensor, noted: torch.Tensor | None) -> None:
+        """Give tokens their scores back; else they are as nobody scored them.
+
+        What the slots had before is another token's.
+        """
+        if self.scores is None:
+            return
+        stale = [] if noted is not None else self.scores.noted(slots)
+        scores = [torch.full_like(each, nan) for each in stale]
+        self.scores.note(slots, scores if noted is None else list(noted))
 
     def save_draft(self, name: str) -> torch.Tensor | None:
         """Move a draft part nobody lists from the shelf to the host.
@@ -162,17 +250,21 @@ class SegmentCopies:
             slots: [SEGMENT] int64, all its tokens in order.
         """
         n = part.kept.shape[2]
-        try:
-            complement = self.complements.open(name, len(slots) - n, n)
-        except TransferError:
+        complement = self.open_complement(name, len(slots) - n, n)
+        if complement is None:
             return False
+        self.save_scores(name, self.scores_of(slots))
         pool = self._places.pool
         slots = slots.to(pool.k_buffer[0].device)
-        for layer, pair in enumerate(gathered(pool.k_buffer, pool.v_buffer, slots)):
-            kept = part.kept[layer]
-            complement.describe(layer, kept, kept[:, :0])
-            keys, values = pick_rest(*pair, kept)
-            complement.write(layer, keys, values)
+
+        def leaving() -> Iterator[Pair]:
+            blocks = gathered(pool.k_buffer, pool.v_buffer, slots)
+            for layer, pair in enumerate(blocks):
+                kept = part.kept[layer]
+                describe(complement, layer, kept)
+                yield pick_rest(*pair, kept)
+
+        self._places.transfers.save(leaving(), complement)
         return True
 
     def restore(self, name: str, skip: int, slots: torch.Tensor) -> None:
@@ -188,19 +280,25 @@ class SegmentCopies:
         """
         if self.has_whole(name):
             found = self._read(_whole(name))
-            if self.scores is not None and "noted" in found:
-                self.scores.note(slots, list(found["noted"][:, :, skip:]))
+            noted = found.get("noted")
             pairs: Iterator[Pair] = zip(found["keys"], found["values"], strict=True)
         else:
-            pairs = self._joined(name)
-        for layer, (keys, values) in enumerate(pairs):
-            self._places.put(layer, slots, keys[skip:], values[skip:])
+            noted, pairs = self._saved_scores(name), self._joined(name)
+        rest = self.complements.get(name)
+        extents = [rest.extent] if rest is not None else []
+        copies = (_whole(name), _draft(name))
+        extents += [self._pool.extent(copy) for copy in copies if copy in self._pool]
+        self.give_scores(slots, None if noted is None else noted[:, :, skip:])
+        wanted = ((keys[skip:], values[skip:]) for keys, values in pairs)
+        slots = slots.to(self._places.pool.k_buffer[0].device)
+        self._places.transfers.bring(wanted, slots, extents)
 
     def drop_host(self, name: str) -> None:
         """Forget what the host has of a segment and no request refers to."""
         self.drop_copies(name)
         if name in self.complements and not self.complements.is_held(name):
             self.complements.drop(name)
+            self._pool.drop(_scores(name))
 
     def drop_copies(self, name: str) -> None:
         """Forget the copies on the host of what other forms hold."""
@@ -216,7 +314,7 @@ class SegmentCopies:
             self._pool.drop(copy)
 
     def _joined(self, name: str) -> Iterator[Pair]:
-        """Yield each layer of a split segment in order, on the host."""
+        """Yield each layer of a split segment in order, on the device."""
         complement = self.complements.get(name)
         if complement is None:
             raise InvariantError(f"no complement of segment {name}")
@@ -232,12 +330,22 @@ class SegmentCopies:
         for layer, draft in enumerate(drafts):
             complement.verify(layer)
             rest = complement.keys[layer], complement.values[layer]
-            where = kept[layer].to("cpu", torch.int64)
+            device = pool.k_buffer[0].device
+            where = kept[layer].to(device, torch.int64)
             keys, values = (
-                _in_order(own.cpu(), where, other)
+                _in_order(
+                    own.to(device, non_blocking=True),
+                    where,
+                    other.to(device, non_blocking=True),
+                )
                 for own, other in zip(draft, rest, strict=True)
             )
             yield keys, values
+
+    def _saved_scores(self, name: str) -> torch.Tensor | None:
+        """Return what ``save_scores`` kept, a view; damaged ones are none."""
+        found = self._pool.get(_scores(name))
+        return None if found is None else found["noted"]
 
     def _read(self, copy: str) -> Mapping[str, torch.Tensor]:
         found = self._pool.get(copy)
@@ -250,7 +358,8 @@ def joined(draft: Tensors, rest: Tensors) -> dict[str, torch.Tensor]:
     """Return a stored segment in order, whatever made its two parts.
 
     Args:
-        draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``.
+        draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``. Scores are of
+            what made the parts, and mean nothing to others.
         rest: ``keys`` [L, m, H, D] and ``values``.
     """
     whole = {}
@@ -269,9 +378,23 @@ def _in_order(
     return join_layer(as_bits(own), kept, as_bits(other)).view(own.dtype)
 
 
+def describe(complement: RawComplement, layer: int, kept: torch.Tensor) -> None:
+    """Say which tokens [H, n] of a layer stay; nothing of a segment is packed."""
+    complement.describe(layer, kept, kept[:, :0])
+
+
+def _named(noted: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return scores as a field of a copy, which has none where there are none."""
+    return {} if noted is None else {"noted": noted}
+
+
 def _whole(name: str) -> str:
     return f"{name}.whole"
 
 
 def _draft(name: str) -> str:
     return f"{name}.draft"
+
+
+def _scores(name: str) -> str:
+    return f"{name}.scores"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vericache_sglang.engine.segment_slots import SegmentSlots
 from vericache_sglang.engine.tier_counters import TierCounters
-from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.segments import SEGMENT
-from vericache_sglang.tiers.cost import victims
+from vericache_sglang.tiers.cost import ranked, victims
 from vericache_sglang.tiers.index import SegmentIndex
 from vericache_sglang.tiers.segment import Content, Held, Part, Tier
 
@@ -21,9 +20,14 @@ if TYPE_CHECKING:
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.segment_copies import SegmentCopies
+    from vericache_sglang.engine.stored_segments import StoredSegments
     from vericache_sglang.memory.complement import RawComplement
     from vericache_sglang.store.keys import Fingerprint
     from vericache_sglang.tiers.prices import Prices
+
+
+MOST_STORED = 16_384
+"""Segments known that are in the store only; it may have more, which are found, too."""
 
 
 class Identity(NamedTuple):
@@ -47,6 +51,9 @@ class SegmentRoom:
         identity: What other servers' segments differ in.
         free: Gives slots of draft parts back to SGLang.
         prices: Returns what moves and prefills cost now.
+
+    Attributes:
+        stored: What the store has; None without a store.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class SegmentRoom:
         self.shelf = copies.shelf
         self.complements = copies.complements
         self.counters = TierCounters()
+        self.stored: StoredSegments | None = None
         self._token_bytes = places.geometry.token_bytes
         self._identity = identity
         self._prices = prices
@@ -73,6 +81,7 @@ class SegmentRoom:
         self._distrusted: set[str] = set()
         self._listing: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._referring: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._evictable: tuple[tuple[int, ...], int] = ((), 0)
 
     @contextmanager
     def kept_back(self, names: Sequence[str]) -> Iterator[None]:
@@ -111,14 +120,18 @@ class SegmentRoom:
         return opened
 
     def _open(self, name: str, slots: int, kept: int) -> RawComplement | None:
-        for attempt in range(2):
-            try:
-                self._distrusted.discard(name)
-                return self.complements.open(name, slots, kept)
-            except TransferError:
-                if not attempt:
-                    self.make_room((slots + kept) * self._token_bytes)
-        return None
+        self._distrusted.discard(name)
+        opened = self.copies.open_complement(name, slots, kept)
+        if opened is None:
+            self.make_room((slots + kept) * self._token_bytes)
+            opened = self.copies.open_complement(name, slots, kept)
+        return opened
+
+    def save_scores(self, name: str, noted: torch.Tensor) -> None:
+        """Keep the scores [L, H, tokens] of a segment beside its new complement."""
+        if not self.copies.save_scores(name, noted):
+            self.make_room(noted.nbytes)
+            self.copies.save_scores(name, noted)
 
     def use(self, rid: str, names: Sequence[str]) -> None:
         """Have a request list the draft parts of segments, until ``stop_listing``."""
@@ -165,8 +178,18 @@ class SegmentRoom:
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the host arena that nobody holds."""
-        return self.copies.evictable_bytes
+        """Bytes of the host arena that ``make_room`` can free.
+
+        What a request lists or refers to stays as a whole: of a segment whose draft
+        part it reads on the device, the complement on the host stays, too. Counted
+        anew only where something changed; it is asked for every iteration.
+        """
+        loose = self.copies.evictable_bytes
+        state = (self._index.changes, self.copies.held_bytes, loose)
+        if self._evictable[0] != state:
+            stays = sum(map(self.copies.loose_bytes, self._index.pinned()))
+            self._evictable = state, loose - stays
+        return self._evictable[1]
 
     def make_room(self, nbytes: int) -> None:
         """Have segments leave the host; running requests and newer ones need it.
@@ -174,11 +197,55 @@ class SegmentRoom:
         Args:
             nbytes: Bytes of the host arena that should become free.
         """
-        now = time.monotonic()
-        moves = victims(self._index, Tier.HOST, nbytes, now, self._prices())
-        for name in dict.fromkeys(m.name for m in moves if m.source is Tier.HOST):
+        self._hear_store()
+        now, prices = time.monotonic(), self._prices()
+        moves = victims(self._index, Tier.HOST, nbytes, now, prices)
+        for name, target in {m.name: m.target for m in moves}.items():
             self.counters.evicted_host_tokens += SEGMENT
-            self.forget(name)
+            if target is Tier.STORE:
+                self._leave_to_store(name)
+            else:
+                self.forget(name)
+        known = self._index.total(Tier.STORE)
+        too_many = known.tokens - MOST_STORED * SEGMENT
+        if too_many > 0:
+            nbytes = too_many * known.nbytes // known.tokens
+            for move in victims(self._index, Tier.STORE, nbytes, now, prices):
+                self.forget(move.name)
+
+    def _leave_to_store(self, name: str) -> None:
+        """Let go of a segment that the store has, and remember that it is there."""
+        part = self.shelf.get(name)
+        needed = part is not None and part.users > 0
+        if needed or name in self._slots or self.complements.is_held(name):
+            self.forget(name)  # not all of it leaves
+            return
+        if part is not None:
+            self._free(self.shelf.remove(name).slots)
+        self.copies.drop_host(name)
+        self._distrusted.discard(name)
+        for kind in (Part.COMPLEMENT, Part.DRAFT):
+            if kind is Part.COMPLEMENT or self._is_split(name):
+                self._index.place(name, kind, Tier.STORE)
+        if self.stored is not None:
+            self.stored.leave(name)
+
+    def _hear_store(self) -> None:
+        """Learn what the store has now, and what it has no more."""
+        for name, there in self.stored.news() if self.stored is not None else ():
+            segment = self._index.get(name)
+            if segment is None:
+                continue
+            self._index.note_stored(name, there)
+            if not there and segment.content.away and not segment.pins:
+                self._index.drop(name, strand=True)
+
+    def _know(self, name: str, parent: str | None, content: Content) -> None:
+        """Have the index know a segment, or a use of one it knows."""
+        self._index.add(name, parent, content, time.monotonic())
+        self._hear_store()
+        if self.stored is not None and name in self.stored:
+            self._index.note_stored(name, True)
 
     def evict_drafts(self, slots: int) -> int:
         """Have draft parts that nobody lists leave the device.
@@ -189,19 +256,25 @@ class SegmentRoom:
         Returns:
             Slots that became free.
         """
-        now, freed = time.monotonic(), 0
-        all_of_it = len(self._index) * SEGMENT * self._token_bytes + 1
-        moves = victims(self._index, Tier.DEVICE, all_of_it, now, self._prices())
-        order = [move.name for move in moves if move.part is Part.DRAFT]
-        known = set(order)
-        order = [n for n in self.shelf.idle() if n not in known] + order
-        for name in order:
+        freed = 0
+        for name in self._idle_drafts():
             if freed >= slots:
                 break
             part = self.shelf.get(name)
             if part is not None and not part.users:
                 freed += self._evict_draft(name)
         return freed
+
+    def _idle_drafts(self) -> Iterator[str]:
+        """Yield whose draft parts may leave the device, those the index lacks first."""
+        now, prices = time.monotonic(), self._prices()
+        for name in self.shelf.idle():
+            segment = self._index.get(name)
+            draft = segment.content.draft if segment and not segment.pins else None
+            if draft is None or draft.tier is not Tier.DEVICE:
+                yield name
+        for _, moves in ranked(self._index, Tier.DEVICE, now, prices):
+            yield from (move.name for move in moves if move.part is Part.DRAFT)
 
     def _evict_draft(self, name: str) -> int:
         """Move one draft part to the host where its complement is, or let it go."""
@@ -251,7 +324,7 @@ class SegmentRoom:
         if name in self._slots and (
             not segment.parent or segment.parent in self._index
         ):
-            self._index.add(name, segment.parent, self._on_device, time.monotonic())
+            self._know(name, segment.parent, self._on_device)
 
     def check(self) -> None:
         """Recount index and complements.
@@ -302,5 +375,8 @@ class SegmentRoom:
         self._index.pin(pins)
 
     def _is_split(self, name: str) -> bool:
+        """Say whether two parts of a segment are here."""
         segment = self._index.get(name)
-        return segment is not None and segment.content.draft is not None
+        if segment is None or segment.content.away:
+            return False
+        return segment.content.draft is not None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 
-from vericache_sglang.compression.base import Selector
+from vericache_sglang.compression.about import UNKNOWN
+from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.engine.cached_segments import CachedSegments
 from vericache_sglang.engine.segment_copies import SegmentCopies
 from vericache_sglang.engine.segment_room import Identity
@@ -89,15 +90,37 @@ def open_segments(
     selector = compressor.selector
     tail = 0 if selector is None else selector.needs.q_tail
     segments = CachedSegments(
-        copies, places, identity, free, lambda: _prices(estimates), tail
+        copies, places, identity, free, lambda: _prices(estimates, segments), tail
     )
     shared = selector if compressor.codec is None and _may_be_shared(selector) else None
-    segments.splits = shared is not None
     if backend:
         store = SegmentStore(_open_backend(server_args, identity.model), identity.model)
-        segments.stored = StoredSegments(store, identity.compressor, segments.take_in)
+        segments.stored = StoredSegments(
+            store, identity.compressor, segments.take_in, _better(config)
+        )
     host.evictor = segments.make_room
     return segments, SegmentSplitter(config, shared, places, segments)
+
+
+def _better(config: VeriCacheConfig) -> list[str]:
+    """Return whose parts are taken from a store before those made while requests run.
+
+    ``python -m vericache_sglang.compress`` makes them with further forwards, whatever
+    that costs: a prefix is upgraded when it next comes from the store.
+    """
+    lines = [name for name in SELECTORS.names() if _mode(name) == "offline"]
+    return [
+        compressor_identity(line, config.keep, version(DISTRIBUTION))
+        for line in lines
+        if _mode(config.compressor.partition(":")[0]) != "offline"
+    ]
+
+
+def _mode(line: str) -> str:
+    """Return whether a selector of ours is chosen ``online`` or ``offline``."""
+    if line not in SELECTORS:
+        return UNKNOWN.mode
+    return getattr(SELECTORS[line], "about", UNKNOWN).mode
 
 
 def _fingerprint(places: Places, server_args: Any) -> Fingerprint:
@@ -181,14 +204,15 @@ def _may_be_shared(selector: Selector | None) -> bool:
     return type(selector).keep_share is Selector.keep_share
 
 
-def _prices(estimates: Estimates) -> Prices:
+def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
     """Return what the server has measured."""
+    stored = segments.stored
     iteration, link = estimates.iteration.coefficients, estimates.link
     return Prices(
         link_in_s_per_byte=1 / link.bytes_per_s(PRICED, "in"),
         link_out_s_per_byte=1 / link.bytes_per_s(PRICED, "out"),
         store_latency_s=0.0,
-        store_s_per_byte=inf,
+        store_s_per_byte=inf if stored is None else stored.s_per_byte,
         prefill_s_per_token=iteration.per_token_s,
         # Every token is multiplied with half of those before it.
         prefill_s_per_square=iteration.per_product_s / 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from vericache_sglang.engine.row_edit import (
     own_lock_covers,
     relist,
 )
-from vericache_sglang.engine.segment_writer import Missing, SegmentWriter
+from vericache_sglang.engine.segment_writer import Missing, SegmentWriter, Tail
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.parked import gathered
@@ -34,27 +33,6 @@ if TYPE_CHECKING:
     from vericache_sglang.memory.transfers import Transfer
 
     Look = Callable[[int], Seen]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tail:
-    """Tokens behind the last segment that the tree owns and a row has to keep.
-
-    Attributes:
-        start: The first of them.
-        slots: How many, in whole pages.
-        blocks: Per layer their keys and values.
-    """
-
-    start: int
-    slots: int
-    blocks: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def put(self, places: Places, row: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Write them into slots of the row's own, and have it list those."""
-        for layer, (keys, values) in enumerate(self.blocks):
-            places.put(layer, fresh, keys, values)
-        row[self.start : self.start + self.slots] = fresh.to(row.dtype)
 
 
 class SegmentSplitter:
@@ -88,6 +66,7 @@ class SegmentSplitter:
             page *= selector.needs.token_align
         self._each = budget_for(SEGMENT, config.keep, config.sink_tokens, 0, page)
         self._writer = SegmentWriter(self._each, selector, places)
+        segments.kept = self._each.kept if selector and self._each.dropped else 0
 
     def budget(self, state: RequestState) -> Budget | None:
         """Return the counts of a prompt; None: it has nothing to be shared."""
@@ -182,12 +161,13 @@ class SegmentSplitter:
             if fresh is not None:
                 self._writer.place(missing, fresh[:drafted])
             transfer = self._writer.write(state, missing, body, look)
+            self._save_scores(state, missing, body)
             leave_tree(req, tree_cache)
             free(tree_cache, body[owned:])
             if fresh is None:
                 fresh = self._taken_back(tree_cache, slots)
                 self._writer.put_waiting(missing, fresh[:drafted])
-            tail.put(self._places, row, fresh[drafted:])
+            tail.put(self._places, self._segments.copies, row, fresh[drafted:])
             self._shelve(missing)
         self._segments.settle(names)
         self._segments.use(state.rid, names)
@@ -245,11 +225,12 @@ class SegmentSplitter:
             if not self._open_complements(missing):
                 free(tree_cache, fresh)
                 return False, None
-            tail.put(self._places, row, fresh)
+            tail.put(self._places, self._segments.copies, row, fresh)
             if state.layout is Layout.PERMUTED:
                 transfer = self._writer.save_permuted(state, missing, body)
             else:
                 transfer = self._writer.write(state, missing, body, None)
+            self._save_scores(state, missing, body)
         self._segments.settle(names)
         self._refer(state, names)
         return True, transfer
@@ -279,10 +260,10 @@ class SegmentSplitter:
         pool = self._places.pool
         start = budget.offered
         if state.layout is Layout.PERMUTED or owned <= start:
-            return Tail(start, 0, [])
+            return Tail(start, 0, [], None)
         slots = self._places.row(state)[start:owned].to(torch.int64).clone()
         blocks = list(gathered(pool.k_buffer, pool.v_buffer, slots))
-        return Tail(start, len(slots), blocks)
+        return Tail(start, len(slots), blocks, self._segments.copies.scores_of(slots))
 
     def _taken_back(self, tree_cache: Any, slots: int) -> torch.Tensor:
         """Take the slots that our own prompt has just left to the tree."""
@@ -349,6 +330,28 @@ class SegmentSplitter:
         for each in missing:
             each.rest = opened.get(each.name)
         return True
+
+    def _save_scores(
+        self, state: RequestState, missing: list[Missing], body: torch.Tensor
+    ) -> None:
+        """Keep what tokens scored beside their new complements, for who restores them.
+
+        Args:
+            state: The request.
+            missing: What is made of its segments.
+            body: [B] int64, its prompt's slots; in order where it was never split.
+        """
+        opened = [each for each in missing if each.rest is not None]
+        if not opened:
+            return
+        if state.parts is None:
+            noted = self._segments.copies.scores_of(body)
+        else:
+            known = state.parts.noted
+            noted = torch.stack(known) if known else None
+        if noted is not None:
+            for each in opened:
+                self._segments.save_scores(each.name, noted[:, :, each.tokens])
 
     # -- what is entered where ------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_sglang.compression.budget import keep_indices
+from vericache_sglang.engine.segment_copies import describe
 from vericache_sglang.errors import CompressionError, InvariantError
 from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.segmented import SegmentedComplement
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.base import Seen, Selector
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.engine.places import Places
+    from vericache_sglang.engine.segment_copies import SegmentCopies
     from vericache_sglang.engine.state import RequestState
     from vericache_sglang.memory.complement import RawComplement
     from vericache_sglang.memory.transfers import Transfer
@@ -58,6 +60,36 @@ class Missing:
     def tokens(self) -> slice:
         """Its tokens in the prompt."""
         return slice(self.at * SEGMENT, (self.at + 1) * SEGMENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """Tokens behind the last segment that the tree owns and a row has to keep.
+
+    Attributes:
+        start: The first of them.
+        slots: How many, in whole pages.
+        blocks: Per layer their keys and values.
+        noted: [L, H, slots], their scores; None: nobody scored them.
+    """
+
+    start: int
+    slots: int
+    blocks: list[tuple[torch.Tensor, torch.Tensor]]
+    noted: torch.Tensor | None
+
+    def put(
+        self,
+        places: Places,
+        copies: SegmentCopies,
+        row: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> None:
+        """Write them into slots of the row's own, and have it list those."""
+        copies.give_scores(fresh, self.noted)
+        for layer, (keys, values) in enumerate(self.blocks):
+            places.put(layer, fresh, keys, values)
+        row[self.start : self.start + self.slots] = fresh.to(row.dtype)
 
 
 class SegmentWriter:
@@ -122,7 +154,7 @@ class SegmentWriter:
                 if each.drafted:
                     self._put(layer, each, pick(own[0], kept), pick(own[1], kept))
                 if each.rest is not None:
-                    each.rest.describe(layer, each.kept[layer], each.kept[layer][:, :0])
+                    describe(each.rest, layer, each.kept[layer])
                     leaving.append(pick_rest(*own, kept))
             if leaving:
                 yield (
@@ -193,8 +225,7 @@ class SegmentWriter:
             for layer, block in enumerate(blocks):
                 for each in opened:
                     if each.rest is not None:
-                        none = each.kept[layer][:, :0]
-                        each.rest.describe(layer, each.kept[layer], none)
+                        describe(each.rest, layer, each.kept[layer])
                 yield block
 
         image = SegmentedComplement([e.rest for e in opened if e.rest is not None])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vericache_kernels.packed_attention import Segment
+    from vericache_sglang.engine.coded_rows import CodedRows
 
 
 class VeriCacheSpecInput(SpecInput):
@@ -40,6 +41,8 @@ class VeriCacheSpecInput(SpecInput):
         # By row: slots of codes it begins with, and what decodes them, by layer.
         # SGLang copies a ForwardBatch field by field, so it cannot carry them itself.
         self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
+        # The same on a GPU; None where no row begins with codes.
+        self.coded: CodedRows | None = None
         self.future_indices: torch.Tensor | None = None
         self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
         self.topk_p = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,6 +62,7 @@ class StoredSegments:
         compressor: Of the draft parts this server can use.
         keep: Takes a segment in: name, the one before it, what was stored; says whether
             it found room.
+        better: Compressors whose parts, where somebody stored them, are taken instead.
     """
 
     def __init__(
@@ -68,14 +70,39 @@ class StoredSegments:
         store: SegmentStore,
         compressor: str,
         keep: Callable[[str, str | None, Found], bool],
+        better: Sequence[str] = (),
     ) -> None:
         self._store = store
         self._compressor = compressor
+        self._usable = (*better, compressor)
         self._keep = keep
         self._about: dict[str, About] = {}
         self._written: dict[str, str] = {}
         self._fetches: dict[str, Fetch] = {}
         self._writes: set[Future[bool]] = set()
+        self._there: set[str] = set()
+        # Names, and whether the store has them; the writer's thread adds to it.
+        self._news: deque[tuple[str, bool]] = deque()
+
+    # -- what the store has ---------------------------------------------------
+
+    def __contains__(self, name: object) -> bool:
+        """Say whether the store announced a segment, as of the last ``news``."""
+        return name in self._there
+
+    def news(self) -> list[tuple[str, bool]]:
+        """Return what changed since the last call: names, and whether it has them."""
+        found = []
+        while self._news:
+            name, there = self._news.popleft()
+            (self._there.add if there else self._there.discard)(name)
+            found.append((name, there))
+        return found
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds per byte of a fetch, as measured; ``inf`` before the first one."""
+        return self._store.pace.s_per_byte
 
     # -- writing --------------------------------------------------------------
 
@@ -100,6 +127,11 @@ class StoredSegments:
         """Forget what a segment stands for; the store keeps what it has."""
         self._about.pop(name, None)
         self._written.pop(name, None)
+        self._there.discard(name)
+
+    def leave(self, name: str) -> None:
+        """Forget what a segment stands for that the store alone has from now on."""
+        self._about.pop(name, None)
 
     def wants(self, name: str) -> bool:
         """Say whether a segment could be written and was not, in no form."""
@@ -131,6 +163,8 @@ class StoredSegments:
         self._writes.discard(future)
         if future.cancelled() or future.exception() or not future.result():
             self._written.pop(name, None)
+        elif name in self._written:
+            self._news.append((name, True))
 
     @property
     def _model(self) -> Fingerprint:
@@ -150,12 +184,11 @@ class StoredSegments:
         wanted = names[first:]
         if not wanted or rid in self._fetches:
             return
-        read = partial(self._store.restore, compressor=self._compressor)
         self._fetches[rid] = Fetch(
             names=wanted,
             parent=names[first - 1] if first else None,
             start=first * SEGMENT,
-            future=self._store.prefetch(wanted, read),
+            future=self._store.prefetch(wanted, self._read),
             deadline=time.monotonic() + LONGEST_S,
         )
 
@@ -172,18 +205,24 @@ class StoredSegments:
         parent = fetch.parent
         for name in fetch.names[len(found) :]:
             self._written.pop(name, None)
+        if not failed and len(found) < len(fetch.names):
+            self._news.append((fetch.names[len(found)], False))  # the rest is unknown
         for name, parts in zip(fetch.names, found, strict=False):
-            ours = "draft" in parts and self._is_ours(parts["draft"])
-            self._written[name] = SPLIT if ours else WHOLE
+            self._written[name] = SPLIT if self.usable(parts) else WHOLE
+            self._news.append((name, True))
             if not self._keep(name, parent, parts):
                 break
             fetch.tokens += SEGMENT
             parent = name
         return True
 
-    def _is_ours(self, payload: Payload) -> bool:
-        """Say whether a part was made as this server makes them."""
-        return payload.label.about.compressor == self._compressor
+    def usable(self, found: Found) -> bool:
+        """Say whether these are two parts as this server makes them, or better ones."""
+        draft = found.get("draft")
+        return draft is not None and draft.label.about.compressor in self._usable
+
+    def _read(self, name: str) -> Found | None:
+        return self._store.restore(name, *self._usable)
 
     def pop(self, rid: str) -> tuple[int, int | None]:
         """Forget a fetch; return the tokens it brought, and where they begin."""

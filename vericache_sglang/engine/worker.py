@@ -17,6 +17,7 @@ from vericache_sglang.engine.decoding import Decoding
 from vericache_sglang.engine.departure import keep_last_token
 from vericache_sglang.engine.entrance import Entrance
 from vericache_sglang.engine.flights import Flight, Flights, Passenger
+from vericache_sglang.engine.graph_forward import graph_figures
 from vericache_sglang.engine.mixed import MixedForward
 from vericache_sglang.engine.model_services import ModelServices
 from vericache_sglang.engine.observers import open_observers
@@ -162,7 +163,9 @@ class VeriCacheWorker(BaseSpecWorker):
             conclusion=conclusion,
             watch=self._watch,
             max_running=req_to_token_pool.size,
+            eager=self._server_args.disable_cuda_graph or self.device == "cpu",
         )
+        self.residence.reloads.gather = self._agreement.gather
         # Read by the radix cache as SGLang creates it (``TieredCache``).
         req_to_token_pool.vericache_segments = self.residence.segments
         # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
@@ -250,6 +253,7 @@ class VeriCacheWorker(BaseSpecWorker):
             **self.residence.report(),
             **self.runtime.report(),
             **self.shadow.report(),
+            **graph_figures(self.model_runner),
             "kv_read_bytes_per_s": self._read_rate(),
             "running": len(self._states),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import xxhash
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 
     from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.geometry import KVGeometry
+
+
+class Entries(Protocol):
+    """Entries in one piece of host memory, as a copy finds or leaves them."""
+
+    extent: Extent | None
+
+    @property
+    def slots(self) -> int:
+        """S."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[L, S, H, D], pinned where CUDA is present; a view."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[L, S, H, Dv], as ``keys``."""
 
 
 class HostImage(ABC):
@@ -58,6 +76,11 @@ class HostImage(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
+
+    @property
+    def images(self) -> tuple[Entries, ...]:
+        """Where its entries lie, one behind the other; nowhere: it makes them."""
+        return ()
 
     @property
     def held_bytes(self) -> int:
@@ -210,6 +233,11 @@ class RawImage(HostImage):
     def slots(self) -> int:
         """S."""
         return self._slots
+
+    @property
+    def images(self) -> tuple[Entries, ...]:
+        """See ``HostImage.images``."""
+        return (self,)
 
     @property
     def nbytes_layer(self) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.host_image import HostImage
     from vericache_sglang.memory.parked import ParkedImage
@@ -53,6 +54,27 @@ class Transfer(Protocol):
         """Stop when convenient; returns only when no byte will be written any more."""
 
 
+class Incoming(Transfer, Protocol):
+    """A copy to the device, whose layers can be used one by one as they arrive."""
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds a layer has taken so far, in the mean; 0.0 until one is in place."""
+
+    def await_layer(self, layer: int) -> None:
+        """Have what the caller does next on the device see a layer.
+
+        Without a CUDA device the caller waits for its bytes. On one it waits until
+        the copy is queued, and its current stream for the bytes.
+
+        Args:
+            layer: Layer index.
+
+        Raises:
+            TransferError: The copy ended without it; see ``done``.
+        """
+
+
 class Transfers(Protocol):
     """Copies between one device's KV pool and the host, in the order they are asked.
 
@@ -61,11 +83,11 @@ class Transfers(Protocol):
 
     def start(
         self, complement: Complement, lease: Lease, drafts: DraftParts
-    ) -> Transfer:
+    ) -> Incoming:
         """Copy a complement into the first slots of a lease.
 
         Each layer is verified, then keys and values go with one contiguous copy per
-        piece of the lease.
+        piece: what of one segment lies in one span of the lease.
 
         Args:
             complement: Sealed.
@@ -76,7 +98,7 @@ class Transfers(Protocol):
             InvariantError: The lease is smaller than the complement.
         """
 
-    def restore(self, image: ParkedImage, slots: torch.Tensor) -> Transfer:
+    def restore(self, image: ParkedImage, slots: torch.Tensor) -> Incoming:
         """Copy a parked image back into any slots; see ``ParkedImage.restore``.
 
         Args:
@@ -86,6 +108,23 @@ class Transfers(Protocol):
 
         Raises:
             InvariantError: ``slots`` is not [S].
+        """
+
+    def bring(
+        self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
+    ) -> None:
+        """Write entries into any slots; what the caller does next there sees them.
+
+        All of ``blocks`` is consumed before this returns, and what it raises is raised;
+        the bytes themselves may follow. Whoever makes it checks what it yields.
+
+        Args:
+            blocks: One pair per layer, on the host or the device.
+            slots: [S] int64 on the pool's device, unique; nobody else's.
+            extents: Host memory the pairs lie in; it may be given back at once.
+
+        Raises:
+            InvariantError: There are fewer or more pairs than layers.
         """
 
     def save(self, blocks: Blocks, image: HostImage) -> Transfer:

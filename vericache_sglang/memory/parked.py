@@ -66,7 +66,8 @@ class ParkedImage(RawImage):
         for layer, (k_buffer, v_buffer) in enumerate(buffers):
             self.verify(layer)
             for buffer, source in ((k_buffer, self.keys), (v_buffer, self.values)):
-                entries = as_bits(source[layer]).to(buffer.device, non_blocking=True)
+                # Waits for the copy: the caller may free the image when this returns.
+                entries = as_bits(source[layer]).to(buffer.device)
                 as_bits(buffer).index_copy_(0, slots, entries)
 
     def require_places(self, slots: torch.Tensor) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,28 +15,18 @@ import xxhash
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.arena import layout
 from vericache_sglang.memory.free_spans import rounded
+from vericache_sglang.memory.pooled_image import Field, PooledImage
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.memory.arena import Arena, Extent
+    from vericache_sglang.memory.geometry import KVGeometry
+
+    _Shape = tuple[torch.dtype, tuple[int, ...]]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """One tensor of an entry, and its first byte in the entry's extent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    def of(self, extent: Extent) -> torch.Tensor:
-        """Return the tensor; a view."""
-        return extent.view(self.dtype, self.shape, self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +34,13 @@ class _Entry:
     """What one name keeps; ``damaged`` where a pin alone keeps it from being dropped.
 
     ``checksum``: xxh3 (64 bits) of names, dtypes, shapes and bytes, in name order.
+    ``sealed``: it is known; before, a copy is on its way.
     """
 
     extent: Extent
-    fields: tuple[_Field, ...]
+    fields: tuple[Field, ...]
     checksum: int = 0
+    sealed: Event = field(default_factory=Event)
     pins: int = 0
     damaged: bool = False
 
@@ -119,26 +114,62 @@ class SegmentPool:
         known = self._entries.get(name)
         if known is not None and known.pins:
             raise InvariantError(f"segment {name} is written while it is pinned")
-        names = sorted(tensors)
-        offsets, total = layout(tensors[field].nbytes for field in names)
-        extent = self._arena.take(total)
-        if extent is None:
+        shapes = {
+            each: (tensor.dtype, tuple(tensor.shape))
+            for each, tensor in tensors.items()
+        }
+        entry = self._take(shapes)
+        if entry is None:
             return False
         try:
-            fields = tuple(
-                _write(extent, offset, field, tensors[field].detach())
-                for field, offset in zip(names, offsets, strict=True)
-            )
+            _write(entry, tensors)
         except BaseException:
-            self._arena.give(extent)
+            self._arena.give(entry.extent)
             raise
-        if known is not None:
-            self._remove(name)
-        entry = _Entry(extent, fields)
-        entry.checksum = _checksum(entry)
-        self._entries[name] = entry
-        self._used += extent.size
+        _seal(entry)
+        self._enter(name, entry)
         return True
+
+    def open(
+        self,
+        name: str,
+        geometry: KVGeometry,
+        slots: int,
+        dtype: torch.dtype,
+        more: Mapping[str, torch.Tensor] | None = None,
+    ) -> PooledImage | None:
+        """Enter a name whose keys and values a transfer saves; ``get`` waits for it.
+
+        Args:
+            name: Not here yet.
+            geometry: Shapes of the pool the entries come from.
+            slots: S.
+            dtype: Dtype of the pool.
+            more: Further tensors, written at once.
+
+        Returns:
+            What ``Transfers.save`` is given next; the name is to be dropped where that
+            fails. None when there is no room.
+
+        Raises:
+            InvariantError: The name is here.
+        """
+        if name in self._entries:
+            raise InvariantError(f"segment {name} is opened a second time")
+        more = more or {}
+        row = (geometry.layers, slots, geometry.kv_heads)
+        shapes = {
+            "keys": (dtype, (*row, geometry.head_dim)),
+            "values": (dtype, (*row, geometry.v_head_dim)),
+            **{each: (t.dtype, tuple(t.shape)) for each, t in more.items()},
+        }
+        entry = self._take(shapes)
+        if entry is None:
+            return None
+        _write(entry, more)
+        self._enter(name, entry)
+        views = {each.name: each for each in entry.fields}
+        return PooledImage(entry.extent, views, partial(_seal, entry))
 
     def get(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return a name's tensors after checking every byte.
@@ -151,6 +182,7 @@ class SegmentPool:
         entry = self._entries.get(name)
         if entry is None or entry.damaged:
             return None
+        entry.sealed.wait()
         if _checksum(entry) != entry.checksum:
             logger.warning("VeriCache: segment %s was damaged in host memory", name)
             self.checksum_failures += 1
@@ -158,7 +190,15 @@ class SegmentPool:
             if not entry.pins:
                 self._remove(name)
             return None
-        return {field.name: field.of(entry.extent) for field in entry.fields}
+        return {each.name: each.of(entry.extent) for each in entry.fields}
+
+    def extent(self, name: str) -> Extent:
+        """Return where a name's bytes are, for a copy that reads them.
+
+        Raises:
+            InvariantError: It is not here.
+        """
+        return self._entry(name).extent
 
     def pin(self, name: str) -> None:
         """Keep a name here, and its bytes where they are, until as many ``unpin``.
@@ -237,6 +277,26 @@ class SegmentPool:
             raise InvariantError(f"segment {name} is not in host memory")
         return self._entries[name]
 
+    def _take(self, shapes: Mapping[str, _Shape]) -> _Entry | None:
+        """Take room for tensors of these dtypes and shapes; None without any."""
+        names = sorted(shapes)
+        sizes = (math.prod(shapes[n][1]) * shapes[n][0].itemsize for n in names)
+        offsets, total = layout(sizes)
+        extent = self._arena.take(total)
+        if extent is None:
+            return None
+        fields = (
+            Field(each, *shapes[each], offset)
+            for each, offset in zip(names, offsets, strict=True)
+        )
+        return _Entry(extent, tuple(fields))
+
+    def _enter(self, name: str, entry: _Entry) -> None:
+        if name in self._entries:
+            self._remove(name)
+        self._entries[name] = entry
+        self._used += entry.extent.size
+
     def _remove(self, name: str) -> int:
         extent = self._entries.pop(name).extent
         self._arena.give(extent)
@@ -244,10 +304,18 @@ class SegmentPool:
         return extent.size
 
 
-def _write(extent: Extent, offset: int, name: str, tensor: torch.Tensor) -> _Field:
-    field = _Field(name, tensor.dtype, tuple(tensor.shape), offset)
-    _bits(field.of(extent)).copy_(_bits(tensor))
-    return field
+def _write(entry: _Entry, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into their fields of an entry."""
+    for each in entry.fields:
+        if each.name in tensors:
+            own = each.of(entry.extent)
+            _bits(own).copy_(_bits(tensors[each.name].detach()))
+
+
+def _seal(entry: _Entry) -> None:
+    """Trust an entry's bytes as they are now; any thread."""
+    entry.checksum = _checksum(entry)
+    entry.sealed.set()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,9 +325,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checksum(entry: _Entry) -> int:
     digest = xxhash.xxh3_64()
-    for field in entry.fields:
+    for each in entry.fields:
         # repr of the tuple ends where it ends, so no two headers run together.
-        digest.update(repr((field.name, str(field.dtype), field.shape)).encode())
-        raw = field.of(entry.extent).reshape(-1).view(torch.uint8)
+        digest.update(repr((each.name, str(each.dtype), each.shape)).encode())
+        raw = each.of(entry.extent).reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().data)
     return digest.intdigest()

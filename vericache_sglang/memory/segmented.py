@@ -13,6 +13,8 @@ from vericache_sglang.memory.complement import Complement, DraftParts, RawComple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vericache_sglang.memory.host_image import Entries
+
 
 class SegmentedComplement(Complement):
     """Complements of segments one behind the other, seen as one.
@@ -33,6 +35,11 @@ class SegmentedComplement(Complement):
     def slots(self) -> int:
         """See ``HostImage.slots``."""
         return sum(segment.slots for segment in self.segments)
+
+    @property
+    def images(self) -> tuple[Entries, ...]:
+        """See ``HostImage.images``; one per segment."""
+        return self.segments
 
     @property
     def nbytes_layer(self) -> int:

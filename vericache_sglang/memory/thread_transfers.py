@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event
+from threading import Condition, Event
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from vericache_sglang.errors import TransferError
+from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.link import Link, copy_layer, numbered, raise_failure
+from vericache_sglang.memory.pieces import deal
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
+    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.complement import Complement, DraftParts
     from vericache_sglang.memory.host_image import HostImage
     from vericache_sglang.memory.link import Blocks, Booking
     from vericache_sglang.memory.parked import ParkedImage
-    from vericache_sglang.memory.staging import Lease, Span
+    from vericache_sglang.memory.pieces import Piece
+    from vericache_sglang.memory.staging import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +34,9 @@ class ThreadTransfer:
     nbytes: int
     seconds: float = 0.0
     layers_done: int = 0
+    layer_s: float = 0.0
     _stopped: Event = field(default_factory=Event, init=False)
+    _moved: Condition = field(default_factory=Condition, init=False)
     _future: Future[None] = field(default_factory=Future, init=False)
 
     def done(self) -> bool:
@@ -47,6 +52,16 @@ class ThreadTransfer:
         if not self._future.cancel():
             self._future.exception()
 
+    def await_layer(self, layer: int) -> None:
+        """See ``Incoming.await_layer``."""
+        with self._moved:
+            self._moved.wait_for(
+                lambda: self.layers_done > layer or self._future.done()
+            )
+        if self.layers_done <= layer:
+            raise_failure(self._future)
+            raise InvariantError(f"layer {layer} of a copy of {self.layers_done}")
+
     def run_on(
         self,
         thread: ThreadPoolExecutor,
@@ -56,6 +71,11 @@ class ThreadTransfer:
     ) -> None:
         """Queue the copy: ``copy(layer)`` for every layer, at the pace of ``link``."""
         self._future = thread.submit(self._run, link, layers, copy)
+        self._future.add_done_callback(lambda _: self._tell())
+
+    def _tell(self) -> None:
+        with self._moved:
+            self._moved.notify_all()
 
     def _run(self, link: Link, layers: int, copy: Callable[[int], None]) -> None:
         began = asked = perf_counter()
@@ -67,7 +87,9 @@ class ThreadTransfer:
             copy_layer(copy, layer)
             if self._stopped.wait(max(0.0, booking.end - perf_counter())):
                 raise TransferError(f"cancelled in layer {layer}")
+            self.layer_s = (perf_counter() - began) / (layer + 1)
             self.layers_done = layer + 1
+            self._tell()
         self.seconds = perf_counter() - began - behind
 
 
@@ -134,13 +156,15 @@ class ThreadTransfers:
         self, complement: Complement, lease: Lease, drafts: DraftParts
     ) -> ThreadTransfer:
         """See ``Transfers.start``."""
-        pieces = lease.first(complement.slots)
+        spans = lease.first(complement.slots)
 
         def copy(layer: int) -> None:
             complement.verify(layer)
-            keys, values = complement.entries(layer, drafts)
-            _copy_pieces(self._keys[layer], keys, pieces)
-            _copy_pieces(self._values[layer], values, pieces)
+            blocks = complement.blocks(layer, drafts)
+            for piece in deal([len(keys) for keys, _ in blocks], spans):
+                keys, values = blocks[piece.block]
+                _copy_piece(self._keys[layer], keys, piece)
+                _copy_piece(self._values[layer], values, piece)
 
         return self._queue(complement, copy)
 
@@ -158,6 +182,15 @@ class ThreadTransfers:
                 as_bits(buffer).numpy()[index] = as_bits(source).numpy()
 
         return self._queue(image, copy)
+
+    def bring(
+        self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
+    ) -> None:
+        """See ``Transfers.bring``; at once, and not at the pace of an emulated link."""
+        for layer, pair in numbered(blocks, len(self._keys)):
+            buffers = self._keys[layer], self._values[layer]
+            for buffer, entries in zip(buffers, pair, strict=True):
+                as_bits(buffer)[slots] = as_bits(entries)
 
     def save(self, blocks: Blocks, image: HostImage) -> BookedTransfer:
         """See ``Transfers.save``; copies in the caller's thread.
@@ -185,14 +218,9 @@ class ThreadTransfers:
         return transfer
 
 
-def _copy_pieces(
-    buffer: torch.Tensor, source: torch.Tensor, pieces: Sequence[Span]
-) -> None:
-    """Fill ``pieces`` of a layer's buffer with ``source``, one memcpy each."""
+def _copy_piece(buffer: torch.Tensor, source: torch.Tensor, piece: Piece) -> None:
+    """Fill a piece of a layer's buffer with its part of ``source``."""
     # numpy's copy is one memcpy without the interpreter lock; a torch copy would start
     # a second team of OpenMP threads beside the forward.
-    target, rows = as_bits(buffer).numpy(), as_bits(source).numpy()
-    filled = 0
-    for piece in pieces:
-        target[piece.start : piece.end] = rows[filled : filled + piece.slots]
-        filled += piece.slots
+    rows = as_bits(source).numpy()[piece.rows]
+    as_bits(buffer).numpy()[piece.slots] = rows

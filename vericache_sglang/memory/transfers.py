@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.memory.link import Transfer, Transfers
+from vericache_sglang.memory.link import Incoming, Transfer, Transfers
 from vericache_sglang.memory.stream_transfers import StreamTransfers
 from vericache_sglang.memory.thread_transfers import ThreadTransfers
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GIB",
+    "Incoming",
     "StreamTransfers",
     "ThreadTransfers",
     "Transfer",

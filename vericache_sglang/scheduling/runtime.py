@@ -235,6 +235,9 @@ class Runtime:
                 track.failures += 1
                 self.pacing.end(track)
                 self.pacing.begin(track)
+                if track.most < 0:  # its verification had started
+                    limit = self.pacing.limit(track)
+                    track.most = track.drafts if track.closed else limit
 
     def _actions(self, verifies: list[Track]) -> dict[str, RowAction]:
         """Return every request's action and assume that it is performed."""

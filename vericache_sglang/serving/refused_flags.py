@@ -20,7 +20,10 @@ ALGORITHM = "VERICACHE"
 """Value of SGLang's ``--speculative-algorithm`` that stands for us."""
 
 BACKEND = "vericache"
-"""Value of SGLang's ``--attention-backend`` that reads split rows on a CPU."""
+"""Value of SGLang's ``--attention-backend`` that stands for ours."""
+
+CUDA_BACKENDS = ("fa3", "trtllm_mha", BACKEND)
+"""Values of ``--attention-backend`` that serve rows of mixed lengths on a GPU."""
 
 _LEAVE_OUT = "leave it out"
 
@@ -45,9 +48,20 @@ def _on_cpu(args: Any) -> bool:
     return str(args.device or "").startswith("cpu")
 
 
-def _other_device(args: Any) -> bool:
+def _on_cuda(args: Any) -> bool:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return not str(device).startswith("cpu")
+    return str(device).startswith("cuda") and torch.version.hip is None
+
+
+def _other_device(args: Any) -> bool:
+    return not _on_cuda(args) and not _on_cpu(args) and args.device is not None
+
+
+def _no_trtllm_gen(args: Any) -> bool:
+    from sglang.srt.runtime_context import get_platform
+
+    trtllm = _on_cuda(args) and args.attention_backend == "trtllm_mha"
+    return trtllm and not get_platform().is_sm100
 
 
 def _other_algorithm(args: Any) -> bool:
@@ -98,8 +112,8 @@ _PARALLEL = (
     Rule(
         "--device",
         _other_device,
-        "the ragged mixed batch has an attention backend for the CPU only so far",
-        "use --device cpu",
+        "no attention backend reads rows of mixed lengths there",
+        "use --device cuda on an NVIDIA GPU, or --device cpu",
     ),
 )
 
@@ -226,25 +240,45 @@ _OUTPUT = (
     ),
 )
 
-_CPU = (
+_ATTENTION = (
+    _row(
+        "attention_backend",
+        "on a CPU only our backend reads rows of mixed lengths",
+        allowed=(None, BACKEND),
+        remedy=f"leave it out, or use {BACKEND}",
+        when=_on_cpu,
+    ),
+    _row(
+        "attention_backend",
+        "it serves no rows of mixed lengths, or not in CUDA graphs",
+        allowed=(None, *CUDA_BACKENDS),
+        remedy=f"leave it out, or use {', '.join(CUDA_BACKENDS)}",
+        when=_on_cuda,
+    ),
+    Rule(
+        "--attention-backend",
+        _no_trtllm_gen,
+        "on this GPU it has no kernel for rows of mixed lengths (an SM100 has)",
+        f"leave it out, or use {BACKEND}",
+    ),
     *(
         _row(
-            field,
-            "on a CPU only our backend reads rows of mixed lengths",
+            f"{phase}_attention_backend",
+            "verifications would run on another backend than decodes",
             allowed=(None, BACKEND),
-            remedy=f"leave it out, or use {BACKEND}",
-            when=_on_cpu,
+            remedy="use --attention-backend",
         )
-        for field in (
-            "attention_backend",
-            "prefill_attention_backend",
-            "decode_attention_backend",
-        )
+        for phase in ("prefill", "decode")
+    ),
+    _row(
+        "disable_cuda_graph_padding",
+        "a mixed batch is filled up to the next captured size",
+        when=_on_cuda,
     ),
     _row(
         "enable_torch_compile",
-        "SGLang's CPU graphs run no speculative algorithm",
-        when=_on_cpu,
+        "SGLang's CPU graphs run no speculative algorithm, and on a GPU compiled "
+        "layers are untested",
     ),
 )
 
@@ -254,5 +288,5 @@ FLAG_RULES: tuple[Rule, ...] = (
     *_SCHEDULING,
     *_CACHE,
     *_OUTPUT,
-    *_CPU,
+    *_ATTENTION,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
@@ -10,6 +11,7 @@ from vericache_sglang.errors import InvariantError, StoreError, VeriCacheError
 from vericache_sglang.store.background import Background
 from vericache_sglang.store.frame import digest_of
 from vericache_sglang.store.keys import compressor_key
+from vericache_sglang.store.pace import Pace
 from vericache_sglang.store.payload import Expect, Label, decode, encode, pair_of
 from vericache_sglang.store.presence import Presence, alone, paired, restorable
 from vericache_sglang.store.record_log import RecordLog
@@ -56,12 +58,16 @@ class SegmentStore:
         backend: Where the bytes are; its ``tally`` becomes the store's.
         fingerprint: Whose KV. After new weights: a new store.
         most_waiting: Segments that ``put_later`` may hold; as many prefetches.
+
+    Attributes:
+        pace: How fast ``restore`` reads.
     """
 
     def __init__(
         self, backend: Backend, fingerprint: Fingerprint, most_waiting: int = 64
     ) -> None:
         self.fingerprint = fingerprint
+        self.pace = Pace()
         self._backend = backend
         self._tally = backend.tally
         self._short = fingerprint.short
@@ -152,21 +158,23 @@ class SegmentStore:
         self._tally.add(misses=1)
         return None
 
-    def restore(self, name: str, compressor: str = "") -> dict[Part, Payload] | None:
+    def restore(self, name: str, *compressors: str) -> dict[Part, Payload] | None:
         """Read all that a segment's KV can be made from, every byte checked.
 
         Args:
             name: The segment's name.
-            compressor: What of several to take first: its draft part and rest, or the
-                whole segment where it is empty.
+            compressors: What of several to take first, in this order: their draft
+                parts and rests; the whole segment where there is none, or for "".
 
         Returns:
             ``whole``, or ``draft`` and ``rest`` of one split by the compressor of their
             ``label.about``. None: a miss.
         """
-        first = compressor_key(compressor)
-        held_now = self._held(name)
-        for packer, pair in sorted(held_now, key=lambda k: (k[0] != first, k[0] != "")):
+        began, held_now = time.perf_counter(), self._held(name)
+        keys = [*map(compressor_key, compressors), ""]
+        order = {key: place for place, key in reversed(list(enumerate(keys)))}
+        last = len(keys)
+        for packer, pair in sorted(held_now, key=lambda held: order.get(held[0], last)):
             wanted: tuple[Part, ...] = ("draft", "rest") if packer else ("whole",)
             found: dict[Part, Payload] = {}
             for part in wanted:
@@ -177,6 +185,9 @@ class SegmentStore:
                     break
                 found[part] = payload
             else:
+                tensors = [each.tensors.values() for each in found.values()]
+                nbytes = sum(tensor.nbytes for each in tensors for tensor in each)
+                self.pace.note_read(nbytes, time.perf_counter() - began)
                 return found
         self._tally.add(misses=1)
         return None
@@ -275,11 +286,13 @@ class SegmentStore:
             raise
 
     def _write(self, objects: Sequence[tuple[Label, Tensors]]) -> bool:
-        label = objects[0][0]
+        began, label = time.perf_counter(), objects[0][0]
         written = [self._write_object(each, tensors) for each, tensors in objects]
         stored = tuple(each for each in written if each is not None)
         record = Record(compressor_key(label.about.compressor), label.pair, stored)
         if len(stored) == len(objects) and self._log.append(label.name, record):
+            nbytes = sum(each.nbytes for each in stored)
+            self.pace.note_write(nbytes, time.perf_counter() - began)
             return True
         self._tally.add(dropped_writes=1)
         return False

@@ -9,8 +9,13 @@ CACHE = (
         "vericache_cached_tokens",
         "gauge",
         "tokens",
-        "Tokens of cached prefixes in whole segments, by where their KV is.",
-        (("device", "cache_device_tokens"), ("host", "cache_host_tokens")),
+        "Tokens of cached prefixes in whole segments, by where their KV is; in the "
+        "store those known that are nowhere else.",
+        (
+            ("device", "cache_device_tokens"),
+            ("host", "cache_host_tokens"),
+            ("store", "cache_store_tokens"),
+        ),
         label="tier",
     ),
     Metric(

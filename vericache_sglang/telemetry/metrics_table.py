@@ -45,6 +45,12 @@ ROUNDS = (
         "mixed_iterations",
         "Forwards with drafting and verifying rows.",
     ),
+    counter(
+        "eager_forwards",
+        "forwards",
+        "eager_forwards",
+        "Decodes and verifications that no CUDA graph serves, where there are graphs.",
+    ),
     Metric(
         "vericache_rows_total",
         "counter",
@@ -191,6 +197,32 @@ LINK = (
         "reloads",
         "failed_reloads",
         "Copies into the staging region that failed.",
+    ),
+    counter(
+        "early_verifications",
+        "verifications",
+        "early_verifications",
+        "Verifications launched while their complement was still arriving.",
+    ),
+    counter(
+        "thrown_verifications",
+        "verifications",
+        "thrown_verifications",
+        "Of these, thrown away and made again: the rest of it never arrived.",
+    ),
+    counter(
+        "stood_still_seconds",
+        "seconds",
+        "stood_still_seconds",
+        "Time forwards waited for layers that were still arriving.",
+    ),
+    Metric(
+        "vericache_link_bytes_per_second",
+        "gauge",
+        "bytes per second",
+        "What the last copies over the host link achieved.",
+        (("in", "link_in_bytes_per_s"), ("out", "link_out_bytes_per_s")),
+        label="direction",
     ),
     Metric(
         "vericache_link_estimate_bytes_per_second",

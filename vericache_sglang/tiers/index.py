@@ -12,6 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import ConfigError, InvariantError
+from vericache_sglang.tiers.columns import Columns
 from vericache_sglang.tiers.segment import Content, Held, Part, Segment, Tier
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class SegmentIndex:
 
     Attributes:
         half_life_s: The same.
+        columns: All segments in arrays, for whoever looks at all of them.
+        changes: Grows with every change but uses.
 
     Raises:
         ConfigError: ``half_life_s`` is not above 0 and finite.
@@ -53,7 +56,10 @@ class SegmentIndex:
         if not (half_life_s > 0 and isfinite(half_life_s)):
             raise ConfigError(f"half_life_s must be > 0 and finite, got {half_life_s}")
         self.half_life_s = half_life_s
+        self.columns = Columns()
+        self.changes = 0
         self._segments: dict[str, Segment] = {}
+        self._pinned: dict[str, None] = {}
         # Kept for a parent that was dropped, too: it may come back. A dict is a set
         # in order of insertion, the same on every rank.
         self._children: dict[str, dict[str, None]] = {}
@@ -73,6 +79,10 @@ class SegmentIndex:
         """Return a view of all segments, in a deterministic order."""
         return self._segments.values()
 
+    def pinned(self) -> Collection[str]:
+        """Return a view of the names of all pinned segments."""
+        return self._pinned.keys()
+
     def children(self, name: str) -> tuple[str, ...]:
         """Return the segments here that directly follow ``name``, here or not."""
         return tuple(self._children.get(name, ()))
@@ -85,9 +95,9 @@ class SegmentIndex:
     def add(self, name: str, parent: str | None, content: Content, now: float) -> bool:
         """Record a segment, or a use of one that is here.
 
-        One that is here is replaced if it was made by another compressor or a part of
-        it is gone, and nobody pins it. Otherwise it stays as and where it is: parts of
-        two splits are never mixed.
+        One that is here is replaced if it was made by another compressor, a part of
+        it is gone, or nothing of it is nearer than the store, and nobody pins it.
+        Otherwise it stays as and where it is: parts of two splits are never mixed.
 
         Args:
             name: Chained hash of the prefix up to the segment's end.
@@ -102,7 +112,7 @@ class SegmentIndex:
         Raises:
             InvariantError: The parent is not here; the name is here with another
                 parent or length; the segments that wait for it start elsewhere; a part
-                is GONE.
+                is GONE; it starts beyond all prompts (2^27 tokens).
         """
         if not content.restorable:
             raise InvariantError(f"segment {name} comes with a part GONE: {content}")
@@ -116,8 +126,9 @@ class SegmentIndex:
                 f"here; it came as following {parent} with {content.tokens}"
             )
         same = old.content.compressor == content.compressor
-        stays = old.pins > 0 or (same and old.content.restorable)
-        self._set(self._used(old, now), old.content if stays else content)
+        here = old.content.restorable and not old.content.away
+        stays = old.pins > 0 or (same and here)
+        self._put(self._used(old, now), old.content if stays else content)
         return not stays
 
     def match(self, names: Sequence[str], start: int = 0) -> int:
@@ -137,7 +148,19 @@ class SegmentIndex:
             InvariantError: A segment is not here.
         """
         for segment in [self._known(name) for name in names]:
-            self._segments[segment.name] = self._used(segment, now)
+            used = self._used(segment, now)
+            self._segments[used.name] = used
+            self.columns.use(used)
+
+    def note_stored(self, name: str, stored: bool) -> None:
+        """Record whether the store has all of a segment.
+
+        Raises:
+            InvariantError: The segment is not here.
+        """
+        segment = self._known(name)
+        if segment.stored is not stored:
+            self._put(replace(segment, stored=stored), segment.content)
 
     def pin(self, names: Sequence[str]) -> None:
         """Hold segments, once per name: their parts stay where they are.
@@ -187,7 +210,7 @@ class SegmentIndex:
         if all(each.tier is Tier.GONE for _, each in content.parts):
             self._forget(segment)
         else:
-            self._set(segment, content)
+            self._put(segment, content)
 
     def drop(self, name: str, *, strand: bool = False) -> None:
         """Forget a segment.
@@ -230,6 +253,9 @@ class SegmentIndex:
             raise InvariantError(f"totals are {totals}, not {self._totals}")
         if children != {name: set(each) for name, each in self._children.items()}:
             raise InvariantError("the links to following segments are not as recorded")
+        if {s.name for s in self._segments.values() if s.pins} != set(self._pinned):
+            raise InvariantError(f"pinned are not {list(self._pinned)}")
+        self.columns.check(self._segments)
 
     def _check(self, segment: Segment) -> None:
         parent = None if segment.parent is None else self.get(segment.parent)
@@ -251,9 +277,11 @@ class SegmentIndex:
                     f"segment {name} ends at {start + content.tokens}, {child} that "
                     f"follows it starts at {self._segments[child].start}"
                 )
-        self._segments[name] = Segment(
+        segment = Segment(
             name=name, parent=parent, start=start, content=content, last_use=now
         )
+        self.columns.enter(segment, self._children.get(name, ()))
+        self._segments[name] = segment
         if parent is not None:
             self._children.setdefault(parent, {})[name] = None
         self._count(content, 1)
@@ -278,16 +306,27 @@ class SegmentIndex:
                     f"segment {name} is pinned {segment.pins} times, unpinned {count}"
                 )
             changed.append(replace(segment, pins=pins))
+        self.changes += 1
         for segment in changed:
             self._segments[segment.name] = segment
+            self.columns.put(segment)
+            if segment.pins:
+                self._pinned[segment.name] = None
+            else:
+                self._pinned.pop(segment.name, None)
 
-    def _set(self, segment: Segment, content: Content) -> None:
+    def _put(self, segment: Segment, content: Content) -> None:
+        """Record a segment that is here, with what it is now and was of content."""
         self._count(segment.content, -1)
         self._count(content, 1)
-        self._segments[segment.name] = replace(segment, content=content)
+        segment = replace(segment, content=content)
+        self._segments[segment.name] = segment
+        self.columns.use(segment)
+        self.columns.put(segment)
 
     def _forget(self, segment: Segment) -> None:
         del self._segments[segment.name]
+        self.columns.leave(segment.name, self._children.get(segment.name, ()))
         self._count(segment.content, -1)
         if segment.parent is not None:
             siblings = self._children[segment.parent]
@@ -296,6 +335,7 @@ class SegmentIndex:
                 del self._children[segment.parent]
 
     def _count(self, content: Content, by: int) -> None:
+        self.changes += 1
         for part, held in content.parts:
             total = self._totals[held.tier]
             total[0] += by * content.tokens_of(part)

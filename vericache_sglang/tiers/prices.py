@@ -81,16 +81,13 @@ class Prices:
         """
         return self._latency[tier] + self._rates[stays][tier] * nbytes
 
-    def slower(self, tier: Tier, lower: Tier) -> tuple[float, tuple[float, float]]:
-        """Return how much longer bringing a part back from ``lower`` takes.
+    @property
+    def by_tier(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Seconds to bring a part back from each tier, the terms of ``fetch_s``.
 
-        Returns:
-            Seconds in any case, and seconds per byte of what passes through staging
-            and of what stays (``fetch_s``).
+        In any case; per byte of what passes through staging; per byte of what stays.
         """
-        (passing, staying), latency = self._rates, self._latency
-        rates = passing[lower] - passing[tier], staying[lower] - staying[tier]
-        return latency[lower] - latency[tier], rates
+        return self._latency, *self._rates
 
     def restore_s(self, content: Content) -> float:
         """Return what bringing a segment's parts to the device takes, in seconds.

@@ -95,6 +95,13 @@ class Content:
             return False
         return self.complement.tier is not Tier.GONE
 
+    @property
+    def away(self) -> bool:
+        """Whether nothing of it is nearer than the store."""
+        draft = self.draft
+        near = draft is not None and draft.tier < Tier.STORE
+        return self.complement.tier >= Tier.STORE and not near
+
     def held(self, part: Part) -> Held | None:
         """Return one part; None for the draft part of a whole segment."""
         return self.draft if part is Part.DRAFT else self.complement
@@ -137,6 +144,7 @@ class Segment:
         last_use: When it was used last, in seconds of the caller's clock.
         uses: Uses, each halved every half-life, as of ``last_use``; >= 1.
         pins: Running requests that hold it, >= 0.
+        stored: The store has all of it, wherever else its parts are.
     """
 
     name: str
@@ -146,6 +154,7 @@ class Segment:
     last_use: float
     uses: float = 1.0
     pins: int = 0
+    stored: bool = False
 
     @property
     def end(self) -> int:

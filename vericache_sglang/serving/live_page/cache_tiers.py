@@ -28,6 +28,8 @@ TIERS = {
         "refused_segments": "cache_refused_segments",
     },
     "store": {
+        "tokens": "cache_store_tokens",
+        "bytes": "cache_store_bytes",
         "hit_tokens": "cache_match_store_tokens",
         "read_objects": "cache_store_hits",
         "missed_objects": "cache_store_misses",

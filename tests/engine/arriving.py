@@ -1,0 +1,157 @@
+"""Reloads over real copies whose every layer arrives when the test lets it."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+
+from vericache_sglang.compression.budget import Budget
+from vericache_sglang.engine.counters import Counters
+from vericache_sglang.engine.link_log import LinkLog
+from vericache_sglang.engine.reloads import Reloads
+from vericache_sglang.memory.arena import Arena
+from vericache_sglang.memory.complement import RawComplement
+from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.memory.ledger import Ledger
+from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.memory.staging import StagingRegion
+from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.scheduling.link import LinkEstimate
+
+LAYERS, SLOTS, HEADS, DIM = 4, 6, 2, 4
+START, ROOM = 10, 3 * SLOTS
+"""First staging slot, and how many there are."""
+
+BUDGET = Budget(SLOTS + 2, 2, 0, 0)
+GEOMETRY = KVGeometry(
+    layers=LAYERS,
+    kv_heads=HEADS,
+    head_dim=DIM,
+    v_head_dim=DIM,
+    element_bytes=4,
+    page_size=1,
+)
+
+
+class Reloading:
+    """Reloads of requests that have a complement each.
+
+    Attributes:
+        pool: What SGLang's KV pool is to a gate: buffers by layer, and who waits.
+        let: By layer, how often it may still be checked; a copy stops there.
+    """
+
+    def __init__(self, gbps=0.0):
+        shape = (START + ROOM, HEADS, DIM)
+        self.keys = [torch.zeros(shape) for _ in range(LAYERS)]
+        self.values = [torch.zeros(shape) for _ in range(LAYERS)]
+        self.layer_transfer_counter = None
+        self.host = HostStore(GEOMETRY, torch.float32, Arena(1 << 16, pinned=False))
+        self.counters, self.ledger = Counters(), Ledger()
+        self.estimate = LinkEstimate(1e9)
+        self.link = LinkLog(self.estimate)
+        self.transfers = ThreadTransfers(self.keys, self.values, gbps)
+        self.reloads = Reloads(
+            StagingRegion(START, ROOM),
+            self.transfers,
+            self.host,
+            self.ledger,
+            self.counters,
+            self.link,
+        )
+        self.let = [threading.Semaphore(0) for _ in range(LAYERS)]
+        self.delays = [0.0] * LAYERS
+        self.closed = True
+
+    # -- as SGLang's pool -----------------------------------------------------------
+
+    def register_layer_transfer_counter(self, counter):
+        self.layer_transfer_counter = counter
+
+    def read(self, layer, slots):
+        """Return the bits that a layer's attention reads."""
+        found = []
+        for buffers in (self.keys, self.values):
+            if self.layer_transfer_counter is not None:
+                self.layer_transfer_counter.wait_until(layer)
+            found.append(as_bits(buffers[layer])[slots].tolist())
+        return found
+
+    # -- complements ----------------------------------------------------------------
+
+    def keep(self, rid, seed=0):
+        """Give a request a complement of random bits."""
+        made = self.host.open(rid, BUDGET)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in range(LAYERS):
+            made.kept[layer].zero_()
+            pair = (
+                torch.randint(0, 1 << 31, (SLOTS, HEADS, DIM), generator=generator).to(
+                    torch.int32
+                )
+                for _ in range(2)
+            )
+            made.write(layer, *(each.view(torch.float32) for each in pair))
+        return made
+
+    def bits(self, rid, layer):
+        made = self.host.complement(rid)
+        return [as_bits(side[layer]).tolist() for side in (made.keys, made.values)]
+
+    def damage(self, rid, layer):
+        """Flip a bit of a layer; again, and it is as it was."""
+        byte = self.host.complement(rid).values[layer].view(torch.uint8).view(-1)[5:6]
+        byte ^= 1
+
+    def start(self, rid, key=None):
+        return self.reloads.start(rid, key or rid, lambda layer: [])
+
+    def allow(self, *layers):
+        """Let copies go on with these layers."""
+        for layer in layers:
+            self.let[layer].release()
+
+    def wait(self, layers):
+        """Wait until the only copy under way has so many layers in place."""
+        (staged,) = self.reloads._staged.values()
+        until(lambda: staged.transfer.layers_done >= layers)
+
+    def slots(self, rid):
+        spans = self.reloads.spans(rid)
+        return [slot for span in spans for slot in range(span.start, span.end)]
+
+
+def until(condition, seconds=20.0):
+    """Wait for the copy's thread."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "a copy never got there"
+        time.sleep(1e-4)
+
+
+@contextmanager
+def reloading(gbps=0.0, held=True):
+    """Open ``Reloading``; with ``held`` a layer is copied when it was allowed.
+
+    Whoever checks a layer's bytes, the copy's thread, waits for that, and for the
+    layer's delay.
+    """
+    world = Reloading(gbps)
+    verify = RawComplement.verify
+
+    def slow(self, layer):
+        if held:
+            world.let[layer].acquire()
+        time.sleep(world.delays[layer])
+        verify(self, layer)
+
+    RawComplement.verify = slow
+    try:
+        yield world
+    finally:
+        RawComplement.verify = verify
+        for layer in range(LAYERS):
+            world.let[layer].release(50)
+        world.transfers.close()

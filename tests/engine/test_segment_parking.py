@@ -1,0 +1,83 @@
+"""A request that lists a shared draft part, and no slot of its own, is parked."""
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from segment_world import shorten_segments
+from test_segment_splitter import ABOVE, left_behind, on_host
+from tiny_segments import tiered
+
+from vericache_sglang.engine.state import Layout
+from vericache_sglang.scheduling.plan import Park, Resume
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    shorten_segments(monkeypatch, ABOVE)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("moves", [1, 3])
+def test_a_request_that_decoded_nothing_is_parked_and_resumed(page, moves):
+    """Its row lists a shared draft part, and no slot of its own."""
+    with tiered(page=page, recent_tokens=0) as engine:
+        state = on_host(engine, "a", "x", 24)
+        assert state.row_length == state.split.borrowed == state.req.kv.kv_allocated_len
+        for _ in range(moves):
+            assert engine.move(Park("a"), "a")
+            engine.checks.all()
+            engine.admit("b", "w", 20)
+            engine.abort("b")
+            engine.evict()
+            assert engine.move(Resume("a"), "a")
+            engine.checks.all()
+        engine.verify("a", 0)
+        left_behind(engine)
+
+
+def test_a_parked_row_of_no_slots_is_aborted():
+    with tiered(recent_tokens=0) as engine:
+        on_host(engine, "a", "x", 24)
+        assert engine.move(Park("a"), "a")
+        engine.abort("a")
+        left_behind(engine)
+
+
+@pytest.mark.parametrize("what", ["slots", "host memory"])
+def test_a_row_of_no_slots_is_not_parked_without_room(what):
+    with tiered(recent_tokens=0) as engine:
+        state = on_host(engine, "a", "x", 24)
+        arena = engine.residence.arena
+        if what == "slots":
+            engine.evict()
+            hog = engine.allocator.alloc(engine.allocator.available_size())
+        else:
+            hog = arena.take(arena.free_bytes, held=True)
+        before = engine.checks.held()
+        assert not engine.move(Park("a"), "a")
+        assert (engine.checks.held(), state.layout) == (before, Layout.KEPT)
+        if what == "slots":
+            engine.allocator.free(hog)
+        else:
+            arena.give(hog)
+            hog.release()
+        assert engine.move(Park("a"), "a")
+        engine.checks.all()
+
+
+def test_scores_of_what_lies_behind_shared_parts_are_parked_with_it():
+    """``admit`` compares the scores of cached tokens with the text's own."""
+    with tiered() as engine:
+        on_host(engine, "a", "x", 30)
+        assert engine.move(Park("a"), "a")
+        engine.admit("e", "w", 44)
+        engine.abort("e")
+        engine.evict()
+        assert engine.move(Resume("a"), "a")
+        engine.finish("a")
+        state = engine.admit("b", "x", 30)
+        assert len(state.req.prefix_indices) > 24
+        left_behind(engine)

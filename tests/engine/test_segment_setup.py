@@ -1,0 +1,37 @@
+"""What a server takes from its settings for the store."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.engine.segment_setup import _better, _prices
+from vericache_sglang.scheduling.estimates import Estimates
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.parametrize(
+    ("line", "offline"),
+    [("keynorm", False), ("no-such", False), ("kvzip", True), ("kvzip:chunk=64", True)],
+)
+def test_only_a_cheap_method_takes_what_was_chosen_offline_first(line, offline):
+    create_compressor("keynorm", 0)  # fills the catalog
+    config = VeriCacheConfig(compressor=line, keep=0.375)
+    found = [json.loads(identity) for identity in _better(config)]
+    assert [(each["compressor"], each["keep"]) for each in found] == (
+        [] if offline else [("kvzip", 0.375)]
+    )
+
+
+def test_the_store_is_priced_as_it_was_measured():
+    estimates = Estimates()
+    assert _prices(estimates, SimpleNamespace(stored=None)).store_s_per_byte == float(
+        "inf"
+    )
+    stored = SimpleNamespace(s_per_byte=0.25)
+    assert _prices(estimates, SimpleNamespace(stored=stored)).store_s_per_byte == 0.25

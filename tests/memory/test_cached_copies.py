@@ -1,0 +1,203 @@
+"""Cached segments leave the device and come back while it does something else."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_link import (
+    DTYPE,
+    GEOMETRY,
+    LAYERS,
+    PLACES,
+    at,
+    bits,
+    leaving,
+    new_pool,
+    opened,
+    scramble,
+)
+
+from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.memory.arena import Arena
+from vericache_sglang.memory.segment_pool import SegmentPool
+from vericache_sglang.memory.thread_transfers import ThreadTransfers
+
+SCORES = {"noted": torch.arange(6.0).view(3, 2)}
+
+
+def saved_entries(seed):
+    """What ``leaving`` yields, as an entry of the pool holds it: [L, 16, H, D]."""
+    sides = [
+        [
+            bits(scramble(torch.zeros(16, 2, dim, dtype=DTYPE), seed + 10 * layer + i))
+            for layer in range(LAYERS)
+        ]
+        for i, dim in enumerate((4, 6))
+    ]
+    return dict(zip(("keys", "values"), sides, strict=True))
+
+
+def new_store(nbytes=1 << 14):
+    arena = Arena(nbytes, pinned=False)
+    return arena, SegmentPool(arena)
+
+
+def finish(link, future):
+    while not future.done():
+        link.clock.step()
+    link.clock.drain()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
+    arena, store = new_store()
+    with opened(seed) as link:
+        image = store.open("s", GEOMETRY, 16, DTYPE, SCORES)
+        transfer = link.copies.save(leaving(link, seed), image)
+        assert "s" in store
+        other = store.put("t", {"x": torch.zeros(40)})  # may move what nobody holds
+        finish(link, transfer.future)
+        assert transfer.done()
+        found = store.get("s")
+        assert bits(found["keys"]) == saved_entries(seed)["keys"]
+        assert bits(found["values"]) == saved_entries(seed)["values"]
+        assert torch.equal(found["noted"], SCORES["noted"])
+        slots = torch.tensor(PLACES)
+        pairs = zip(found["keys"], found["values"], strict=True)
+        link.launch(*range(LAYERS))
+        before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
+        link.copies.bring(pairs, slots, [store.extent("s")])
+        link.launch(*range(LAYERS))
+        store.drop("s")
+        others = [(torch.zeros(4, 2, 4), torch.zeros(4, 2, 6))] * LAYERS
+        others = [tuple(each.to(DTYPE) for each in pair) for pair in others]
+        link.copies.bring(others, torch.arange(50, 54), [])
+        assert arena.leaving_bytes, "its bytes have not been read yet"
+        rest = arena.take(arena.free_bytes, held=True)
+        scramble(rest.view(torch.uint8, (rest.size,)), 4)
+        link.clock.drain()
+        assert link.read[:LAYERS] == before
+        after = saved_entries(seed)
+        assert link.read[LAYERS:] == list(
+            zip(after["keys"], after["values"], strict=True)
+        )
+        link.copies.close()
+        assert (other, arena.leaving_bytes) == (True, 0)
+        store.check()
+
+
+def test_who_asks_for_a_segment_on_its_way_waits_for_it():
+    _, store = new_store()
+    with opened(5) as link:
+        image = store.open("s", GEOMETRY, 16, DTYPE)
+        transfer = link.copies.save(leaving(link, 5), image)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(store.get("s")))
+        reader.start()
+        reader.join(0.05)
+        assert reader.is_alive()
+        assert not found
+        finish(link, transfer.future)
+        reader.join(20)
+        assert bits(found[0]["keys"]) == saved_entries(5)["keys"]
+        assert store.checksum_failures == 0
+
+
+def test_a_segment_that_is_dropped_on_its_way_is_nobody_elses_until_it_ended():
+    arena, store = new_store()
+    with opened(5) as link:
+        image = store.open("s", GEOMETRY, 16, DTYPE)
+        transfer = link.copies.save(leaving(link, 5), image)
+        store.drop("s")
+        rest = arena.take(arena.free_bytes, held=True)
+        mine = scramble(rest.view(torch.uint8, (rest.size,)), 4).clone()
+        finish(link, transfer.future)
+        assert torch.equal(rest.view(torch.uint8, (rest.size,)), mine)
+        assert (arena.leaving_bytes, arena.used_bytes) == (0, rest.size)
+        assert store.get("s") is None
+
+
+def test_damage_after_the_copy_is_noticed():
+    _, store = new_store()
+    with opened(5) as link:
+        image = store.open("s", GEOMETRY, 16, DTYPE)
+        finish(link, link.copies.save(leaving(link, 5), image).future)
+        image.values.view(torch.uint8)[2, 15, 1, 11] ^= 1
+        assert store.get("s") is None
+        assert store.checksum_failures == 1
+
+
+@pytest.mark.parametrize("way", ["stream", "thread"])
+def test_what_its_maker_raises_is_raised_and_lets_go(way):
+    arena, store = new_store()
+
+    def broken(found):
+        yield found["keys"][0], found["values"][0]
+        raise TransferError("a copy is damaged")
+
+    with opened(5) as link:
+        copies = link.copies if way == "stream" else ThreadTransfers(*new_pool(), 0.0)
+        image = store.open("s", GEOMETRY, 16, DTYPE)
+        finish(link, link.copies.save(leaving(link, 5), image).future)
+        found, slots = store.get("s"), torch.tensor(PLACES)
+        with pytest.raises(TransferError, match="a copy is damaged"):
+            copies.bring(broken(found), slots, [store.extent("s")])
+        with pytest.raises(InvariantError, match="0 layers to save of 3"):
+            copies.bring([], slots, [store.extent("s"), None])
+        store.drop("s")
+        link.clock.drain()
+        copies.close()
+        assert arena.used_bytes == 0
+
+
+def test_without_a_device_it_is_there_at_once():
+    _, store = new_store()
+    pool = new_pool()
+    link = ThreadTransfers(*pool, 0.0)
+    image = store.open("s", GEOMETRY, 16, DTYPE, SCORES)
+    pairs = [
+        tuple(
+            scramble(torch.zeros(16, 2, dim, dtype=DTYPE), 7 + 10 * layer + i)
+            for i, dim in enumerate((4, 6))
+        )
+        for layer in range(LAYERS)
+    ]
+    saved = link.save(pairs, image)
+    assert saved.nbytes == 16 * GEOMETRY.token_bytes
+    found = store.get("s")
+    link.bring(
+        zip(found["keys"], found["values"], strict=True), torch.tensor(PLACES), []
+    )
+    for layer in range(LAYERS):
+        kept = saved_entries(7)
+        wanted = kept["keys"][layer], kept["values"][layer]
+        assert at(pool, layer, PLACES) == wanted
+    link.close()
+
+
+def test_a_segment_of_which_a_layer_is_missing_is_waited_for():
+    _, store = new_store()
+    image = store.open("s", GEOMETRY, 16, DTYPE)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(store.get("s")))
+    reader.start()
+    for layer in range(LAYERS):
+        reader.join(0.02)
+        assert reader.is_alive(), layer
+        image.write(layer, image.keys[layer].clone(), image.values[layer].clone())
+    reader.join(20)
+    assert bits(found[0]["keys"]) == bits(image.keys)
+
+
+def test_a_name_is_opened_once_and_needs_room():
+    arena, store = new_store(4096)
+    assert store.open("s", GEOMETRY, 16, DTYPE) is not None
+    with pytest.raises(InvariantError, match="segment s is opened a second time"):
+        store.open("s", GEOMETRY, 16, DTYPE)
+    assert store.open("t", GEOMETRY, 1000, DTYPE) is None
+    assert list(store.names()) == ["s"]
+    store.drop("s")
+    assert arena.used_bytes == 0
