@@ -186,3 +186,8 @@ def test_the_relay_takes_nothing_and_waits_for_no_lengths():
     elsewhere = algorithm.create_future_map("meta", pool, needs_cpu_seq_lens=True)
     assert not elsewhere.needs_cpu_seq_lens
     assert algorithm.supports_ragged_verify()
+
+
+def test_a_gpu_server_says_that_nobody_has_tried_it(resolve, caplog):
+    resolve()
+    assert cuda_arguments.UNTRIED in caplog.messages

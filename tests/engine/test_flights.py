@@ -47,7 +47,9 @@ def flight(*runs, decode=True):
         counts.append(0 if run is None else len(run))
         passengers.append(Passenger(i, i, -1 if run is None else len(run) - 1, 0))
     result = SimpleNamespace(
-        next_token_ids=tokens.flatten(), accept_lens=torch.tensor(counts)
+        next_token_ids=tokens.flatten(),
+        accept_lens=torch.tensor(counts),
+        copy_done=None,
     )
     return Flight(result, STRIDE, passengers, decode)
 
@@ -68,6 +70,31 @@ def test_a_flight_tells_every_passenger_its_tokens():
     flights.land_all()
     assert told == [(0, [1, 2, 3]), (1, [40]), (2, [4])]
     assert counted == [[3, 0, 1]]
+
+
+class Copy:
+    """SGLang's copy of a result: tensors on the host, filled when it has ended."""
+
+    def __init__(self, result):
+        self.result, self.tokens = result, result.next_token_ids
+        self.counts = result.accept_lens
+        result.next_token_ids = torch.full_like(self.tokens, -7)
+        result.accept_lens = torch.zeros_like(self.counts)
+        result.copy_done = self
+
+    def synchronize(self):
+        self.result.next_token_ids.copy_(self.tokens)
+        self.result.accept_lens.copy_(self.counts)
+
+
+def test_what_is_still_being_copied_is_waited_for():
+    flights, told, counted = recorded()
+    launched = flight([1, 2], None)
+    flights.launch(launched)
+    Copy(launched.result)
+    flights.land_all()
+    assert told == [(0, [1, 2]), (1, [40])]
+    assert counted == [[2, 0]]
 
 
 def test_a_report_lands_the_oldest_decode_and_the_prefills_before_it():

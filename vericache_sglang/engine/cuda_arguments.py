@@ -28,6 +28,11 @@ for full attention that say so (0.5.21, ``supports_ragged_verify_graph``)."""
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """SGLang's variable; "compact" has it key graphs by tokens and not by rows."""
 
+UNTRIED = (
+    "VeriCache: nothing of this has run on a GPU yet; --vericache-shadow-rate 0.1 "
+    "compares every tenth answer with plain decoding"
+)
+
 _BACKEND_FIELDS = (
     "attention_backend",
     "prefill_attention_backend",
@@ -46,6 +51,7 @@ def settle(args: Any) -> None:
         UnsupportedError: The compressor's codes are read by no backend that may run.
         ConfigError: The compressor's line is refused.
     """
+    logger.warning(UNTRIED)
     config = active_config() or VeriCacheConfig()
     compressor = create_compressor(config.compressor, config.seed)
     _choose_backend(args, compressor)

@@ -37,8 +37,9 @@ class Flight:
 
     Attributes:
         result: What SGLang was given: ``next_token_ids`` [B * stride] and
-            ``accept_lens`` [B], on the device until SGLang has copied them. A drafted
-            token is there too, though no token of its request is accepted.
+            ``accept_lens`` [B], on the device until SGLang copies them to the host,
+            whose end is its ``copy_done``. A drafted token is there too, though no
+            token of its request is accepted.
         stride: Places of one request in ``next_token_ids``.
         passengers: Whose outcome is not known; none where all was settled at once.
         decode: SGLang reports it complete (``on_verify_complete_cpu``).
@@ -54,6 +55,9 @@ class Flight:
 
         Waits for the forward unless SGLang has copied the result to the host.
         """
+        if self.result.copy_done is not None:
+            # SGLang's tensors are on the host by now, but maybe not their numbers.
+            self.result.copy_done.synchronize()
         counts = self.result.accept_lens.tolist()
         if not self.passengers:
             return [], counts
