@@ -282,7 +282,7 @@ def ask(group, rank, kind, fault_on):
     """Ask for a move that rank ``fault_on`` cannot make."""
     full = store(budget=64) if kind == "room" and rank == fault_on else store()
     common = CommonHost(agreed(group), full, lambda state: SIZE)
-    state = SimpleNamespace(rid="a", parts=None, row_length=10, drafts=[])
+    state = SimpleNamespace(rid="a", parts=None, row_length=10, loose=0, drafted=0)
     if kind == "room":
         moves = Split("a", Residency.HOST), Offload("a"), Park("a")
         return [common.permits(move, state) for move in moves]

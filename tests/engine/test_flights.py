@@ -148,8 +148,8 @@ class Runtime:
     def __init__(self):
         self.told = []
 
-    def launched(self, rid):
-        self.told.append(("launched", rid))
+    def launched(self, rid, drafted):
+        self.told.append(("launched", rid, drafted))
 
     def verified(self, rid, drafted, emitted):
         self.told.append(("verified", rid, drafted, emitted))
@@ -177,7 +177,7 @@ def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_land
     conclusion.land(passenger, [11, 50])
     assert (state.verified, state.loose, state.emitted) == (12, 0, 5)
     assert (state.outputs, state.pending) == ([5, 6, 7, 11, 50], 50)
-    assert runtime.told == [("launched", "r"), ("verified", "r", 2, 2)]
+    assert runtime.told == [("launched", "r", 2), ("verified", "r", 2, 2)]
 
 
 def test_a_draft_of_an_earlier_round_is_forgotten():
@@ -203,7 +203,7 @@ def test_what_lands_after_its_request_has_left_is_nothing():
     living["r"] = request()  # it was retracted, and is here again
     conclusion.land(passenger, [11, 50])
     assert living["r"].outputs == [5, 6, 7]
-    assert runtime.told == [("launched", "r")]
+    assert runtime.told == [("launched", "r", 1)]
 
 
 def test_what_lands_after_its_host_copy_was_lost_is_nothing():

@@ -135,7 +135,7 @@ class Executor:
                 self.drafts[rid] += 1
                 assert self.drafts[rid] <= self.config.draft_length
                 # One more token comes with the verification.
-                assert self.late or self.drafts[rid] < self.left[rid]
+                assert self.drafts[rid] < self.left[rid]
                 if self._happens(0.05):
                     self.runtime.stop_drafted(rid)
             elif isinstance(action, Plain):
@@ -162,7 +162,7 @@ class Executor:
         self._forget(rid)
         self.begun[rid] = self.runtime.now
         if self.late:
-            self.runtime.launched(rid)
+            self.runtime.launched(rid, drafted)
             self.air.append((rid, drafted, right + 1))
         else:
             self._land(rid, drafted, right + 1)
@@ -170,7 +170,7 @@ class Executor:
     def _land(self, rid, drafted, tokens):
         if rid in self.left:
             self.runtime.verified(rid, drafted, tokens)
-            self._emit(rid, min(tokens, self.left[rid]) if self.late else tokens)
+            self._emit(rid, tokens)
 
     def _emit(self, rid, tokens):
         assert tokens <= self.left[rid]

@@ -50,7 +50,7 @@ class Conclusion:
         drafts = state.launch_emission()
         if verifies:
             self._residence.reloads.end(state.rid)
-            self._runtime.launched(state.rid)
+            self._runtime.launched(state.rid, drafts)
         return Passenger(state, at, drafts, state.round, verifies)
 
     def land(self, passenger: Passenger, tokens: list[int]) -> None:

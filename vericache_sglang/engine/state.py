@@ -203,9 +203,9 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """Tokens the request may still emit; 0 once only its end is outstanding."""
+        """Tokens the request may still emit if all that was not heard was emitted."""
         limit: int = self.req.sampling_params.max_new_tokens
-        return max(0, limit - self.emitted)
+        return max(0, limit - self.emitted - self.loose)
 
     # -- a forward is launched, and lands -----------------------------------------
 

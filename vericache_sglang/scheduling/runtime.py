@@ -107,15 +107,21 @@ class Runtime:
         track.most = track.drafts
         self.pacing.hurry(track)
 
-    def launched(self, rid: str) -> None:
+    def launched(self, rid: str, drafted: int) -> None:
         """A verification is under way; the next round begins before it is heard of.
 
-        It emits one token for certain. ``verified`` tells the rest.
+        Until ``verified`` tells how many, all its drafts count as accepted: what is
+        drafted next never goes beyond the request's last token.
+
+        Args:
+            rid: Request id.
+            drafted: Drafts it checks.
         """
         track = self.tracks[rid]
         self._close_round(track)
-        track.unheard += 1
-        self._emit(track, 1)
+        track.unheard = True
+        self._emit(track, drafted + 1)
+        track.held_up = track.remaining <= 0
         self._next_round(track)
 
     def verified(self, rid: str, drafted: int, emitted: int) -> None:
@@ -127,18 +133,16 @@ class Runtime:
             emitted: Tokens it emitted: accepted drafts and one of the target's own.
         """
         track = self.tracks[rid]
-        known = track.unheard > 0
-        if known:
-            track.unheard -= 1
+        if track.unheard:
+            self._emit(track, emitted - (drafted + 1))
         else:
             self._close_round(track)
-        self._emit(track, emitted - known)
+            self._emit(track, emitted)
         if drafted:
             track.acceptance.observe(drafted, emitted - 1)
-        if not known:
+        if track.held_up or not track.unheard:
             self._next_round(track)
-        elif track.remaining <= 0 and track.split:
-            self._end(track)
+        track.unheard = track.held_up = False
 
     def moved(self, move: Move, group: str = "") -> None:
         """The executor has made a move.

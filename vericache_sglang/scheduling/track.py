@@ -43,7 +43,8 @@ class Track:
         reload: What a round takes of the rings, with the iteration's and the link's
             time it was computed for.
         share: Part of an iteration, as priced last; None where that is out of date.
-        unheard: Verifications launched whose outcome is not known.
+        unheard: The last verification was launched and its outcome is not known.
+        held_up: Its next round begins when it is.
         closed: A stop token was drafted; drafting beyond it is wasted.
         staged: A reload was started, or has arrived, and is not used up.
         ready: The complement is staged.
@@ -71,7 +72,8 @@ class Track:
     priced_p: float = 0.0
     reload: tuple[float, float, Reload] | None = None
     share: Share | None = None
-    unheard: int = 0
+    unheard: bool = False
+    held_up: bool = False
     closed: bool = False
     staged: bool = False
     ready: bool = False

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression import catalog
+from vericache_sglang.engine.arrival import Arrivals
 from vericache_sglang.engine.probing import Probing
 from vericache_sglang.engine.sampling import sampler
 from vericache_sglang.engine.splitter import Splitter
@@ -64,7 +65,14 @@ def _hold_draft_length() -> None:
 
 
 def _serve_alone() -> None:
-    choose = sampler._run
+    choose, state_of = sampler._run, Arrivals.state_of
+
+    @wraps(state_of)
+    def heard_at_once(self: Any, req: Any, *given: Any) -> Any:
+        state = state_of(self, req, *given)
+        if _asked(req).get("alone"):  # its tokens are chosen here, on the host
+            state.late = False
+        return state
 
     def chosen(row: Any, tokens: list[int]) -> list[int]:
         if row.verifies and _asked(row.state.req).get("alone"):
@@ -72,7 +80,7 @@ def _serve_alone() -> None:
             return list(row.state.drafts) or tokens[:1]
         return choose(row, tokens)
 
-    sampler._run = chosen
+    sampler._run, Arrivals.state_of = chosen, heard_at_once
 
 
 def _time(owner: type, name: str, rid: Callable[..., str]) -> None:
