@@ -18,7 +18,7 @@ from lossless.prompts import load_tokenizer, record_prompts
 pytestmark = pytest.mark.server
 
 SEED = 7
-BODIES = 300
+BODIES = 200
 STREAMS = 100
 
 

@@ -5,6 +5,7 @@ parked. Whatever is done to them, answers are plain SGLang's and all is given ba
 """
 
 import json
+import os
 import shutil
 import signal
 import threading
@@ -80,7 +81,19 @@ def models(tmp_path_factory):
     return {name: str(folder / name) for name in ("all", "norm")}
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "on the host",
+        pytest.param(
+            "packed, on the device",
+            marks=pytest.mark.skipif(
+                not os.environ.get("VERICACHE_THOROUGH"),
+                reason="takes three minutes more; VERICACHE_THOROUGH=1 runs it",
+            ),
+        ),
+    ],
+)
 def pair(request, tmp_path_factory):
     """Return (ours, plain); these tests pause, alter and at last kill them."""
     folder = tmp_path_factory.mktemp("lifecycle")
