@@ -75,7 +75,9 @@ def test_a_chunk_is_a_burst_or_an_interval(servers, prompts, answer, interval):
         counts[server] = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
     steps = [b - a for a, b in itertools.pairwise(counts[ours])]
     assert min(steps) >= 1
-    assert max(steps) <= interval - 1 + BURST
+    # SGLang hands a reader that was late two chunks as one; that happens once at most.
+    assert sorted(steps)[-2] <= interval - 1 + BURST
+    assert max(steps) <= 2 * (interval - 1 + BURST)
     # A late end is told in a chunk of its own under overlap.
     assert len(counts[ours]) <= len(counts[plain]) + 1
     assert sum(steps[:-1]) >= interval * (len(steps) - 1) / 2

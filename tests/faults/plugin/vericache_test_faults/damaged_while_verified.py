@@ -4,6 +4,8 @@ Once for every complement; the bytes are whole when they are asked for again. Wh
 waiting pays is not asked, so verifications start early however fast the machine is.
 """
 
+from contextlib import contextmanager
+
 import torch
 
 from vericache_sglang.engine import reloads
@@ -16,11 +18,14 @@ def install():
     over, verify = LayerGate.over, RawComplement.verify
     started, seen = [], set()
 
+    @contextmanager
     def watched(self, pool):
         if not seen.issuperset(self.keys):
             started.append(self)
             seen.update(self.keys)
-        return over(self, pool)
+        with over(self, pool):
+            yield
+        started.clear()  # its last layers were here already: another time
 
     def damaged(self, layer):
         if not started or layer != self.layers - 1:
