@@ -13,16 +13,13 @@ import argparse
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from lossless.provenance import provenance
 from vericache_kernels.compile_report import ARCHITECTURES, compile_build
 from vericache_kernels.compile_report.builds import builds
+from vericache_sglang.provenance import provenance
 
 COLUMNS = {
     "registers": "registers",
@@ -91,7 +88,7 @@ def main() -> int:
     ]
     print("\n\n".join(texts))
     if options.out:
-        about = provenance(sys.argv)
+        about = provenance(sys.argv[1:], "python scripts/compile_kernels.py")
         about["versions"]["triton"] = triton.__version__
         _write(options.out, about, rows, texts)
     return int(any(row["spill_bytes"] for row in rows))
@@ -110,7 +107,7 @@ def _write(
         "4 warps (8 for join planes, 1 for merge of best tokens and board "
         "commit); D = 128, bfloat16, 8 KV heads, 4 query heads each, one query, where "
         "the name does not say otherwise.",
-        f"    python {shlex.join(about['argv'])}",
+        f"    {about['command']}",
         f"Triton {about['versions']['triton']}, torch {about['versions']['torch']}.",
     ]
     out.with_suffix(".md").write_text("\n\n".join([*head, *texts]) + "\n", "utf-8")

@@ -18,12 +18,14 @@ device="${VERICACHE_DEVICE:-cpu}"
 [[ "$device" == cpu || "$device" == cuda ]] ||
   fail "VERICACHE_DEVICE must be cpu or cuda, got '$device'"
 
-requirements="$root/scripts/requirements-$device.txt"
-test_requirements="$root/scripts/requirements-test.txt"
+requirements="$root/scripts/requirements-$device.lock"
+test_requirements="$root/scripts/requirements-test.lock"
+# Not in the lock: its hash is PyTorch's own index's to tell.
+cpu_torch="$(grep '^torch==' "$root/scripts/requirements-cpu.txt")"
 
 # The root is part of it: an editable install points into the checkout it was made in.
 fingerprint="$(
-  { echo "$device $root"; cat "$requirements" "$test_requirements" \
+  { echo "$device $root $cpu_torch"; cat "$requirements" "$test_requirements" \
       "$root/pyproject.toml" "${BASH_SOURCE[0]}"; } | sha256sum | cut -d' ' -f1
 )"
 if [[ -f "$stamp" && "$(<"$stamp")" == "$fingerprint" && -x "$venv/bin/python" ]]; then
@@ -79,23 +81,19 @@ rm -f "$stamp"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 # PyPI's torch is the CUDA build; a local index or wheel folder may hold the CPU one.
 install_cpu_torch() {
-  local torch
-  torch="$(grep '^torch==' "$requirements")"
-  "${pip[@]}" install --no-deps "$torch" ||
-    "${pip[@]}" install --no-deps "$torch" \
+  "${pip[@]}" install --no-deps "$cpu_torch" ||
+    "${pip[@]}" install --no-deps "$cpu_torch" \
       --index-url https://download.pytorch.org/whl/cpu
 }
 
 if [[ "$device" == cpu ]]; then
   step "installing torch for CPU" install_cpu_torch
-  # The list is the complete closure, so there is nothing to resolve.
-  step "installing the other CPU packages (1 to 2 minutes)" \
-    "${pip[@]}" install --no-deps -r "$requirements"
-else
-  step "installing the CUDA packages (several minutes)" \
-    "${pip[@]}" install -r "$requirements"
 fi
-step "installing the test tools" "${pip[@]}" install --no-deps -r "$test_requirements"
+# The locks are complete, so there is nothing to resolve.
+install=("${pip[@]}" install --no-deps --require-hashes -r)
+step "installing the other packages (1 to 2 minutes; CUDA's: several)" \
+  "${install[@]}" "$requirements"
+step "installing the test tools" "${install[@]}" "$test_requirements"
 step "installing this project" \
   "${pip[@]}" install --no-deps --no-build-isolation -e "$root"
 

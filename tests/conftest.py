@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+from process_guard import ProcessGuard
+from xdist.scheduler import LoadFileScheduling
 
 # A second thread spins at every barrier on a busy small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +17,35 @@ settings.load_profile("no deadline")
 
 LONGEST = ("lossless", "faults", "end_to_end/kits", "end_to_end")
 """Folders whose tests start servers: begun first, so that no process ends up alone."""
+
+
+OWN_SERVERS = (
+    *("cached_prefixes", "consistency_check", "demo", "drain", "lifecycle"),
+    "process_guard",
+)
+"""Files of end_to_end that do not ask the two servers which the others share."""
+
+
+class OneProcessPerServer(LoadFileScheduling):
+    """The tests of a file run in one process, and those that share servers too."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        folder, _, name = file.rpartition("/")
+        own = name.removeprefix("test_").removesuffix(".py") in OWN_SERVERS
+        return file if own or folder != "tests/end_to_end" else folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Schedule by servers, whatever ``--dist`` says."""
+    return OneProcessPerServer(config, log)
+
+
+def pytest_configure(config):
+    """Have what the tests start end with this process, which may be interrupted."""
+    if not hasattr(config, "workerinput"):  # the processes of xdist are started by it
+        config.add_cleanup(ProcessGuard().close)
 
 
 def pytest_collection_modifyitems(items):

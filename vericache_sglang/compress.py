@@ -1,7 +1,7 @@
 """``python -m vericache_sglang.compress``: prepares prefixes in a store.
 
-The server that reads the store then serves them without a prefill, and drafts for them
-on the parts made here, whatever the method cost.
+The server that reads the store then serves them without a prefill, and drafts on the
+KV chosen here, whatever the method cost.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.memory.segments import SEGMENT
 
@@ -24,7 +25,7 @@ PATIENCE_S = 600.0
 """Longest wait for the last segment to be written, in seconds."""
 
 STEPS = 8
-"""Tokens decoded behind a prompt beyond those for its probes; it is split meanwhile."""
+"""Tokens decoded behind a prompt, beyond its probes, while it is compressed."""
 
 PROBED = 1024
 """Prompt tokens, at least, that one probe of an offline method covers."""
@@ -35,24 +36,27 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m vericache_sglang.compress", description=__doc__
     )
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", required=True)
+    add(
         "--prompts",
         required=True,
         type=Path,
         help='JSON lines, each {"text": ...}: prefixes as requests will begin',
     )
-    parser.add_argument(
-        "--store", default="file", choices=("file", "mooncake", "dynamic")
-    )
-    parser.add_argument(
+    add("--store", default="file", choices=("file", "mooncake", "dynamic"))
+    add(
         "--store-config",
         default="{}",
         help="as --hicache-storage-backend-extra-config of the server",
     )
-    parser.add_argument("--compressor", default="kvzip")
-    parser.add_argument("--keep", type=float, default=0.25)
-    parser.add_argument(
+    for name in ("store_key", "store_shared_folder"):
+        default = getattr(VeriCacheConfig(), name)
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, default=default, help=f"as --vericache{flag[1:]} of the server")
+    add("--compressor", default="kvzip")
+    add("--keep", type=float, default=0.25)
+    add(
         "--engine",
         default="{}",
         help="further arguments of sglang.Engine, a JSON object",
@@ -87,7 +91,7 @@ def prompts_in(file: Path) -> list[str]:
 
 
 def open_engine(options: argparse.Namespace) -> Any:
-    """Start an engine that splits every prompt it gets and writes to the store.
+    """Start an engine that compresses every prompt it gets and writes to the store.
 
     Raises:
         ConfigError: ``--engine`` is not a JSON object.
@@ -104,6 +108,8 @@ def open_engine(options: argparse.Namespace) -> Any:
             "keep": options.keep,
             "residency": "host",
             "min_prompt": SEGMENT,
+            "store_key": options.store_key,
+            "store_shared_folder": options.store_shared_folder,
         }
     )
     from vericache_sglang.engine.torchvision_ops import define_missing_ops
@@ -143,7 +149,9 @@ def counters(engine: Any) -> dict[str, Any]:
 
 
 def compress(engine: Any, prompts: list[str]) -> dict[str, Any]:
-    """Split every prompt, one after the other, and wait until all is written.
+    """Compress every prompt, one after the other, and wait until all is written.
+
+    Prints a line per prompt, and while segments wait to be written.
 
     Returns:
         The engine's last report.
@@ -158,10 +166,13 @@ def compress(engine: Any, prompts: list[str]) -> dict[str, Any]:
         params = {"temperature": 0.0, "max_new_tokens": steps, "ignore_eos": True}
         engine.generate(prompt, params)
         print(f"{number} of {len(prompts)}: {length // SEGMENT} segments", flush=True)
-    deadline = time.monotonic() + PATIENCE_S
-    while (report := counters(engine))["cache_store_waiting"]:
+    deadline, printed = time.monotonic() + PATIENCE_S, 0
+    while waiting := (report := counters(engine))["cache_store_waiting"]:
         if time.monotonic() > deadline:
             raise VeriCacheError("the store takes too long to write")
+        if waiting != printed:
+            print(f"{waiting} segments wait to be written", flush=True)
+            printed = waiting
         time.sleep(0.1)
     return report
 

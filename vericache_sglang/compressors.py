@@ -187,7 +187,6 @@ def _needs(compressor: Compressor) -> tuple[str, ...]:
             f"a file of {codec.artifact}" if codec.artifact else "",
             "positions of the keys" if codec.rope else "",
             "layer inputs for its sinks" if codec.resid_in else "",
-            "all KV heads on one rank" if codec.head_coupled else "",
         ]
     if compressor.token_align > 1:
         words.append(f"multiples of {compressor.token_align} tokens")

@@ -1,4 +1,4 @@
-"""Recommend settings: ``python -m vericache_sglang.plan --model M --gpu G ...``."""
+"""Recommend settings and count memory: ``python -m vericache_sglang.plan --help``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vericache_sglang.config.files import to_yaml
+from vericache_sglang.config.cli import add_flags, given_values
+from vericache_sglang.config.files import load_config, to_yaml
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.planning.acceptance import Acceptance, Geometric, MissByKeep
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
+from vericache_sglang.planning.memory import ledger, memory_table, shortage
 from vericache_sglang.planning.models import CATALOGUE, find_model
 from vericache_sglang.planning.paper.report import page
 from vericache_sglang.planning.plot import Curve, draw
@@ -34,9 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Command-line arguments; None takes the process's own.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.memory:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        print(page() if args.paper else _plan(args), end="" if args.paper else "\n")
+        if args.memory:
+            text = _memory(args, rest) + "\n"
+        else:
+            text = page() if args.paper else _plan(args) + "\n"
+        print(text, end="")
     except VeriCacheError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,11 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vericache_sglang.plan",
         description="Arithmetic, not a measurement: settings and expected speedup.",
+        epilog="With --memory every flag of the launcher may follow; those of "
+        "VeriCache, and those of SGLang that decide tensor sizes, are looked at.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     models = ", ".join(CATALOGUE)
     add("--model", metavar="DIR|NAME", help=f"folder with a config.json, or {models}")
-    add("--gpu", metavar="NAME", help=", ".join(GPUS))
+    add("--gpu", metavar="NAME|GIB", help=", ".join(GPUS) + "; with --memory also GiB")
     add("--devices", type=int, default=1, metavar="N", help="GPUs of one server")
     add("--context", type=int, metavar="N", help="prompt length, in tokens")
     add("--output", type=int, metavar="N", help="answer length, in tokens")
@@ -67,17 +79,54 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", type=Path, metavar="YAML", help="write the settings to this file")
     add("--plot", type=Path, metavar="PNG", help="draw speedup over draft length")
     add("--paper", action="store_true", help="print the paper's figures beside ours")
+    add("--memory", action="store_true", help="print every tensor on a GPU instead")
     return parser
 
 
-def _plan(args: argparse.Namespace) -> str:
-    missing = [
-        f"--{name}"
-        for name in ("model", "gpu", "context", "output")
-        if getattr(args, name) is None
-    ]
+def _require(args: argparse.Namespace, *names: str) -> None:
+    missing = [f"--{name}" for name in names if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} must be given (or --paper alone)")
+
+
+def _memory(args: argparse.Namespace, rest: list[str]) -> str:
+    """Return the memory ledger of the launcher's flags ``rest``."""
+    # Compressors are torch's; the rest of this command does without it.
+    from vericache_sglang.engine.planned_memory import add_memory_flags, planned
+
+    _require(args, "model", "gpu")
+    parser = argparse.ArgumentParser(prog="plan --memory", allow_abbrev=False)
+    parser.add_argument("--vericache-config", type=Path)
+    add_flags(parser)
+    add_memory_flags(parser)
+    flags, others = parser.parse_known_args(rest)
+    if flags.tp_size is None and args.devices > 1:
+        flags.tp_size = args.devices
+    if flags.context_length is None:
+        flags.context_length = args.context
+    config = load_config(flags.vericache_config, given_values(flags))
+    gib = args.gpu.replace(".", "", 1)
+    known = None if gib.isdecimal() else gpu_named(args.gpu)
+    found = ledger(
+        planned(
+            find_model(args.model),
+            config,
+            known.memory_mib if known else float(args.gpu) * 1024,
+            known.capability if known else None,
+            vars(flags),
+        )
+    )
+    notes = [memory_table(found)]
+    if others:
+        notes.append(f"Not looked at: {' '.join(others)}")
+    short = shortage(found)
+    if short:
+        notes.append(f"Too small: {short}")
+    return "\n\n".join(notes)
+
+
+def _plan(args: argparse.Namespace) -> str:
+    _require(args, "model", "gpu", "context", "output")
     model = find_model(args.model)
     machine = machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet)
     workload = Workload(

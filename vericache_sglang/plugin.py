@@ -30,29 +30,39 @@ def register() -> None:
     attention_backends.register()
     tiered_cache.register()
     register_all()
-    _offer_page()
+    _extend_http_server()
     config = active_config() or VeriCacheConfig()
     if not is_disabled():
         _check_requests(config.draft_length)
     _register_algorithm(config)
 
 
-def _offer_page() -> None:
-    """Have the live page served where SGLang serves HTTP (patches: utils_common)."""
+def _extend_http_server() -> None:
+    """Have SGLang's HTTP server extended before it listens (patches: utils_common)."""
     from sglang.srt.utils import common
 
-    from vericache_sglang.serving.live_page.routes import add_routes
+    from vericache_sglang.serving.http_server import extend
 
-    common.vericache_add_routes = add_routes
+    common.vericache_extend = extend
 
 
-def _check_requests(most: int) -> None:
-    """Have requests' wishes checked (patches: sampling_sampling_params)."""
-    from sglang.srt.sampling.sampling_params import SamplingParams
+def _check_requests(draft_length: int) -> None:
+    """Have requests checked (patches: io_struct, tokenizer_manager_checks)."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from vericache_sglang.engine.request_options import read_options
+    from vericache_sglang.serving.refused_requests import (
+        check_copies,
+        check_request,
+        limits,
+    )
 
-    SamplingParams.vericache_check = staticmethod(partial(read_options, most=most))
+    def check(request: Any, input_ids: Any, vocabulary: int, labels: Any) -> None:
+        names = None if labels is None else frozenset(labels)
+        check_request(request, input_ids, limits(vocabulary, draft_length, names))
+
+    GenerateReqInput.vericache_check = staticmethod(check_copies)
+    TokenizerManager.vericache_check = staticmethod(check)
 
 
 def _register_algorithm(config: Any) -> None:

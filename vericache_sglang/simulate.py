@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.simulation.policies import PLANES_ACCEPT, chosen, policies
-from vericache_sglang.simulation.presets import PRESETS, costs_of, presets_named
+from vericache_sglang.provenance import provenance
+from vericache_sglang.simulation.policies import PLANES_ACCEPT, named, policies
+from vericache_sglang.simulation.presets import PRESETS, costs_of
 from vericache_sglang.simulation.report import LABEL, as_json, section, table
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup
@@ -38,16 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(words)
     try:
-        _compare(options, "python -m vericache_sglang.simulate " + shlex.join(words))
+        _compare(options, provenance(words, "python -m vericache_sglang.simulate"))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _compare(options: argparse.Namespace, command: str) -> None:
-    presets = presets_named(options.preset)
-    picked = chosen(options.policies, policies(options.keep, options.planes_accept))
+def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    command = origin["command"]
+    presets = named(options.preset, PRESETS, "--preset")
+    known = policies(options.keep, options.planes_accept)
+    picked = list(named(options.policies, known, "--policies").values())
     setups = {name: _setup(options, preset) for name, preset in presets.items()}
     print(f"{LABEL}\n{command}", flush=True)
     pages, figures = [], {}
@@ -64,7 +66,7 @@ def _compare(options: argparse.Namespace, command: str) -> None:
         figures[name] = as_json(results, picked, assumptions)
         pages.append(section(name, results, assumptions))
     if options.json:
-        whole = {"label": LABEL, "command": command, "presets": figures}
+        whole = {"label": LABEL, "provenance": origin, "presets": figures}
         _write("--json", options.json, json.dumps(whole, indent=1) + "\n")
     if options.markdown:
         rows = "\n".join(f"- `{policy.name}`: {policy.summary}" for policy in picked)

@@ -8,14 +8,12 @@ from vericache_patches.record import Hook, Patch
 
 
 def accept(original: Hook, accumulator: Any, *, req: Any) -> None:
-    """Pass a request on unless it has nothing new to send, or no client.
+    """Pass a request on unless it has nothing new to send.
 
     Upstream streams when there are 1, k + 1, 2k + 1, ... tokens; a request of ours is
     due once it has reached the next of these, or passed it. ``vericache_room`` is on
     the requests whose tokens may come in runs; a request without it is not ours.
     """
-    if getattr(req, "vericache_shadow", False):
-        return
     sent = req.send_token_offset
     if not req.finished() and sent and len(req.output_ids_through_stop) == sent:
         return

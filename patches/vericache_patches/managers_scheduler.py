@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/scheduler.py``: our counters in the server's state."""
+"""Hooks on ``sglang/srt/managers/scheduler.py``: our report, and control requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,37 @@ def get_internal_state(original: Hook, scheduler: Any, recv_req: Any) -> Any:
     return output
 
 
+def process_input_requests(original: Hook, scheduler: Any, recv_reqs: Any) -> None:
+    """Let the worker's gate hold control requests until the scheduler is idle."""
+    gate = getattr(scheduler.draft_worker, "control_gate", None)
+    if gate is not None:
+        recv_reqs = gate.admit(scheduler, recv_reqs or ())
+    original(scheduler, recv_reqs)
+
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
-            target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            target=f"{SCHEDULER}.get_internal_state",
             kind="around",
             args=("self", "recv_req"),
             reason="A speculative worker cannot add to GET /get_server_info.",
             remove_when="SGLang asks its spec worker for state to report.",
         ),
         get_internal_state,
+    ),
+    (
+        Patch(
+            target=f"{SCHEDULER}.process_input_requests",
+            kind="around",
+            args=("self", "recv_reqs"),
+            reason="Weights sent right after an answer end the process, as its request "
+            "is still in a batch; and a speculative worker is not told of new weights.",
+            remove_when="SGLang defers control requests until it is idle, and tells "
+            "its spec worker of new weights.",
+        ),
+        process_input_requests,
     ),
 )

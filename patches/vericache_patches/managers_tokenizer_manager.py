@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/tokenizer_manager.py``: figures, once a request."""
+"""Hook on ``sglang/srt/managers/tokenizer_manager.py``: per-request statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEY = "vericache"
 
 
 class Tokens(int):
-    """A count of tokens that brings the figures along to ``usage`` of a stream."""
+    """A token count that brings the statistics along to ``usage`` of a stream."""
 
     vericache: dict[str, Any]
 
@@ -24,16 +24,19 @@ def update_request_meta_info(
     *rest: Any,
     **more: Any,
 ) -> None:
-    """Put the last figures into ``meta_info``; let upstream collect what is left."""
+    """Put the last statistics into ``meta_info``; upstream collects what is left."""
     (index, *_) = rest or (more["index"],)
-    figures = customized_info.get(KEY)
+    stats = customized_info.get(KEY)
     others = {key: each for key, each in customized_info.items() if key != KEY}
     original(manager, meta_info, state, others, *rest, **more)
-    if figures is not None and figures[index] and figures[index][-1] is not None:
-        meta_info[KEY] = figures[index][-1]
+    if stats is not None and stats[index] and stats[index][-1] is not None:
+        meta_info[KEY] = stats[index][-1]
         tokens = Tokens(meta_info.get("completion_tokens", 0))
         tokens.vericache = meta_info[KEY]
         meta_info["completion_tokens"] = tokens
+    finished = getattr(manager, "vericache_finished", None)
+    if finished is not None:  # the consistency check's
+        finished(state, meta_info)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (

@@ -1,4 +1,4 @@
-"""Hook on ``kv_cache_configurator.py``: a GPU's KV pool leaves room for staging."""
+"""Hook on ``kv_cache_configurator.py``: a GPU's KV pool leaves room for the rest."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from vericache_patches.record import Hook, Patch
 def profile_available_bytes(
     original: Hook, configurator: Any, pre_model_load_memory: Any
 ) -> int:
-    """Take the staging region's bytes from what SGLang would give to its own slots."""
+    """Take from SGLang's own slots the staging buffer and what is allocated later.
+
+    That is block tables, logits buffer, page tables and scratch: the rows of the memory
+    ledger (``planning/memory.py``) that are neither KV nor inside SGLang's reserve.
+    """
     found: int = original(configurator, pre_model_load_memory)
     if str(configurator.device).startswith("cpu"):
         return found  # --max-total-tokens sizes that pool
-    from vericache_sglang.engine.staging_size import staging_bytes
+    from vericache_sglang.engine.device_memory import reserved_bytes
 
-    return found - staging_bytes(configurator, found)
+    return found - reserved_bytes(found)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
@@ -28,9 +32,11 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             ),
             kind="around",
             args=("self", "pre_model_load_memory"),
-            reason="The staging region lies behind the pool's slots, which fill the "
-            "memory that --mem-fraction-static leaves.",
-            remove_when="SGLang asks a pool class for its bytes besides its slots.",
+            reason="The pool's slots fill what --mem-fraction-static leaves; the "
+            "staging buffer lies behind them, and block tables, logits and scratch are "
+            "allocated after them.",
+            remove_when="SGLang sizes the pool after graphs are captured, and asks a "
+            "pool class for its bytes besides its slots.",
         ),
         profile_available_bytes,
     ),

@@ -8,7 +8,12 @@ from vericache_patches.record import Hook, Patch
 
 
 def build_mha_kv_pool(
-    original: Hook, configurator: Any, *, mha_pool_class: type, **arguments: Any
+    original: Hook,
+    configurator: Any,
+    *,
+    mha_pool_class: type,
+    max_total_num_tokens: int,
+    **arguments: Any,
 ) -> Any:
     """Build our pool class in place of the stock one where VeriCache is on.
 
@@ -17,15 +22,20 @@ def build_mha_kv_pool(
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from vericache_sglang.engine.staging_size import staging_slots
+    from vericache_sglang.engine.staging_size import staging_slots, with_staging
     from vericache_sglang.memory.sglang_pools import staged_pool_class
 
-    slots = staging_slots()
+    slots = staging_slots(with_staging(max_total_num_tokens))
     if slots:
         if mha_pool_class is not MHATokenToKVPool:
             raise ValueError(f"no staging region in a {mha_pool_class.__name__}")
         mha_pool_class = staged_pool_class(slots)
-    return original(configurator, mha_pool_class=mha_pool_class, **arguments)
+    return original(
+        configurator,
+        mha_pool_class=mha_pool_class,
+        max_total_num_tokens=max_total_num_tokens,
+        **arguments,
+    )
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (

@@ -16,14 +16,14 @@ def support_triton(backend: str) -> bool:
 
 
 def set_uvicorn_logging_configs(server_args: Any = None) -> None:
-    """Add our routes; this is SGLang's last call before its HTTP server listens.
+    """Extend the server; this is SGLang's last call before it listens.
 
-    ``vericache_add_routes`` is left on the hooked module by our plugin.
+    ``vericache_extend`` is left on the hooked module by our plugin.
     """
     common, server = sys.modules["sglang.srt.utils.common"], sys.modules.get(SERVER)
-    add_routes = getattr(common, "vericache_add_routes", None)
-    if server is not None and add_routes is not None:
-        add_routes(server.app)
+    extend = getattr(common, "vericache_extend", None)
+    if server is not None and extend is not None:
+        extend(server.app)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from demo_model import records
 from demo_model.tokenizer import encode
+from vericache_sglang import demo_records as records
 
 if TYPE_CHECKING:
     import random

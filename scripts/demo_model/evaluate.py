@@ -14,19 +14,18 @@ exact column is that of greedy decoding. Prints a table in Markdown.
 from __future__ import annotations
 
 import argparse
-import platform
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from demo_model import checkpoint, records, tokenizer
+from demo_model import checkpoint, tokenizer
+from vericache_sglang import demo_records as records
+from vericache_sglang.provenance import provenance
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -209,12 +208,8 @@ def main(argv: list[str]) -> None:
         print(f"{context} tokens: {time.time() - begun:.0f} s", file=sys.stderr)
     print(table(results))
     if given.json:
-        packages = ("torch", "tokenizers", "safetensors")
         content = {
-            "argv": ["python", "-m", "demo_model.evaluate", *argv],
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {name: version(name) for name in packages}
-            | {"python": platform.python_version()},
+            **provenance(argv, "python -m demo_model.evaluate"),
             "seconds": round(time.time() - begun),
             "results": [asdict(result) for result in results],
         }

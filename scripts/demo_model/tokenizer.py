@@ -20,7 +20,7 @@ from tokenizers import (
     processors,
 )
 
-from demo_model import records
+from vericache_sglang import demo_records as records
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,1 +1,1 @@
-"""One command for a host with a CUDA device and no network: ``python run.py``."""
+"""Checks and measurements on a GPU host, in parts that resume."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from demo_model import records
+from vericache_sglang import demo_records as records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -49,7 +49,7 @@ def test_the_planes_of_the_demo_model_are_chosen_and_saved(tmp_path, capsys):
         "split-planes:exponent_bits=3,mantissa_bits=1",
         "kivi:bits=2",
     ]
-    assert saved["argv"][3:] == words.split()
+    assert saved["provenance"]["argv"] == words.split()
     assert saved["model"]["fingerprint"] == model_fingerprint(DEMO)
     assert isinstance(create_codec(saved["choice"]["compressor"]), SplitPlanes)
     for point in saved["points"]:

@@ -1,5 +1,7 @@
 """Every line that names a compressor, and every line that does not."""
 
+import sys
+
 import pytest
 import torch
 
@@ -207,6 +209,38 @@ def test_an_entry_point_that_makes_something_else_is_refused(tmp_path, monkeypat
         create_compressor("bad", 1)
     with pytest.raises(CompressionError, match=r"'c' .* is a bool, not a Selector"):
         create_compressor("c", 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("import no_such_module", r"'bad' of .*bad_module:Bad.* 'no_such_module'"),
+        ("raise SystemExit(3)", r"'bad' of .*bad_module:Bad.* SystemExit\(3\)"),
+        ("1 +", r"'bad' of .*bad_module:Bad.* SyntaxError"),
+        ("Good = 1", r"'bad' of .*bad_module:Bad.* no attribute 'Bad'"),
+        ("def Bad(seed): 1 / 0", r"'bad' \(bad_module:Bad\): ZeroDivisionError"),
+        ("def Bad(seed): exit(2)", r"'bad' \(bad_module:Bad\): SystemExit\(2\)"),
+    ],
+)
+def test_a_broken_package_is_named_and_leaves_the_others_usable(
+    tmp_path, monkeypatch, module, says
+):
+    info = tmp_path / "bad-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vericache_sglang.compressors]\nbad = bad_module:Bad\ngood = "
+        "vericache_sglang.compression.recency:Recency\n"
+    )
+    (tmp_path / "bad_module.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        with pytest.raises(ConfigError, match=says):
+            create_compressor("bad", 1)
+    finally:
+        sys.modules.pop("bad_module", None)
+    assert create_compressor("good", 1).selector is not None
+    assert create_compressor("recency", 1).selector is not None
 
 
 def test_a_selector_alone_has_no_codec():

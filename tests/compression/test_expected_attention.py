@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import expected_attention
+from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import NOTHING, ModelSpec, Step
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.codecs.rope import Rope
@@ -221,7 +221,7 @@ def test_chunked_prefill_gives_the_scores_of_one_chunk(score, cuts):
 def test_intermediates_of_any_size_give_the_same_scores(monkeypatch, score):
     prompt = Prompt()
     whole = score(prompt)
-    monkeypatch.setattr(expected_attention, "CHUNK_ELEMENTS", 7 * 64)
+    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 64)
     torch.testing.assert_close(score(prompt), whole, rtol=1e-5, atol=1e-7)
 
 

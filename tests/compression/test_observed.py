@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import observed
+from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import NOTHING, Step
-from vericache_sglang.compression.observed import Observed
+from vericache_sglang.compression.observed import Observed, Sample
 from vericache_sglang.errors import CompressionError
 
 
@@ -108,7 +108,7 @@ def test_scores_equal_the_oracle(heads, cuts, start, offered, most, mean):
 def test_the_sample_depends_on_no_cut_and_stays_small(tokens, start, most, data):
     queries = torch.arange(start, start + tokens).float()[None, :, None]
     cuts = data.draw(st.sets(st.integers(0, tokens)))
-    sample = observed.Sample(start, start, 1, queries[:, :0])
+    sample = Sample(start, start, 1, queries[:, :0])
     for part in queries.tensor_split(sorted(cuts), dim=1):
         sample = sample.extended(part, most)
     wanted, stride = voting(start, start + tokens, most)
@@ -139,7 +139,7 @@ def test_a_sample_of_equal_queries_is_off_by_one_stride_at_most():
 def test_weights_computed_in_pieces_are_the_same(monkeypatch):
     queries, keys = drawn()
     whole = score(queries, keys)
-    monkeypatch.setattr(observed, "CHUNK_ELEMENTS", 7 * 24)
+    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 24)
     torch.testing.assert_close(score(queries, keys), whole)
 
 

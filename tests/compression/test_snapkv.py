@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import snapkv
+from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import QueryTail, Seen
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.snapkv import SnapKV
@@ -131,7 +131,7 @@ def test_without_pooling_it_is_the_mean_attention():
 def test_chunks_of_any_size_give_the_same_scores(monkeypatch):
     keys, tail = drawn((8, 2, 8), 300, 16)
     whole = score(keys, tail)
-    monkeypatch.setattr(snapkv, "CHUNK_ELEMENTS", 7 * 300)
+    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 8 * 300)
     torch.testing.assert_close(score(keys, tail), whole)
 
 

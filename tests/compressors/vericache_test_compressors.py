@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
 
-from vericache_sglang.compression.base import Selector
+from vericache_sglang.compression.base import Needs, Selector
 from vericache_sglang.compression.codecs.base import Codec
+from vericache_sglang.compression.compressor import TRIAL
 
 
 class RandomTokens(Selector):
@@ -30,6 +32,39 @@ class NotANumber(Selector):
         return torch.full(keys.shape[:2], torch.nan, dtype=torch.float64)
 
 
+WAYS = {
+    "raise": lambda: 1 / 0,
+    "exit": lambda: sys.exit("theirs"),
+    "nothing": lambda: None,
+    "text": lambda: "nonsense",
+    "nan": lambda: float("nan"),
+    "shape": lambda: torch.ones(3),
+}
+
+
+class Faulty(Selector):
+    """One that does one call wrongly, in one of ``WAYS``."""
+
+    needs = Needs(q_stream=True)
+
+    def __init__(self, seed: int, call: str = "scores", how: str = "raise") -> None:
+        super().__init__(seed)
+        setattr(self, call, lambda *given: WAYS[how]())
+
+    def update(self, step):
+        return torch.rand(2, step.queries.shape[1])
+
+    def scores(self, rid, layer, keys, values, seen):
+        return torch.rand(keys.shape[:2])
+
+
+class FaultyShare(Faulty):
+    """As ``Faulty``, of a method that says which share to keep."""
+
+    def keep_share(self, noted):
+        return 0.3
+
+
 @dataclass(frozen=True)
 class Nonsense(Codec):
     """One byte of each token's keys and values, which decodes to NaN."""
@@ -39,10 +74,10 @@ class Nonsense(Codec):
     def draft_layout(self, extent):
         return {"nothing": (torch.uint8, (extent.heads, extent.tokens, 1))}
 
-    def _encode(self, source):
-        nothing = torch.zeros(*source.keys.shape[:2], 1, dtype=torch.uint8)
-        residual = {"keys": source.keys, "values": source.values}
-        return source.extent, {"nothing": nothing}, residual
+    def _encode_draft(self, source):
+        keys = source.keys
+        nothing = keys.new_zeros(*keys.shape[:2], 1, dtype=torch.uint8)
+        return source.extent, {"nothing": nothing}
 
     def _decode(self, draft):
         extent = draft.extent
@@ -51,3 +86,23 @@ class Nonsense(Codec):
             torch.full((*shape, dim), torch.nan, dtype=extent.dtype)
             for dim in (extent.key_dim, extent.value_dim)
         )
+
+
+@dataclass(frozen=True)
+class FaultyCodec(Nonsense):
+    """One that does one call wrongly, but not as it is tried at the start."""
+
+    name = "test-faulty-codec"
+
+    call: str = "encode_draft"
+    how: str = "raise"
+
+    def _encode_draft(self, source):
+        tried = source.keys.shape[1] == TRIAL
+        wrong = not tried and self.call == "encode_draft" and WAYS[self.how]()
+        return wrong or super()._encode_draft(source)
+
+    def _decode(self, draft):
+        tried = draft.extent.tokens == TRIAL
+        wrong = not tried and self.call == "decode" and WAYS[self.how]()
+        return wrong or super()._decode(draft)

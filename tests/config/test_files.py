@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.config import (
+from vericache_sglang.config.files import (
     ENV,
     OFF,
-    VeriCacheConfig,
     active_config,
+    config_from,
     is_disabled,
     load_config,
-    options,
     publish,
     read_yaml,
-    to_json,
     to_yaml,
 )
+from vericache_sglang.config.schema import VeriCacheConfig, fields
 from vericache_sglang.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +57,7 @@ def test_yaml_and_json_give_back_what_they_were_given(config, tmp_path_factory):
     path = tmp_path_factory.mktemp("yaml") / "settings.yaml"
     path.write_text(to_yaml(config))
     assert load_config(path, {}) == config
-    assert VeriCacheConfig(**json.loads(to_json(config))) == config
+    assert config_from(json.loads(config.model_dump_json()), "x") == config
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_yaml_and_json_give_back_what_they_were_given(config, tmp_path_factory):
 )
 def test_shipped_files_load_and_comment_every_field(path):
     config = load_config(path, {})
-    assert list(read_yaml(path)) == list(options())
+    assert list(read_yaml(path)) == list(fields())
     # Below its own first comment a file is exactly what the schema writes.
     assert path.read_text().endswith(f"\n\n{to_yaml(config)}")
 
@@ -74,6 +73,12 @@ def test_shipped_files_load_and_comment_every_field(path):
 def test_there_are_shipped_files():
     names = {path.name for path in (ROOT / "configs").glob("*.yaml")}
     assert {"demo.yaml", "long_context.yaml"} <= names
+
+
+def test_off_and_on_are_names_and_need_no_quotes(write):
+    path = write("trace: off\nlive_page: off\nstore_shared_folder: on\n")
+    wanted = VeriCacheConfig(trace="off", live_page="off", store_shared_folder="on")
+    assert load_config(path, {}) == wanted
 
 
 def test_absent_fields_take_their_defaults(write):
@@ -101,11 +106,14 @@ def test_a_file_replaces_the_environment(monkeypatch, write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("keeep: 0.5", "unknown field 'keeep'; known: compressor, keep"),
+        ("keeep: 0.5", "unknown field 'keeep'; did you mean keep?"),
+        ("zzz: 0.5", "unknown field 'zzz'; known: compressor, keep"),
+        ("shadow_rates: 1", "unknown field 'shadow_rates'"),
+        ("shadow_rate: 2", r"consistency_check_rate .* <= 1 .*, got 2"),
         ("keep: 2", r"keep \(--vericache-keep\) must be a number > 0 and <= 1"),
         ("draft_length: yes", "draft_length .* got True"),
         ("draft_length: '16'", "draft_length .* got '16'"),
-        ("keep:", "keep .* has no value"),
+        ("keep:", "keep .* got nothing"),
         ("keep: [0.5]", "keep .* got \\[0.5\\]"),
         ("- keep", "expected lines `field: value`, got list"),
         ("0.5", "expected lines `field: value`, got float"),

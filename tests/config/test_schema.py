@@ -1,17 +1,17 @@
 """The settings: defaults, bounds, the boot line, the staging size."""
 
-import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from vericache_sglang.config import (
+from vericache_sglang.config.schema import (
     VeriCacheConfig,
     boot_line,
+    fields,
     flag,
-    options,
     resolve_host,
     resolve_staging,
 )
@@ -43,11 +43,16 @@ BAD_VALUES = [
     ("host_gb", -1),
     ("host_gb", 10**400),
     ("link_gbps", -0.1),
+    ("store_key", ""),
+    ("store_shared_folder", "yes"),
+    ("store_shared_folder", True),
+    ("live_page", "maybe"),
     ("seed", -1),
     ("seed", 2**63),
     ("acceptance", "typical"),
-    ("shadow_rate", 1.5),
+    ("consistency_check_rate", 1.5),
     ("trace", ""),
+    ("trace_mb", -1),
 ]
 
 
@@ -60,8 +65,13 @@ def test_a_bad_value_names_its_field_and_flag(name, value):
     assert "the default is" in str(caught.value)
 
 
+def test_every_wrong_value_is_in_the_message():
+    with pytest.raises(ConfigError, match=r"keep .*got 2.*; draft_length .*got 'x'"):
+        VeriCacheConfig(keep=2, draft_length="x")
+
+
 def test_every_field_has_a_bad_value_above():
-    assert {name for name, _ in BAD_VALUES} == set(options())
+    assert {name for name, _ in BAD_VALUES} == set(fields())
 
 
 def test_a_config_error_is_a_value_error_of_ours():
@@ -90,7 +100,7 @@ def test_the_bounds_themselves_are_allowed(name, value):
 
 
 def test_settings_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         VeriCacheConfig().keep = 0.5
 
 
@@ -115,10 +125,12 @@ def test_host_memory_is_a_ranks_part_of_a_quarter_unless_given(given, free, rank
 
 def test_boot_line_shows_every_setting():
     assert boot_line(VeriCacheConfig(keep=0.5)) == (
-        "VeriCache: compressor=snapkv keep=0.5 draft_length=32 max_verifies=2 "
+        "VeriCache: compressor=snapkv keep=0.5 draft_length=31 max_verifies=2 "
         "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
         "recent_tokens=32 staging_tokens=0 host_gb=0.0 "
-        "link_gbps=0.0 seed=0 acceptance=coupled shadow_rate=0.0 trace=off"
+        "link_gbps=0.0 store_key=off store_shared_folder=off seed=0 "
+        "acceptance=coupled consistency_check_rate=0.0 trace=off trace_mb=1024 "
+        "live_page=on"
     )
 
 
@@ -137,6 +149,21 @@ def test_boot_line_shows_every_setting():
 )
 def test_staging_size(settings, context, slots):
     assert resolve_staging(VeriCacheConfig(**settings), context) == slots
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool", "slots"),
+    [
+        ({}, 10**6, 24576),
+        ({}, 40_000, 10_048),
+        ({}, 0, 0),
+        ({"staging_tokens": 9000}, 10_000, 9024),
+    ],
+    ids=["large", "a quarter", "none", "by-hand"],
+)
+def test_staging_leaves_most_of_a_gpus_slots(settings, pool, slots):
+    config = VeriCacheConfig(**settings)
+    assert resolve_staging(config, 16384, None, pool) == slots
 
 
 def test_staging_needs_a_context():

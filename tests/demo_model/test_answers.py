@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from demo_model import checkpoint, records, tokenizer
+from demo_model import checkpoint, tokenizer
+from vericache_sglang import demo_records as records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -35,7 +36,10 @@ class Greedy:
         return self.built.decode(made, skip_special_tokens=False)
 
 
-@pytest.fixture(scope="module", params=["demo-model", "demo-model-long"])
+LONG = pytest.param("demo-model-long", marks=pytest.mark.extended)
+
+
+@pytest.fixture(scope="module", params=["demo-model", LONG])
 def greedy(request):
     torch.set_num_threads(1)
     return Greedy(CONFIGS / request.param)
@@ -49,6 +53,7 @@ def test_single_calls_are_exact(greedy):
     assert right >= 18
 
 
+@pytest.mark.extended
 def test_several_calls_at_once_are_exact():
     greedy = Greedy(CONFIGS / "demo-model-long")
     right = 0

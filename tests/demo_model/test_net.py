@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from demo_model import checkpoint, records, tokenizer
+from demo_model import checkpoint, tokenizer
 from demo_model.initialise import initialise
 from demo_model.net import Net, NetConfig, rope_tables, rotate
+from vericache_sglang import demo_records as records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL, LONG = CONFIGS / "demo-model", CONFIGS / "demo-model-long"

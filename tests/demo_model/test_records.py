@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from demo_model import records
+from vericache_sglang import demo_records as records
 
 # A document of seed 1 and a request of seed 6: checkpoints and results rest on them.
 PINNED = """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from demo_model import records, tokenizer
+from demo_model import tokenizer
+from vericache_sglang import demo_records as records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FOLDERS = [CONFIGS / "demo-model", CONFIGS / "demo-model-long"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lossless.prompts import load_tokenizer, record_prompts
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 sys.path.insert(0, str(Path(__file__).parent))
 

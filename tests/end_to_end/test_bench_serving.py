@@ -10,9 +10,9 @@ import pytest
 from live_server import MODEL
 from programs.drafting import draw_prompts, expect_drafting
 
-from lossless.prompts import load_tokenizer
+from vericache_sglang.evaluation.workload import load_tokenizer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 STUBS = Path(__file__).parent / "programs" / "stubs"
 PROMPT, OUTPUT, REQUESTS = 300, 32, 8

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from live_server import MODEL, LiveServer
+from live_server import MODEL, LiveServer, fork
 
-from lossless.prompts import load_tokenizer, record_prompts
-from lossless.runs import PATHS, STRICT
-from lossless.warm import warm
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 from vericache_sglang.memory.segments import SEGMENT
 
 pytestmark = pytest.mark.server
@@ -100,7 +99,7 @@ def test_a_shared_document_has_one_draft_part_and_one_complement(
     assert counters["cache_draft_slots"] == segments * KEPT
     token_bytes = counters["cache_host_bytes"] // (segments * (SEGMENT - KEPT))
     assert counters["cache_complement_bytes"] < segments * SEGMENT * token_bytes
-    (tiers,) = json.loads(roomy.get("/vericache/cache"))
+    (tiers,) = roomy.get("/vericache/cache")
     assert tiers["device"]["draft_part_slots"] == segments * KEPT
     assert tiers["host"]["bytes"] == counters["cache_host_bytes"]
     assert tiers["store"]["hit_tokens"] == 0
@@ -116,6 +115,7 @@ def test_no_prefix_crosses_a_namespace(roomy, plain, documents):
         assert fresh["output_ids"] == again["output_ids"] == wanted
 
 
+@pytest.mark.extended
 def test_a_chat_finds_what_it_said_before(roomy, plain, documents):
     """Turn by turn the same tokens, and at most a segment of prefill more."""
     tokenizer = load_tokenizer(MODEL)
@@ -144,7 +144,8 @@ def test_a_flush_forgets_every_tier(roomy, documents):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "store"), [("keynorm", True), ("snapkv", False)]
+    ("compressor", "store"),
+    [("keynorm", True), pytest.param("snapkv", False, marks=pytest.mark.extended)],
 )
 def test_prefixes_come_back_from_a_host_that_is_too_small(
     tmp_path, plain, documents, compressor, store
@@ -183,24 +184,35 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         server.close()
 
 
+@pytest.mark.extended
 def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents):
-    """A costly method runs in a process of its own; servers draft on its parts.
+    """A costly method runs in a process of its own; servers draft on its KV.
 
     Also one whose own method is cheap: what was made offline is taken before its own.
+    All of them hold the key of the store, which is theirs alone.
     """
     asked = documents[:2]
     wanted = ids(plain.generate(asked, **LONG))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in asked))
     store = json.dumps({"directory": str(tmp_path / "store")})
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    key.chmod(0o600)
     engine = json.dumps({"max_total_tokens": 20000, "max_running_requests": 4})
-    command = ["vericache_sglang.compress", "--model-path", str(MODEL)]
+    command = [sys.executable, "-m", "vericache_sglang.compress"]
+    command += ["--model-path", str(MODEL)]
     command += ["--prompts", str(prompts), "--store-config", store, "--engine", engine]
+    command += ["--store-key", str(key)]
     log = tmp_path / "compress.log"
-    child = warm().start(command, {**STRICT, "PYTHONPATH": PATHS}, log)
+    child = fork(command, {}, log)
     assert child.wait(240) == 0, log.read_text()[-4000:]
+    assert "2 of 2: " in log.read_text()
+    made = [tmp_path / "store", *(tmp_path / "store").iterdir()]
+    assert {file.stat().st_mode & 0o777 for file in made} == {0o700, 0o600}
     flags = (*FLAGS, "--max-total-tokens", "20000", "--hicache-storage-backend", "file")
     flags += ("--hicache-storage-backend-extra-config", store)
+    flags += ("--vericache-store-key", str(key))
     for compressor in ("kvzip", "keynorm"):
         server = LiveServer(tmp_path, *flags, "--vericache-compressor", compressor)
         try:
@@ -224,6 +236,7 @@ def flip_a_bit_of_every_file(folder):
             file.write_bytes(data)
 
 
+@pytest.mark.extended
 def test_a_server_that_starts_again_answers_from_the_store(tmp_path, plain, documents):
     """Killed or drained, and whatever became of the files: the same tokens."""
     asked = documents[:3]

@@ -11,7 +11,7 @@ import sglang as sgl
 from programs.drafting import draw_prompts, expect_drafting
 from sglang.lang.chat_template import ChatTemplate, register_chat_template
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 GREEDY = {"temperature": 0.0, "use_thread": False}
 

@@ -1,6 +1,6 @@
 """Malformed bodies, hang-ups and aborted streams against a server with a small pool.
 
-``scripts/fuzz_http.py`` is the long version, beside plain SGLang.
+``python -m vericache_sglang.bench fuzz`` is the long version, beside plain SGLang.
 """
 
 import asyncio
@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 from live_server import MODEL, LiveServer
 
-from fuzzing.attack import Tally, attack, probe
-from fuzzing.bodies import draw
-from fuzzing.streams import streams
-from fuzzing.target import FLAGS, OURS, Target
-from lossless.prompts import load_tokenizer, record_prompts
+from vericache_sglang.evaluation.attack import Tally, Target, attack, probe, streams
+from vericache_sglang.evaluation.benchmarks.fuzz import ENGINE, SETTINGS, probe_prompts
+from vericache_sglang.evaluation.fuzzing import draw
+from vericache_sglang.evaluation.systems import described
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 SEED = 7
 BODIES = 200
@@ -36,10 +35,8 @@ class Fuzzed:
 @pytest.fixture(scope="module")
 def probes(servers):
     """Return prompts that are drafted for, each with plain SGLang's answer."""
-    lengths = [100 + 20 * i for i in range(16)]
-    prompts = record_prompts(load_tokenizer(MODEL), lengths, SEED)
-    wanted = probe(prompts[0])["sampling_params"]
-    answers = servers[1].generate(prompts, **wanted)
+    prompts = probe_prompts(MODEL, SEED)
+    answers = servers[1].generate(prompts, **probe(prompts[0])["sampling_params"])
     return {
         prompt: answer["text"] for prompt, answer in zip(prompts, answers, strict=True)
     }
@@ -48,19 +45,19 @@ def probes(servers):
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory, probes):
     """Attack a server of its own, and look at what it holds afterwards."""
-    more = ("--max-running-requests", "24")
-    server = LiveServer(tmp_path_factory.mktemp("fuzzed"), *FLAGS, *OURS, *more)
+    engine = {**ENGINE, "max_running_requests": 24, "sleep_on_idle": True}
+    flags = described("fuzzed", SETTINGS, engine).flags
+    server = LiveServer(tmp_path_factory.mktemp("fuzzed"), *flags)
     try:
-        server.wait()
-        target = Target("VeriCache", server.url, server.log, server.process)
-        target.remember()
-        yield asyncio.run(under_attack(target, probes))
+        yield asyncio.run(under_attack(Target(server.wait()), probes))
     finally:
         server.close()
 
 
 async def under_attack(target, probes):
-    tally = await attack([target], draw(SEED, BODIES, list(probes)), probes)
+    openapi = target.server.ask("/openapi.json")
+    bodies = draw(openapi, list(probes), BODIES, SEED, spared=lambda content: False)
+    tally = await attack([target], bodies, probes)
     after_bodies = await target.settle()
     ends, wrong = await streams(target, STREAMS, probes, SEED)
     after_streams = await target.settle()
@@ -73,6 +70,7 @@ def test_healthy_requests_among_bad_bodies_get_plain_answers(fuzzed):
     assert fuzzed.tally.probes == BODIES // 10
     assert sum(fuzzed.tally.statuses.values()) == BODIES
     assert fuzzed.tally.statuses[400] > BODIES / 10, "the bodies are not bad"
+    assert fuzzed.tally.statuses[200] > BODIES / 10, "the bodies go no further"
 
 
 def test_streams_that_finish_among_aborts_get_plain_answers(fuzzed):
@@ -84,6 +82,6 @@ def test_streams_that_finish_among_aborts_get_plain_answers(fuzzed):
 def test_nothing_is_held_and_nothing_of_ours_raised(fuzzed):
     assert fuzzed.held == {}
     assert fuzzed.target.tracebacks() == []
-    counters = fuzzed.target.counters()
+    counters = fuzzed.target.server.counters()
     assert counters["accepted"] > 0
     assert counters["parks"] > 0, "the pool has room for all"

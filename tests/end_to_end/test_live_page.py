@@ -37,23 +37,30 @@ def requests_running(server, texts):
     )
     worker.start()
     try:
-        await_fragment(
+        await_report(
             server,
-            lambda text: (
-                len(lanes(text)) == len(texts) and re.search(r"\d+ of \d+ drafts", text)
+            lambda report: (
+                len(report["lanes"]) == len(texts)
+                and any(lane["most"] for lane in report["lanes"])
             ),
         )
-        yield
+        yield rids
     finally:
         server.post("/abort_request", {"rid": "", "abort_all": True})
         worker.join()
 
 
-def await_fragment(server, holds):
-    """Ask until ``holds`` says yes of the changing part; viewers share an answer."""
+def state(server):
+    """Return what the page draws of the one scheduler."""
+    (scheduler,) = server.get("/vericache/state")
+    return scheduler
+
+
+def await_report(server, holds):
+    """Ask until ``holds`` is true of the report; viewers share an answer."""
     deadline = time.monotonic() + 60
-    while not holds(text := server.get("/vericache?fragment=1").decode()):
-        assert time.monotonic() < deadline, text
+    while not holds(report := state(server)["report"]):
+        assert time.monotonic() < deadline, report
         time.sleep(0.2)
 
 
@@ -61,34 +68,32 @@ def lanes(markup):
     return re.findall(r'<li class="lane (\w+)"', markup)
 
 
-def test_the_page_follows_the_requests(servers, prompts):
+def test_the_state_follows_the_requests(servers, prompts):
     ours, _ = servers
-    await_fragment(ours, lambda text: "No request is running." in text)
-    with requests_running(ours, prompts):
-        page = ours.get("/vericache").decode()
-        reported = ours.counters()
-    assert page.startswith("<!DOCTYPE html>")
-    assert page.count("&lt;script&gt;") >= len(prompts)
-    assert PRINTS not in page
-    phases = lanes(page)
-    assert len(phases) == len(prompts) == len(reported["lanes"])
-    assert set(phases) <= {"draft", "verify", "wait", "plain", "parked"}
-    for ring in ("Host link", "Staging region", "Verifications"):
-        assert f'aria-label="{ring}: ' in page
-    await_fragment(ours, lambda text: not lanes(text))
+    await_report(ours, lambda report: not report["running"])
+    with requests_running(ours, prompts) as rids:
+        found = state(ours)
+    assert {lane["rid"] for lane in found["report"]["lanes"]} == set(rids)
+    phases = {lane["phase"] for lane in found["report"]["lanes"]}
+    assert phases <= {"draft", "verify", "wait", "plain", "parked"}
+    assert found["report"]["rings"].keys() == {"link", "staging", "verify"}
+    assert found["model"].endswith("demo-model")
+    await_report(ours, lambda report: not report["lanes"])
 
 
 def test_plain_sglang_says_so(servers):
     _, plain = servers
-    assert "VeriCache is off in this server" in plain.get("/vericache").decode()
+    assert state(plain)["report"] is None
 
 
 def test_the_page_is_only_read(servers):
     ours, _ = servers
+    assert ours.get("/vericache").startswith(b"<!DOCTYPE html>")
     with pytest.raises(urllib.error.HTTPError, match="405"):
         ours.post("/vericache", {})
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium; set CHROMIUM or install it")
 def test_a_browser_shows_and_updates_it(servers, prompts, tmp_path):
     ours, _ = servers
@@ -107,8 +112,12 @@ def test_a_browser_shows_and_updates_it(servers, prompts, tmp_path):
     dom = browser.stdout
     updates = re.search(r'<body data-updates="(\d+)"', dom)
     assert updates, browser.stderr[-2000:]
-    assert int(updates[1]) >= 1, "the script has not replaced the first content"
+    assert int(updates[1]) >= 2, "the script has not replaced the first content"
     assert len(lanes(dom)) == len(prompts)
+    for ring in ("Host link", "Staging buffer", "Verifications"):
+        assert f'aria-label="{ring}: ' in dom
+    assert dom.count("&lt;script&gt;") >= len(prompts)
+    assert PRINTS not in dom
     assert "<title>VeriCache</title>" in dom
     assert dom.count("<script>") == 1
     assert re.search(r'<p id="stale"[^>]* hidden=""', dom), "it could not fetch"

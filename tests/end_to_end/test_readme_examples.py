@@ -1,4 +1,4 @@
-"""Every ``curl`` command of the README runs as it is written there."""
+"""Every ``curl`` command of README and docs runs as it is written there."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.server
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ADDRESS = "127.0.0.1:30000"
 
 PRELUDE = """
@@ -50,7 +51,13 @@ def curl_commands(text):
     return commands
 
 
-COMMANDS = curl_commands(README.read_text(encoding="utf-8"))
+COMMANDS = list(
+    dict.fromkeys(
+        command
+        for page in PAGES
+        for command in curl_commands(page.read_text(encoding="utf-8"))
+    )
+)
 
 
 def test_the_readme_shows_how_to_ask():

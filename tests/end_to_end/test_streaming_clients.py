@@ -10,9 +10,9 @@ import httpx
 import pytest
 from programs.drafting import draw_prompts, expect_drafting, messages
 
-from demo_model.records import FUNCTIONS
+from vericache_sglang.demo_records import FUNCTIONS
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 TOOLS = [
     {

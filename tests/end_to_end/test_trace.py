@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 LENGTH = 40
 """Tokens asked of each request."""
@@ -59,10 +59,10 @@ def test_splits_are_marked(events, rids):
     assert set(rids) <= split
 
 
-def test_every_reload_is_drawn(events, counters, rids):
-    reloads = [e for e in events if e["ph"] == "X" and e["name"] == "reload"]
-    assert {e["args"]["rid"] for e in reloads} >= set(rids)
-    assert sum(e["args"]["bytes"] for e in reloads) == counters["staged_bytes"]
+def test_every_prefetch_is_drawn(events, counters, rids):
+    prefetches = [e for e in events if e["ph"] == "X" and e["name"] == "prefetch"]
+    assert {e["args"]["rid"] for e in prefetches} >= set(rids)
+    assert sum(e["args"]["bytes"] for e in prefetches) == counters["staged_bytes"]
 
 
 def test_reservations_are_counted(events):

@@ -1,4 +1,4 @@
-"""Reloads over real copies whose every layer arrives when the test lets it."""
+"""Reloads over real copies that go on layer by layer when the test lets them."""
 
 import threading
 import time
@@ -7,8 +7,6 @@ from contextlib import contextmanager
 import torch
 
 from vericache_sglang.compression.budget import Budget
-from vericache_sglang.engine.counters import Counters
-from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.reloads import Reloads
 from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
@@ -18,6 +16,8 @@ from vericache_sglang.memory.ledger import Ledger
 from vericache_sglang.memory.splitting import as_bits
 from vericache_sglang.memory.staging import StagingRegion
 from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.observability.counters import Counters
+from vericache_sglang.observability.link_log import LinkLog
 from vericache_sglang.scheduling.link import LinkEstimate
 
 LAYERS, SLOTS, HEADS, DIM = 4, 6, 2, 4
@@ -39,7 +39,6 @@ class Reloading:
     """Reloads of requests that have a complement each.
 
     Attributes:
-        pool: What SGLang's KV pool is to a gate: buffers by layer, and who waits.
         let: By layer, how often it may still be checked; a copy stops there.
     """
 
@@ -47,7 +46,6 @@ class Reloading:
         shape = (START + ROOM, HEADS, DIM)
         self.keys = [torch.zeros(shape) for _ in range(LAYERS)]
         self.values = [torch.zeros(shape) for _ in range(LAYERS)]
-        self.layer_transfer_counter = None
         self.host = HostStore(GEOMETRY, torch.float32, Arena(1 << 16, pinned=False))
         self.counters, self.ledger = Counters(), Ledger()
         self.estimate = LinkEstimate(1e9)
@@ -62,24 +60,15 @@ class Reloading:
             self.link,
         )
         self.let = [threading.Semaphore(0) for _ in range(LAYERS)]
-        self.delays = [0.0] * LAYERS
-        self.closed = True
 
-    # -- as SGLang's pool -----------------------------------------------------------
-
-    def register_layer_transfer_counter(self, counter):
-        self.layer_transfer_counter = counter
-
-    def read(self, layer, slots):
-        """Return the bits that a layer's attention reads."""
-        found = []
-        for buffers in (self.keys, self.values):
-            if self.layer_transfer_counter is not None:
-                self.layer_transfer_counter.wait_until(layer)
-            found.append(as_bits(buffers[layer])[slots].tolist())
-        return found
-
-    # -- complements ----------------------------------------------------------------
+    def read(self, rid):
+        """Return the bits a verification of a request reads, by layer."""
+        spans = self.reloads.spans(rid)
+        slots = [slot for span in spans for slot in range(span.start, span.end)]
+        return [
+            [as_bits(buffer)[slots].tolist() for buffer in pair]
+            for pair in zip(self.keys, self.values, strict=True)
+        ]
 
     def keep(self, rid, seed=0):
         """Give a request a complement of random bits."""
@@ -96,9 +85,13 @@ class Reloading:
             made.write(layer, *(each.view(torch.float32) for each in pair))
         return made
 
-    def bits(self, rid, layer):
+    def bits(self, rid):
+        """Return the bits of a request's complement, by layer."""
         made = self.host.complement(rid)
-        return [as_bits(side[layer]).tolist() for side in (made.keys, made.values)]
+        return [
+            [as_bits(side).tolist() for side in pair]
+            for pair in zip(made.keys, made.values, strict=True)
+        ]
 
     def damage(self, rid, layer):
         """Flip a bit of a layer; again, and it is as it was."""
@@ -113,17 +106,8 @@ class Reloading:
         for layer in layers:
             self.let[layer].release()
 
-    def wait(self, layers):
-        """Wait until the only copy under way has so many layers in place."""
-        (staged,) = self.reloads._staged.values()
-        until(lambda: staged.transfer.layers_done >= layers)
 
-    def slots(self, rid):
-        spans = self.reloads.spans(rid)
-        return [slot for span in spans for slot in range(span.start, span.end)]
-
-
-def until(condition, seconds=20.0):
+def until(condition, seconds=120.0):
     """Wait for the copy's thread."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -135,8 +119,7 @@ def until(condition, seconds=20.0):
 def reloading(gbps=0.0, held=True):
     """Open ``Reloading``; with ``held`` a layer is copied when it was allowed.
 
-    Whoever checks a layer's bytes, the copy's thread, waits for that, and for the
-    layer's delay.
+    Whoever checks a layer's bytes, the copy's thread, waits for that.
     """
     world = Reloading(gbps)
     verify = RawComplement.verify
@@ -144,7 +127,6 @@ def reloading(gbps=0.0, held=True):
     def slow(self, layer):
         if held:
             world.let[layer].acquire()
-        time.sleep(world.delays[layer])
         verify(self, layer)
 
     RawComplement.verify = slow

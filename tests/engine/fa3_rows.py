@@ -25,9 +25,9 @@ sys.modules["sgl_kernel"].merge_state_v2 = None
 
 from ragged_world import DIM, HEADS, KV_HEADS, SCALING, WIDEST, World  # noqa: E402
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend  # noqa: E402
-from test_graph_forward import LONGEST, Server, decode, mixed, on_the_host, tokens  # noqa: E402
+from test_graph_runner import LONGEST, Server, decode, mixed, on_the_host, tokens  # noqa: E402
 
-from vericache_sglang.engine.graph_forward import present  # noqa: E402
+from vericache_sglang.engine.graph_runner import present  # noqa: E402
 
 ROWS = [[1, 6, 1, 3], [6], [1, 2, 1, 1, 1, 1, 1, 1], [1] * 7]
 
@@ -48,6 +48,7 @@ class FlashRows(FlashAttentionBackend):
             *("use_mla", "has_local_attention", "use_sliding_window_kv_pool"),
             *("has_swa", "is_prefill_aware_swa", "is_draft_runner"),
             *("skip_prefill", "is_encoder_decoder"),
+            "_decode_uses_static_max_seqlen_k",
         ):
             setattr(self, off, False)
         self.kv_index_translator = SimpleNamespace(
@@ -80,8 +81,8 @@ class FlashServer(Server):
     """SGLang's graph runner over that backend."""
 
     def __init__(self, world, batch_sizes):
-        world.ragged = FlashRows(world)
-        world.ragged.get_cuda_graph_seq_len_fill_value = lambda: 1
+        world.options = (world,)
+        world.ragged = FlashRows(*world.options)
         super().__init__(world, batch_sizes)
 
 
@@ -91,7 +92,7 @@ def main():
         world = World()
         server, worst = FlashServer(world, [1, 2, 4, 8]), 0.0
         if not graphs:
-            server.runner.model_runner.decode_cuda_graph_runner = None
+            server.model.decode_cuda_graph_runner = None
         for queries in ROWS:
             for plain in (False, True) if graphs else (False,):
                 counts = [1] * len(queries) if plain else queries
@@ -102,9 +103,9 @@ def main():
                 else:
                     forward = mixed(world, parts, where, counts, ids, loose=2)
                     same = on_the_host(mixed(world, parts, where, counts, ids))
-                    present(forward, server.runner.model_runner)
+                    present(forward, server.model)
                 if graphs:
-                    logits = server.run(forward)
+                    logits = server.run(forward)[: sum(counts)]
                 else:
                     logits = server.run_eagerly(server.backend, forward)
                 wanted = server.run_eagerly(world.plain, same)

@@ -5,11 +5,12 @@ import traceback
 from datetime import timedelta
 
 import torch
+from sglang.srt.utils import kill_itself_when_parent_died
 from torch import distributed
 
 from vericache_sglang.errors import VeriCacheError
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=120)
 
 
 class Ranks:
@@ -42,7 +43,7 @@ class Ranks:
             pipe.send((function, arguments))
         answers = []
         for pipe in self._pipes:
-            assert pipe.poll(60), "a rank waits for another one"
+            assert pipe.poll(240), "a rank waits for another one"
             answers.append(pipe.recv())
         return answers
 
@@ -56,6 +57,7 @@ class Ranks:
 
 
 def _serve(rank, count, meeting, pipe):
+    kill_itself_when_parent_died()
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",

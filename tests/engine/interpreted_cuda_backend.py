@@ -8,7 +8,6 @@ written by the engine's own layout, into slots that lie anywhere.
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,18 +18,24 @@ import torch
 from ragged_world import KV_HEADS, World, layer, layout_batch, simple_batch
 
 from vericache_sglang.compression.codecs.kivi import KIVI
+from vericache_sglang.compression.codecs.kvquant import KVQuant
+from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
+from vericache_sglang.compression.codecs.rope import Rope
+from vericache_sglang.compression.codecs.rotatekv import RotateKV
+from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
+from vericache_sglang.compression.codecs.turboquant import TurboQuant
 from vericache_sglang.engine.coded_rows import DraftCodes
+from vericache_sglang.engine.codes import Codes
+from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
-from vericache_sglang.memory.code_slots import CodeLayout
+from vericache_sglang.engine.state import Layout
 from vericache_sglang.memory.geometry import KVGeometry
 
-DIM, EXACT = 32, 9
-KIVI_2BIT = KIVI(2, 32, window=0)
-PLANES = SplitPlanes(exponent_bits=2, mantissa_bits=1, block=32)
-CODED = {0: 544, 3: 96}
-"""Row -> packed tokens; the first ones are two segments."""
-FIRST_CODES = 300
+DIM, EXACT, WHOLE, LAYER, POSITIONS = 32, 9, 45, 1, 900
+CODED, FEW = {0: 544, 3: 96}, {0: 64, 3: 32}
+"""Row -> packed tokens; those of the first row are two segments."""
+FIRST_CODES = 150
 """Codes lie in slots from here on."""
 GEOMETRY = KVGeometry(
     layers=2,
@@ -40,6 +45,38 @@ GEOMETRY = KVGeometry(
     element_bytes=4,
     page_size=1,
 )
+RANDOM = torch.Generator().manual_seed(1)
+COLUMNS = KV_HEADS * DIM
+ROPE = Rope(100.0 ** -(torch.arange(DIM // 2) / (DIM // 2)), 1.25)
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=RANDOM)
+
+
+def kvquant():
+    """Return KVQuant with other tables in every layer."""
+    low = -1 - drawn(2, COLUMNS).abs()
+    books = [drawn(2, 8).sort().values for _ in range(2)]
+    tables = KVQuantTables(Path("t"), "t", 0.01, low, 1 - low, *books)
+    return KVQuant(tables, 0.05, sinks=0).bind(ROPE)
+
+
+def rotatekv(heads):
+    """Return RotateKV with another order in every layer."""
+    order = torch.stack([torch.randperm(COLUMNS, generator=RANDOM) for _ in range(2)])
+    tables = RotateKVTables(Path("t"), "t", heads, order)
+    return RotateKV(tables, 3, 16, 1.0).bind(ROPE)
+
+
+CODECS = {
+    "kivi": KIVI(2, 32, window=0),
+    "split-planes": SplitPlanes(exponent_bits=2, mantissa_bits=1, block=32),
+    "kvquant": kvquant(),
+    "rotatekv": rotatekv(KV_HEADS),
+    "turboquant": TurboQuant(3),
+}
+"""By the name of the case; no kernel decodes the last one."""
 
 
 class Coded:
@@ -49,27 +86,28 @@ class Coded:
         codec: Of the codes.
         queries: Of the rows; 1 where coded.
         coded: Row -> packed tokens.
+        alike: Heads have the same tokens, as without a selector.
     """
 
-    def __init__(self, codec, queries, coded):
+    def __init__(self, codec, queries, coded, alike=False):
         self.world = world = World(DIM)
-        self.codec, self.queries = codec, queries
+        host = SimpleNamespace(dtype=torch.float32)
+        places = Places(GEOMETRY, world.pool, world.table, host, None)
+        codes = Codes(codec, places)
         free = torch.randperm(499 - FIRST_CODES, generator=world.random) + FIRST_CODES
-        lengths = [EXACT if i in coded else 60 for i in range(len(queries))]
+        lengths = [EXACT if i in coded else WHOLE for i in range(len(queries))]
         where, parts = world.list_rows(lengths, FIRST_CODES)
         parts, rows, self.packed = list(parts), [], {}
         for i, n in enumerate(queries):
-            state, used = None, 0
+            state = None
             if i in coded:
-                layout = CodeLayout(codec, GEOMETRY, torch.float32, coded[i])
-                slots, free = free[: layout.slots], free[layout.slots :]
-                used = len(slots)
-                self._write(layout, slots, i)
+                used = codes.layout(coded[i]).slots
+                slots, free = free[:used], free[used:]
                 world.table[where[i], :used] = slots
                 world.table[where[i], used : used + EXACT] = parts[i]
                 parts[i] = torch.cat([slots.int(), parts[i]])
-                budget = SimpleNamespace(code_slots=used, coded=coded[i])
-                state = SimpleNamespace(split=SimpleNamespace(budget=budget))
+                state = self._coded(codes, coded[i], slots, int(where[i]), alike)
+                self.packed[i] = used, codes.segments(state)
             rows.append(
                 SimpleNamespace(
                     packed=state,
@@ -79,32 +117,30 @@ class Coded:
                     columns=range(n),
                 )
             )
-        places = SimpleNamespace(
-            geometry=GEOMETRY,
-            table=world.table,
-            host=SimpleNamespace(dtype=torch.float32),
-        )
         self.plain = simple_batch("TARGET_VERIFY", where, parts, queries)
         self.plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
         self.batch = layout_batch(where, parts, queries, [sum(queries)])
-        self.batch.spec_info.coded = DraftCodes(codec, places).of(rows)
+        self.drafts = DraftCodes(codes, places, POSITIONS)
+        self.batch.spec_info.coded = self.drafts.of(rows)
         self.tokens = world.tokens(sum(queries))
 
-    def _write(self, layout, slots, i):
-        """Pack random KV of layer 1 into the slots, as ``Codes`` does."""
-        pool = self.world.pool
-        buffers = pool.k_buffer[1], pool.v_buffer[1]
-        decoders = []
-        for segment in layout.segments:
-            kv = torch.randn(
-                2, KV_HEADS, segment.tokens, DIM, generator=self.world.random
-            )
-            where = torch.arange(segment.tokens)
-            draft, _ = self.codec.encode(*kv, positions=where)
-            layout.write(segment, buffers, slots, draft)
-            read = partial(layout.read, segment, buffers, slots, 1, where)
-            decoders.append(lambda read=read: self.codec.decode(read()))
-        self.packed[i] = len(slots), lambda layer: decoders
+    def _coded(self, codes, count, slots, row, alike):
+        """Return a request whose random KV of one layer is packed into slots."""
+        heads = 1 if alike else KV_HEADS
+        scores = torch.rand(2, heads, POSITIONS, generator=self.world.random)
+        kept = scores.argsort()[..., :count].sort().values.to(torch.int32)
+        kept = kept.expand(2, KV_HEADS, count)
+        shape = (2, count, KV_HEADS, DIM)
+        kv = torch.randn(shape, generator=self.world.random)
+        codes.put(LAYER, slots, codes.encode(LAYER, *kv, kept[LAYER]))
+        return SimpleNamespace(
+            req=SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)),
+            split=SimpleNamespace(
+                budget=SimpleNamespace(code_slots=len(slots), coded=count),
+                coded=kept,
+                layout=Layout.KEPT,
+            ),
+        )
 
     def found(self):
         self.world.ragged.init_forward_metadata(self.batch)
@@ -122,14 +158,16 @@ def error(out, wanted):
 
 def main():
     found = {}
-    case = Coded(KIVI_2BIT, [1, 5, 1, 1], CODED)
-    out = case.found()
-    found["eager"] = error(out, case.expected(case.packed))
+    for name, codec in CODECS.items():
+        case = Coded(codec, [1, 5, 1, 1], CODED if name == "kivi" else FEW)
+        out = case.found()
+        found[name] = error(out, case.expected(case.packed))
+        assert case.drafts.in_kernel is (name != "turboquant")
     without = {i: (n, lambda _: []) for i, (n, _) in case.packed.items()}
     found["without-codes"] = error(out, case.expected(without))
-    case = Coded(PLANES, [1, 2, 1, 1], {2: 64})
-    found["split-planes"] = error(case.found(), case.expected(case.packed))
-    case = Coded(KIVI_2BIT, [1, 6, 2], {})
+    case = Coded(CODECS["kvquant"], [1, 2, 1, 1], {0: 40, 2: 7}, alike=True)
+    found["heads-alike"] = error(case.found(), case.expected(case.packed))
+    case = Coded(CODECS["kivi"], [1, 6, 2], {})
     assert case.batch.spec_info.coded is None
     found["mixed"] = error(case.found(), case.expected({}))
     print(json.dumps(found))

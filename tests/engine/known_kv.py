@@ -5,9 +5,10 @@ NaN payloads are among the bits, so that one entry in the wrong place shows.
 
 import torch
 
+from vericache_sglang.engine.upload import send
 from vericache_sglang.memory.splitting import as_bits
 
-LAYERS, HEADS, DIM = 2, 2, 8
+LAYERS, HEADS, DIM = 2, 2, 16
 LONGEST = 48
 """Tokens of the longest prompt; the width of SGLang's row table is twice that."""
 
@@ -22,7 +23,7 @@ class KnownKV:
 
     def __init__(self, pool, dtype):
         self._buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
-        self._dtype = dtype
+        self._dtype, self._device = dtype, pool.k_buffer[0].device
         self._texts, self._decoded = {}, {}
         self._random = torch.Generator().manual_seed(0)
 
@@ -40,27 +41,29 @@ class KnownKV:
         return self._texts[text]
 
     def at(self, slots):
-        """Return the pool's bits [L, 2, n, H, D] in these slots."""
-        slots = slots.to(torch.int64)
+        """Return the pool's bits [L, 2, n, H, D] in these slots, on the host."""
+        slots = slots.to(self._device, torch.int64)
         return torch.stack(
             [torch.stack([as_bits(b)[slots] for b in pair]) for pair in self._buffers]
-        )
+        ).cpu()
 
     def put(self, slots, bits):
         for layer, pair in enumerate(self._buffers):
             for buffer, entries in zip(pair, bits[layer], strict=True):
-                as_bits(buffer)[slots] = entries
+                as_bits(buffer)[slots] = send(entries, buffer.device)
 
     def holds(self, slots, text, positions):
         """Check that slot i holds, in head h, token ``positions[l][h, i]``."""
         kv, found = self.truth(text)[0], self.at(slots)
         for layer, where in enumerate(positions):
+            where = where.cpu()
             for head in range(HEADS):
                 wanted = kv[layer, :, where[head].long(), head]
                 assert torch.equal(found[layer, :, :, head], wanted)
 
     def decoded(self, codec, text, layer, where):
         """Return what a codec makes of the tokens ``where`` [H, t], as integers."""
+        where = where.cpu()
         key = text, layer, where.numpy().tobytes()
         if key not in self._decoded:
             kv = self.truth(text)[0][layer]

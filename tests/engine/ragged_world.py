@@ -5,6 +5,8 @@ copies, stages layouts and calls the backend as it would. A graph would replay w
 backend's metadata and buffers of the capture, so that is what ``Runner`` attends with.
 """
 
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -57,9 +59,8 @@ class World:
             token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu"
         )
         self.plain = SlotRunAttnBackend(self.runner)
-        self.ragged = RaggedAttnBackend(
-            self.runner, SlotRunAttnBackend(self.runner), WIDEST
-        )
+        self.options = (self.runner, SlotRunAttnBackend(self.runner), WIDEST)
+        self.ragged = RaggedAttnBackend(*self.options)
         # Enlarged after construction, as the worker does for shadow rows.
         table.req_to_token = torch.zeros(rows, WIDTH, dtype=torch.int32)
         self.table = table.req_to_token
@@ -154,32 +155,83 @@ def layout_batch(where, parts, queries, grid):
 def coded_rows(begins, exact=0):
     """Return rows with as many slots of codes; a segment for every coded one."""
     from vericache_kernels.packed_attention import KIVIStep
+    from vericache_sglang.engine.code_readers import Images
+    from vericache_sglang.engine.codec_steps import CodecStep
     from vericache_sglang.engine.coded_rows import CodedRows
 
     segments = [int(begin > 0) for begin in begins]
-    at = torch.arange(sum(begins))
     return CodedRows(
-        step=KIVIStep(2),
+        codes=Images(
+            CodecStep(KIVIStep(2)),
+            offsets=torch.arange(sum(segments) * 6).view(-1, 6) * 16,
+            tokens=torch.full((sum(segments),), 32, dtype=torch.int32),
+            slots=torch.arange(sum(begins)) + 1,
+        ),
         begin=torch.tensor(begins, dtype=torch.int32),
         first=torch.tensor([0, *segments]).cumsum(0).int(),
-        offsets=torch.arange(sum(segments) * 6).view(-1, 6) * 16,
-        tokens=torch.full((sum(segments),), 32, dtype=torch.int32),
-        slots=at + 1,
-        key_at=at,
-        value_at=at + len(at),
         exact=exact,
     )
 
 
+class Graphs:
+    """Stands in for SGLang's graph backend: replays what was captured, eagerly.
+
+    Args:
+        harness: The ``Runner`` that captured.
+        runner: SGLang's, whose graphs these are.
+        layers: Called with an attention backend and the batch of a capture, whose
+            tensors are the static buffers; returns logits.
+    """
+
+    def __init__(self, harness, runner, layers):
+        self.harness, self.runner, self.layers = harness, runner, layers
+
+    def replay_session(self):
+        return nullcontext()
+
+    def replay(self, key, forward):
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        harness, backend = self.harness, self.runner.attn_backend
+        captured, backend.forward_metadata = harness.captured[self.runner, key.size]
+        out = self.layers(backend, captured)
+        harness.replayed.append((captured.forward_mode.name, key.size))
+        return LogitsProcessorOutput(next_token_logits=out)
+
+
 class Runner:
-    """SGLang's graph runner in ragged mode, for rows of up to ``WIDEST`` tokens.
+    """Our graph runner of mixed batches, for rows of up to ``WIDEST`` tokens.
 
     Args:
         world: Whose ragged backend it drives.
-        batch_sizes: As ``--cuda-graph-bs``; a size has ``WIDEST`` times the tokens.
+        batch_sizes: A graph has ``WIDEST`` times as many tokens; the largest is also
+            the most rows.
     """
 
     def __init__(self, world, batch_sizes):
+        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+        from vericache_sglang.engine.graph_runner import MixedGraphRunner
+
+        self.world, self.backend = world, world.ragged
+        self.rows = max(batch_sizes)
+        self.grid = [n * WIDEST for n in sorted(batch_sizes)]
+        self.runner = runner = self._bare(
+            MixedGraphRunner, "TARGET_VERIFY", self.backend, self.grid, width=WIDEST
+        )
+        runner.ragged_verify_mode, runner.capture_num_tokens = True, self.grid
+        runner._captured_ragged_layouts = {}
+        runner.speculative_num_draft_tokens = WIDEST
+        runner.replayed, runner.eager = 0, Counter()
+        sizes = list(range(1, self.rows + 1))
+        decoding = type(self.backend)(*world.options)
+        runner.decodes = self._bare(
+            DecodeCudaGraphRunner, "DECODE", decoding, sizes, width=1
+        )
+        self.captured, self.replayed = {}, []
+
+    def _bare(self, kind, mode, backend, sizes, width):
+        """Return a runner of SGLang's without its construction, which needs a GPU."""
         from sglang.srt.model_executor.cuda_graph_buffer_registry import (
             build_decode_registry,
         )
@@ -187,20 +239,14 @@ class Runner:
             CaptureHiddenMode,
             ForwardMode,
         )
-        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
-            DecodeCudaGraphRunner,
-        )
 
-        self.world, self.backend = world, world.ragged
-        self.runner = runner = object.__new__(DecodeCudaGraphRunner)
-        runner.captured_req_width = WIDEST
-        runner.capture_bs, runner.max_bs = sorted(batch_sizes), max(batch_sizes)
-        runner.ragged_verify_mode = True
-        runner.capture_num_tokens = runner._build_ragged_verify_token_buckets()
-        runner._captured_ragged_layouts = {}
+        runner = object.__new__(kind)
+        runner.captured_req_width = width
+        runner.capture_bs, runner.max_bs = sizes, self.rows
+        runner.ragged_verify_mode = False
         runner._metadata_glue = None
-        runner.attn_backend, runner.device = self.backend, "cpu"
-        runner.capture_forward_mode = ForwardMode.TARGET_VERIFY
+        runner.attn_backend, runner.device = backend, self.world.runner.device
+        runner.capture_forward_mode = ForwardMode[mode]
         runner.capture_hidden_mode = CaptureHiddenMode.NULL
         for off in (
             *("dllm_uses_input_embeds", "require_mlp_tp_gather", "require_mlp_sync"),
@@ -213,13 +259,12 @@ class Runner:
         runner.model_runner = SimpleNamespace(
             lora_manager=None, hisparse_coordinator=None
         )
-        tokens = max(runner.capture_num_tokens)
-        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        fill = backend.get_cuda_graph_seq_len_fill_value()
         runner.seq_len_fill_value = fill
         runner.buffer_registry = build_decode_registry(
-            device=torch.device("cpu"),
-            max_bs=runner.max_bs,
-            max_num_token=tokens,
+            device=torch.device(runner.device),
+            max_bs=self.rows,
+            max_num_token=max(sizes),
             seq_len_fill_value=fill,
             cache_loc_dtype=torch.int64,
             share_pool=False,
@@ -230,48 +275,62 @@ class Runner:
             **{name: slots.get_slot(name).buffer for name in slots.slot_names()},
         )
         runner.buffers.seq_lens.fill_(fill)
-        self.grid, self.captured = runner.capture_num_tokens, {}
-        self.backend.init_cuda_graph_state(runner.max_bs, tokens)
+        backend.init_cuda_graph_state(self.rows, max(sizes))
+        return runner
+
+    def serve(self, model, layers):
+        """Capture every graph; a model's forwards run in them from now on.
+
+        Args:
+            model: SGLang's ``ModelRunner``, or what is read of it.
+            layers: As of ``Graphs``.
+        """
+        model.decode_cuda_graph_runner = self.runner
+        event = SimpleNamespace(record=lambda: None)
+        for runner in (self.runner, self.runner.decodes):
+            runner.model_runner = model
+            runner.device_module = SimpleNamespace(Event=lambda: event)
+            runner.in_graph_metadata_prep_done = None
+            runner.is_dllm, runner.backend = False, Graphs(self, runner, layers)
+        for tokens in reversed(self.grid):
+            self.capture(tokens)
+        for rows in reversed(range(1, self.rows + 1)):
+            self.capture_decode(rows)
 
     def capture(self, tokens):
         """Describe a dummy batch of a size; what a graph would keep is kept."""
+        rows = self.runner._ragged_capture_slots(tokens)
+        self._capture(self.runner, rows, tokens, self.runner.get_spec_info(tokens))
+
+    def capture_decode(self, rows):
+        """The same of a decode."""
+        self._capture(self.runner.decodes, rows, rows, None)
+
+    def _capture(self, runner, rows, tokens, spec_info):
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-        from vericache_sglang.engine.spec_input import VeriCacheSpecInput
-
-        rows = self.runner._ragged_capture_slots(tokens)
-
-        def part(name):
-            slot = self.runner.buffer_registry.get_slot(name)
-            return slot.slice_for(rows, tokens)
-
-        spec_info = VeriCacheSpecInput(rows)
-        spec_info.ragged_verify_layout = self.runner._capture_ragged_verify_layout(
-            tokens
-        )
+        names = ("input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu")
         batch = ForwardBatch(
-            forward_mode=self.runner.capture_forward_mode,
+            forward_mode=runner.capture_forward_mode,
             batch_size=rows,
             seq_lens_sum=None,
             spec_info=spec_info,
             **{
-                name: part(name)
-                for name in (
-                    *("input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu"),
-                    *("out_cache_loc", "positions"),
-                )
+                name: runner.buffer_registry.get_slot(name).slice_for(rows, tokens)
+                for name in (*names, "out_cache_loc", "positions")
             },
         )
-        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        self.captured[tokens] = batch, self.backend.forward_metadata
-        self.backend.init_forward_metadata_in_graph(batch)
+        backend = runner.attn_backend
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.captured[runner, tokens] = batch, backend.forward_metadata
+        backend.init_forward_metadata_in_graph(batch)
 
     def replay(self, batch, q, k, v):
         """Run a layer as the captured graph of the batch's size would."""
         assert self.runner.can_run_graph(batch)
         self.runner.load_batch(batch)
         tokens = batch.spec_info.ragged_verify_layout.graph_num_tokens
-        captured, metadata = self.captured[tokens]
+        captured, metadata = self.captured[self.runner, tokens]
         self.backend.forward_metadata = metadata
         padded = [
             torch.cat([part, part.new_zeros(tokens - len(part), *part.shape[1:])])

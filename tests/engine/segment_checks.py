@@ -3,6 +3,7 @@
 from itertools import chain
 
 import torch
+from arriving import until
 from known_kv import HEADS, LAYERS, in_order
 from segment_world import SHORT
 from tiny_checks import TinyChecks
@@ -98,13 +99,14 @@ class SegmentChecks(TinyChecks):
         for name in engine.truths:
             part, rest = segments.shelf.get(name), segments.complements.get(name)
             if part is not None:
-                yield name, engine.kv.at(part.slots), part.kept
+                yield name, engine.kv.at(part.slots), part.kept.cpu()
             if rest is not None:
+                until(lambda rest=rest: rest.sealed)  # by the copy's thread, on a GPU
                 for layer in range(LAYERS):
                     rest.verify(layer)
                 away = _others(rest.kept, rest.slots + rest.kept.shape[2])
                 yield name, _stacked(rest.keys, rest.values), away
-                assert part is None or torch.equal(part.kept, rest.kept)
+                assert part is None or torch.equal(part.kept.cpu(), rest.kept)
             for form in ("whole", "draft"):
                 copy = engine.pool_of_host.get(f"{name}.{form}")
                 if copy is not None:

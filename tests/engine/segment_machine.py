@@ -8,13 +8,11 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from segment_world import IDENTITY, KEPT, SHORT, FakeStore, SegmentWorld
+from segment_world import KEPT, SHORT, SegmentWorld, attach_store, fetched
 
-from vericache_sglang.engine.stored_segments import StoredSegments
 from vericache_sglang.tiers.segment import Tier
 
 SLOTS = 96
-SPACE = (None, None)
 
 
 def named(text):
@@ -36,9 +34,8 @@ class SegmentMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = SegmentWorld(SLOTS, host=12 << 10)
         self.segments = self.world.segments
-        self.store = FakeStore(IDENTITY.compressor)
-        stored = StoredSegments(self.store, IDENTITY.compressor, self.segments.take_in)
-        self.segments.stored, self.segments.kept = stored, KEPT
+        self.store = attach_store(self.segments)
+        self.segments.kept = KEPT
         self.tree, self.listing, self.referring = {}, {}, {}
         self.seen, self.damaged, self.requests = set(), set(), 0
 
@@ -55,7 +52,7 @@ class SegmentMachine(RuleBasedStateMachine):
         for at, name in enumerate(names[count:]):
             self.tree[name] = fresh[at * SHORT : (at + 1) * SHORT]
         slots = torch.cat([self.tree[name] for name in names])
-        self.segments.register(names, slots, SPACE, range(len(slots)))
+        self.segments.register(names, slots)
         self.seen |= set(names)
 
     @rule(text=texts)
@@ -153,7 +150,7 @@ class SegmentMachine(RuleBasedStateMachine):
         first = number % (len(names) + 1)
         slots = self.world.write_text(names[first:]) if names[first:] else None
         if slots is not None:
-            self.segments.keep(names, first, slots, SPACE, range(len(names) * SHORT))
+            self.segments.keep(names, first, slots)
             self.world.give(slots)
             self.seen |= set(names)
 
@@ -182,18 +179,17 @@ class SegmentMachine(RuleBasedStateMachine):
         self.segments.stored.fetch("waits", names, there)
         if self.store.reads:
             self.store.arrive()
-            assert self.segments.stored.fetched("waits")
+            assert fetched(self.segments, "waits")
         tokens, start = self.segments.stored.pop("waits")
         assert tokens == 0 or start == there // SHORT * SHORT
         assert self.segments.reach(names, there) >= there + tokens - SHORT
 
-    @precondition(lambda self: self.store.objects)
+    @precondition(lambda self: self.store.names)
     @rule(number=numbers)
     def lose(self, number):
-        """The store gives an object up."""
+        """The store gives a segment up."""
         self.store.announce()
-        names = sorted(self.store.objects)
-        del self.store.objects[names[number % len(names)]]
+        self.store.lose(self.store.names[number % len(self.store.names)])
 
     @rule(slots=st.integers(1, 30))
     def evict_drafts(self, slots):

@@ -1,16 +1,15 @@
 """Cached segments over a plain pool: short ones, of random bits, and their owners."""
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import torch
+from storages import HeldStore
 
 from vericache_sglang.engine.cached_segments import CachedSegments
 from vericache_sglang.engine.draft_shelf import DraftPart
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.segment_copies import SegmentCopies
 from vericache_sglang.engine.segment_room import Identity
-from vericache_sglang.engine.stored_segments import StoredSegments
 from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
@@ -18,9 +17,8 @@ from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.segment_complements import SegmentComplements
 from vericache_sglang.memory.segment_pool import SegmentPool
 from vericache_sglang.memory.thread_transfers import ThreadTransfers
-from vericache_sglang.store.keys import Fingerprint
-from vericache_sglang.store.payload import Label, Payload
-from vericache_sglang.store.tally import StoreCounters
+from vericache_sglang.prefix_cache.store.keys import Fingerprint
+from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 from vericache_sglang.tiers.prices import Prices
 
 SHORT = 8
@@ -36,7 +34,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
 """Signalling NaNs: whoever computes with one gets another."""
 
-MODULES = ("segment_slots", "segment_room", "cached_segments", "stored_segments")
+MODULES = ("segment_slots", "segment_room", "cached_segments")
 """Modules of the engine that know how long a segment is, and not of SGLang."""
 
 IDENTITY = Identity(
@@ -79,63 +77,6 @@ class Scores:
     def note(self, slots, scores):
         if scores:
             self.table[:, :, slots] = torch.stack(scores)
-
-
-class FakeStore:
-    """A store in memory whose reads and writes end when the test says so.
-
-    Attributes:
-        objects: By name, the parts that were written.
-        reads: Asked for: names, what to do with each, and who waits.
-        writes: By name, who waits for a write.
-        full: Writes are refused.
-    """
-
-    def __init__(self, *compressors):
-        self.fingerprint, self.compressors = IDENTITY.model, compressors
-        self.objects, self.reads, self.writes = {}, [], {}
-        self.full = self.closed = False
-        self.pace = SimpleNamespace(s_per_byte=1e-8)
-
-    def put_later(self, name, parts, about):
-        if self.full:
-            return None
-        self.objects[name] = {
-            part: Payload(Label(name, part, "", about), tensors)
-            for part, tensors in parts.items()
-        }
-        self.writes[name] = Future()
-        return self.writes[name]
-
-    def restore(self, name, *compressors):
-        assert compressors == self.compressors
-        return self.objects.get(name)
-
-    def prefetch(self, names, read):
-        self.reads.append((names, read, Future()))
-        return self.reads[-1][2]
-
-    def arrive(self):
-        """End the oldest read."""
-        names, read, future = self.reads.pop(0)
-        found = []
-        for name in names:
-            got = read(name)
-            if got is None:
-                break
-            found.append(got)
-        future.set_result(found)
-
-    def announce(self):
-        """End every write."""
-        while self.writes:
-            self.writes.popitem()[1].set_result(True)
-
-    def counters(self):
-        return StoreCounters(hits=3, misses=2, read_bytes=7)
-
-    def close(self):
-        self.closed = True
 
 
 def shorten_segments(monkeypatch, more=()):
@@ -276,8 +217,8 @@ class SegmentWorld:
         """Fill a new complement as a split does."""
         kept, bits = self.kept(name), self.of(name, self.away(name))
         dtype = self.places.host.dtype
+        complement.describe(kept, kept[..., :0])
         for layer in range(LAYERS):
-            complement.describe(layer, kept[layer], kept[layer][:, :0])
             complement.write(layer, *bits[layer].view(dtype))
 
     def split(self, name):
@@ -296,9 +237,22 @@ class SegmentWorld:
                 self.pool.get(copy)["keys"].view(torch.uint8)[-1, 0, 0, 0] ^= 1
 
 
-def with_segments(host=1 << 20):
-    """Return a world whose segments have a store."""
-    world, store = SegmentWorld(host=host), FakeStore(IDENTITY.compressor)
-    segments = world.segments
-    segments.stored = StoredSegments(store, IDENTITY.compressor, segments.take_in)
-    return world, store
+def attach_store(segments, storage=None, better=()):
+    """Give cached segments a store, which ends reads and writes when it is told to."""
+    store = HeldStore(IDENTITY.model, storage)
+    segments.stored = StoredSegments(
+        store, IDENTITY.compressor, segments.take_in, better, SHORT
+    )
+    return store
+
+
+def with_segments(host=1 << 20, storage=None, better=()):
+    """Return a world whose segments have a store, and the store."""
+    world = SegmentWorld(host=host)
+    return world, attach_store(world.segments, storage, better)
+
+
+def fetched(segments, rid):
+    """Take in what came for a request; False while it is to wait, as SGLang asks."""
+    count = segments.stored.found(rid)
+    return count is not None and segments.stored.take(rid, count)

@@ -14,7 +14,7 @@ from vericache_sglang.engine.agreement import Agreement
 from vericache_sglang.engine.common_host import CommonHost
 from vericache_sglang.engine.reloads import Progress
 from vericache_sglang.engine.sampling.profile import Profile, Rule
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
 from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
@@ -34,7 +34,7 @@ from vericache_sglang.scheduling.plan import (
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
-FAILED, TRAVELLING, ARRIVING, ARRIVED = Progress
+FAILED, TRAVELLING, ARRIVED = Progress
 SIZE = Budget(10, 3, 0, 0)
 """7 slots of complement, 3 exact tokens."""
 
@@ -73,9 +73,8 @@ def hear(group, rank, host_slots, reloads):
 )
 def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, reloads, host_slots):
     """Arrived on all, failed on any; room is what the fullest rank has."""
-    behind = FAILED, TRAVELLING, ARRIVING, ARRIVED
     ranks_of = zip(*reloads, strict=True)
-    wanted = [next(one for one in behind if one in each) for each in ranks_of]
+    wanted = [next(one for one in Progress if one in each) for each in ranks_of]
     answers = ranks.call(hear, host_slots, reloads)
     assert answers == [(min(host_slots), tuple(wanted))] * 3
 
@@ -305,17 +304,29 @@ def test_a_move_is_made_by_all_ranks_or_by_none(ranks, fault_on):
     assert ranks.call(ask, "damage", fault_on) == [wanted] * 3
 
 
-def fail_alone(group, rank):
-    with agreed(group).carried_out():
-        raise TransferError("a layer is gone")
+def settle(group, rank, outcomes):
+    return CommonHost(agreed(group), store(), None).settles(*outcomes[rank])
 
 
-def test_a_move_that_fails_after_all_were_asked_ends_the_server(ranks):
-    for error in ranks.call(fail_alone):
-        assert isinstance(error, InvariantError)
-        assert "a layer is gone" in str(error)
-    with pytest.raises(TransferError), Agreement(Estimates()).carried_out():
-        raise TransferError("alone, the request is prefilled again")
+MADE, REFUSED, LOST = (True, False), (False, False), (False, True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "answer"),
+    [
+        ([MADE] * 3, True),
+        ([REFUSED] * 3, False),
+        ([LOST] * 3, LostKVError),
+        ([MADE, MADE, REFUSED], LostKVError),
+        ([REFUSED, LOST, REFUSED], LostKVError),
+    ],
+)
+def test_what_some_ranks_alone_could_copy_is_lost_on_all(ranks, outcomes, answer):
+    answers = ranks.call(settle, outcomes)
+    if answer is LostKVError:
+        assert all(isinstance(each, LostKVError) for each in answers)
+    else:
+        assert answers == [answer] * 3
 
 
 # -- the runtime on top -----------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from segment_machine import SPACE, SegmentMachine
+from segment_machine import SegmentMachine
 from segment_world import KEPT, SHORT, SegmentWorld, shorten_segments
 
 from vericache_sglang.errors import InvariantError
@@ -29,7 +29,7 @@ def test_any_history_agrees_with_a_dictionary():
 def registered(world, names):
     """Compute a text and have the tree own it; return its slots."""
     slots = world.write_text(names)
-    world.segments.register(names, slots, SPACE, range(len(slots)))
+    world.segments.register(names, slots)
     return slots
 
 
@@ -162,7 +162,7 @@ def test_what_the_tree_keeps_is_not_kept_twice():
     """It is saved when it leaves; one saved before would be lost sight of."""
     world = SegmentWorld()
     slots = registered(world, ["a"])
-    world.segments.keep(["a"], 0, slots, SPACE, range(SHORT))
+    world.segments.keep(["a"], 0, slots)
     world.segments.leaving(slots)
     assert world.copies.restorable("a")
     world.segments.make_room(10**9)
@@ -174,7 +174,7 @@ def test_what_a_request_said_does_not_push_out_what_it_follows():
     slots = registered(world, ["a"])
     world.segments.leaving(slots)
     said = world.write_text(["ab"])
-    world.segments.keep(["a", "ab"], 1, said, SPACE, range(2 * SHORT))
+    world.segments.keep(["a", "ab"], 1, said)
     world.segments.check()
     assert world.segments.reach(["a", "ab"], 0) == SHORT
     world.segments.make_room(10**9)

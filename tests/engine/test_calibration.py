@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from simulated_cuda import simulated
 
 from vericache_sglang.engine.calibration import measure_link, starting_coefficients
 from vericache_sglang.engine.places import Places
@@ -21,15 +22,15 @@ GEOMETRY = KVGeometry(
 )
 
 
-def pool(slots):
-    shape = (slots, 2, 16)
-    buffers = [torch.zeros(shape) for _ in range(2)]
-    return SimpleNamespace(k_buffer=buffers, v_buffer=[b.clone() for b in buffers])
+def pool(slots, where=torch.clone):
+    keys, values = ([where(torch.zeros(slots, 2, 16))] * 2 for _ in range(2))
+    return SimpleNamespace(k_buffer=keys, v_buffer=values)
 
 
-def places(gbps):
-    made = pool(6000)
-    host = HostStore(GEOMETRY, torch.float32, Arena(1 << 20, pinned=False))
+def places(gbps, where=torch.clone, arena_bytes=1 << 21):
+    made = pool(6000, where)
+    arena = Arena(arena_bytes, pinned=where is not torch.clone)
+    host = HostStore(GEOMETRY, torch.float32, arena)
     transfers = open_transfers(made.k_buffer, made.v_buffer, gbps)
     return Places(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
 
@@ -44,10 +45,27 @@ def test_the_emulated_link_is_found_out_and_the_region_given_back():
     assert region.used == 0
 
 
-def test_a_region_too_small_to_time_leaves_the_start():
-    link = LinkEstimate(8e9)
-    measure_link(places(0.0), StagingRegion(3000, 16), link)
+def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
+    """A block the host made has no stream to be kept for."""
+    with simulated(seed=1) as device:
+        device.runs = True
+        made = places(0.0, device.put)
+        region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
+        measure_link(made, region, link)
+        made.transfers.close()
+        assert made.host.used_bytes == 0
+        for direction in ("in", "out"):
+            assert link.bytes_per_s(1 << 21, direction) != 8e9
+        assert region.used == 0
+        assert device.waits == []
+
+
+@pytest.mark.parametrize(("slots", "nbytes"), [(16, 1 << 21), (3000, 1 << 13)])
+def test_without_room_to_time_the_start_is_left(slots, nbytes):
+    link, region = LinkEstimate(8e9), StagingRegion(3000, slots)
+    measure_link(places(0.0, arena_bytes=nbytes), region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
+    assert region.used == 0
 
 
 def test_a_link_that_fails_is_reported_and_leaves_the_start(caplog):

@@ -17,6 +17,7 @@ from vericache_sglang.engine.state import Layout, Parts
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.memory.splitting import pick
 
 pytestmark = pytest.mark.sglang
 
@@ -125,7 +126,8 @@ def split_request(places, codes, layout, seed=0, coded=SEGMENT + 64):
     row = draft if layout is Layout.KEPT else torch.cat([body, draft])
     places.table[OWN, : len(row)] = row.to(torch.int32)
     for layer in range(LAYERS):
-        parts = codes.encode(layer, kv[0, layer], kv[1, layer], packed[layer])
+        pair = (pick(side[layer], packed[layer]) for side in kv)
+        parts = codes.encode(layer, *pair, packed[layer])
         codes.put(layer, draft[: budget.code_slots], parts)
     parts = Parts(budget, chosen[..., :8], packed.to(torch.int32), layout, True)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=OWN))
@@ -202,7 +204,7 @@ def test_nothing_packed_is_nothing_to_read():
     state = SimpleNamespace(req=req, split=parts)
     assert codes.drafts(state)(0) == codes.segments(state)(1) == []
     kv = torch.zeros(60, HEADS, DIM, dtype=torch.bfloat16)
-    nothing = codes.encode(0, kv, kv, none[0].long())
+    nothing = codes.encode(0, kv[:0], kv[:0], none[0].long())
     assert nothing == []
     codes.put(0, torch.zeros(0, dtype=torch.int64), nothing)
     assert not any(buffer.any() for buffer in places.pool.k_buffer)

@@ -16,7 +16,10 @@ from vericache_sglang.engine.torchvision_ops import define_missing_ops  # noqa: 
 
 define_missing_ops()
 
-from sglang.srt.arg_groups.cuda_graph_hook import parse_cuda_graph_config  # noqa: E402
+from sglang.srt.arg_groups.cuda_graph_hook import (  # noqa: E402
+    generate_decode_cuda_graph_batch_sizes,
+    parse_cuda_graph_config,
+)
 from sglang.srt.arg_groups.overrides import (  # noqa: E402
     record_foreign_defaults,
     resolving_view,
@@ -27,7 +30,6 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from vericache_sglang.compression.base import Needs  # noqa: E402
 from vericache_sglang.config.schema import VeriCacheConfig  # noqa: E402
 from vericache_sglang.engine import cuda_arguments  # noqa: E402
-from vericache_sglang.engine.capture_sizes import batch_sizes  # noqa: E402
 from vericache_sglang.engine.cuda_arguments import RAGGED_MODE, settle  # noqa: E402
 from vericache_sglang.errors import UnsupportedError  # noqa: E402
 
@@ -89,16 +91,23 @@ def test_codes_are_read_by_our_backend(resolve):
     assert given.attention_backend == "vericache"
     with pytest.raises(UnsupportedError, match=r"fa3: .*--vericache-compressor kivi"):
         resolve("recency+kivi", attention_backend="fa3")
-    with pytest.raises(UnsupportedError, match=r"--vericache-compressor: .*turboquant"):
-        resolve("turboquant")
 
 
-def test_graphs_have_the_sizes_of_mixed_batches(resolve):
-    config = VeriCacheConfig()
-    wanted = batch_sizes(256, config.draft_length, config.max_verifies)
+@pytest.mark.parametrize("codec", ["kivi", "split-planes", "turboquant"])
+def test_no_codec_is_refused_for_being_on_a_gpu(resolve, codec):
+    assert resolve(codec).attention_backend == "vericache"
+
+
+def plain_sizes(most):
+    """Return the batch sizes a server without speculation captures."""
+    args = ServerArgs(model_path="dummy", device="cuda")
+    return generate_decode_cuda_graph_batch_sizes(args, most)
+
+
+def test_decodes_have_the_graphs_of_a_server_without_speculation(resolve):
     decode = resolve().cuda_graph_config.decode
-    assert decode.bs == list(wanted)
-    assert decode.max_bs == 256
+    assert decode.bs == plain_sizes(64)
+    assert decode.max_bs == 64
     assert os.environ[RAGGED_MODE] == "compact"
     assert resolve(max_running_requests=9).cuda_graph_config.decode.bs[-1] == 9
     assert resolve(max_running_requests=900).cuda_graph_config.decode.bs[-1] == 256
@@ -106,11 +115,20 @@ def test_graphs_have_the_sizes_of_mixed_batches(resolve):
     assert limited.bs[-1] == limited.max_bs == 20
 
 
-def test_sizes_and_mode_the_user_gave_are_kept(resolve):
+def test_requests_are_limited_where_the_user_does_not(resolve):
+    assert resolve().max_running_requests == cuda_arguments.MAX_RUNNING == 64
+    assert resolve(max_running_requests=900).max_running_requests == 900
+
+
+def test_sizes_the_user_gave_are_kept(resolve):
+    assert resolve(cuda_graph_bs_decode=[3, 7]).cuda_graph_config.decode.bs == [3, 7]
+
+
+def test_another_mode_of_ragged_graphs_is_refused(resolve):
     os.environ[RAGGED_MODE] = "static"
-    decode = resolve(cuda_graph_bs_decode=[3, 7]).cuda_graph_config.decode
-    assert decode.bs == [3, 7]
-    assert os.environ[RAGGED_MODE] == "static"
+    with pytest.raises(UnsupportedError, match=f"{RAGGED_MODE}=static: .* compact"):
+        resolve()
+    resolve(disable_cuda_graph=True)
 
 
 def test_without_graphs_nothing_is_captured_by_tokens(resolve):
@@ -138,6 +156,25 @@ def test_what_a_compressor_looks_at_runs_outside_graphs(
     graphs = resolve().cuda_graph_config
     assert (graphs.prefill.backend != "disabled") is prefill
     assert (graphs.decode.backend != "disabled") is decode
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "graphs"),
+    [
+        ("fa3", {}, True),
+        ("flashinfer", {}, False),
+        ("fa3", {"attention_backend": "vericache"}, False),
+        ("fa3", {"prefill_attention_backend": "vericache"}, False),
+    ],
+)
+def test_prefill_with_our_backend_runs_outside_graphs(
+    resolve, caplog, found, given, graphs
+):
+    """The compressor looks at no queries, so nothing else speaks against them."""
+    phase = resolve(found=found, **given).cuda_graph_config.prefill
+    assert (phase.backend != "disabled") is graphs
+    said = [line for line in caplog.messages if "no CUDA graphs of prefill" in line]
+    assert len(said) == (not graphs)
 
 
 def test_lora_runs_without_graphs_of_mixed_batches(resolve):

@@ -4,11 +4,6 @@ Here its kernel is the torch reference (held to the kernel in tests/kernels); ro
 codes need the kernel itself and run interpreted, in a process of their own.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
+from own_process import printed  # noqa: E402
 from ragged_world import (  # noqa: E402
     WIDEST,
     Runner,
@@ -29,8 +25,6 @@ from ragged_world import (  # noqa: E402
     layout_batch,
     simple_batch,
 )
-
-SCRIPT = Path(__file__).with_name("interpreted_cuda_backend.py")
 
 
 def run(backend, batch, q, k, v):
@@ -113,7 +107,7 @@ def test_rows_behind_the_live_ones_have_no_tokens_and_nothing_to_read():
         where, parts = world.list_rows([20] * len(queries))
         batch = layout_batch(where, parts, queries, runner.grid)
         runner.replay(batch, *world.tokens(sum(queries)))
-    rows = runner.captured[12][1].rows
+    rows = runner.captured[runner.runner, 12][1].rows
     assert rows.first.tolist() == [0, 3, *[4] * 7]
     assert rows.end.tolist() == [20, 20, *[0] * 6]
     assert rows.row[:2].tolist() == where.tolist()
@@ -198,23 +192,74 @@ def test_the_scheduler_must_wait_for_the_last_layer_before_it_changes_the_table(
     assert backend.supports_ragged_verify_graph
 
 
-def test_a_device_gets_its_own_backend(monkeypatch):
+PREFILL = SimpleNamespace(forward_extend=None)
+
+
+def created(monkeypatch, drafts, *, deterministic=False):
+    """Return the backend of a GPU server; ``drafts`` is None without speculation."""
     from sglang.srt import runtime_context
     from sglang.srt.layers.attention import triton_backend
 
+    from vericache_sglang.engine.attention_backends import create_backend
+
+    world = World()
+    world.runner.device = "cuda:1"
+    monkeypatch.setattr(triton_backend, "TritonAttnBackend", lambda runner: PREFILL)
+    spec = SimpleNamespace(speculative_num_draft_tokens=drafts)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    mode = SimpleNamespace(enable_deterministic_inference=deterministic)
+    execution = SimpleNamespace(deterministic=mode)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: execution)
+    return world, create_backend(world.runner)
+
+
+def test_a_device_gets_its_own_backend(monkeypatch):
     from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
     from vericache_sglang.engine.attention_backends import create_backend
     from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
 
-    runner = World().runner
-    assert type(create_backend(runner)) is SlotRunAttnBackend
-    runner.device = "cuda:1"
-    monkeypatch.setattr(triton_backend, "TritonAttnBackend", lambda runner: "prefill")
-    drafts = SimpleNamespace(speculative_num_draft_tokens=7)
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: drafts)
-    backend = create_backend(runner)
+    assert type(create_backend(World().runner)) is SlotRunAttnBackend
+    _, backend = created(monkeypatch, 7)
     assert type(backend) is RaggedAttnBackend
-    assert (backend._prefill, backend._most_queries) == ("prefill", 7)
+    assert backend._prefill is PREFILL
+
+
+def compiled(monkeypatch, drafts, queries, group, size, *, deterministic):
+    """Return what the kernel is compiled for in a forward over one row."""
+    from vericache_kernels.ragged_attention.triton_impl import constants
+    from vericache_sglang.engine import cuda_attention_backend
+
+    world, backend = created(monkeypatch, drafts, deterministic=deterministic)
+    asked = []
+
+    def attention(q, kv, rows, scaling, *, most_queries):
+        asked.append(most_queries)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(cuda_attention_backend, "ragged_attention", attention)
+    mode = "DECODE" if queries is None else "TARGET_VERIFY"
+    batch = simple_batch(mode, *world.list_rows([40]), queries and [queries])
+    run(backend, batch, *world.tokens(queries or 1))
+    return constants("dot", size, asked[0], group, 128)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_servers_compile_one_kernel_for_every_forward(
+    monkeypatch, group, size, deterministic
+):
+    """Decodes of plain SGLang and of ours, a draft, verifications of any length."""
+    forwards = [(None, None), (32, None), (32, 1), (32, 32), (5, None), (5, 5)]
+    found = [
+        compiled(monkeypatch, drafts, queries, group, size, deterministic=deterministic)
+        for drafts, queries in forwards
+    ]
+    assert found[0] == found[1] == found[4], "plain decoding is plain SGLang's"
+    if deterministic:
+        assert all(each == found[0] for each in found)
+    elif (group, size) == (4, 2):
+        assert found[0]["M"] < found[3]["M"], "otherwise decodes have smaller blocks"
 
 
 def test_idle_is_nothing_and_a_forward_must_be_described():
@@ -280,23 +325,29 @@ def test_coded_rows_run_in_no_graph():
 
 @pytest.fixture(scope="module")
 def interpreted():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("interpreted_cuda_backend.py")
 
 
-@pytest.mark.parametrize("name", ["eager", "mixed", "split-planes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kivi", "split-planes", "kvquant", "rotatekv", "turboquant"),
+        *("heads-alike", "mixed"),
+    ],
+)
 def test_with_the_kernels_it_is_what_the_cpu_backend_makes(interpreted, name):
-    assert interpreted[name] < 2e-6
+    assert interpreted[name] < 5e-6
 
 
 def test_with_the_kernels_the_codes_do_count(interpreted):
     assert interpreted["without-codes"] > 0.01
+
+
+# -- prefill, by SGLang's Triton backend -----------------------------------------
+
+
+def test_the_second_chunk_of_a_prompt_reads_the_first_one():
+    found = printed("triton_prefill.py")
+    assert found["first-indices"]
+    assert found["second-indices"], "prefixes are read from another block table"
+    assert max(found["first"], found["second"]) < 2e-6

@@ -4,30 +4,17 @@ The process runs SGLang's metadata code and its page-table kernel, interpreted; 
 attention itself is played (``fa3_rows.py``).
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
+from own_process import printed  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def flash():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fa3_rows.py"))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("fa3_rows.py")
 
 
 def test_flash_attention_says_that_it_serves_ragged_graphs(flash):

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.engine.conclusion import Conclusion
-from vericache_sglang.engine.figures import Figures
 from vericache_sglang.engine.flights import Flight, Flights, Passenger
 from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import RequestState
+from vericache_sglang.observability.request_stats import RequestStats
 
 STRIDE = 4
 
@@ -30,7 +30,7 @@ def request(rid="r", drafts=()):
         eligible=True,
         stops=frozenset([99]),
         longest=3,
-        figures=Figures(True, 3),
+        figures=RequestStats(True, 3),
         late=True,
     )
     state.drafts = list(drafts)
@@ -57,10 +57,22 @@ def flight(*runs, decode=True):
 def recorded():
     told, counted = [], []
     flights = Flights(
-        lambda passenger, tokens: told.append((passenger.at, tokens)),
-        lambda counts: counted.append(counts()),
+        lambda passenger, tokens: told.append((passenger.at, tokens)) or True,
+        lambda counts, discarded: counted.append(counts()),
     )
     return flights, told, counted
+
+
+def test_results_of_ended_requests_are_reported_as_discarded():
+    """The iteration's observers must count what the counters count, and no more."""
+    reported = []
+    flights = Flights(
+        lambda passenger, tokens: passenger.at != 1,
+        lambda counts, discarded: reported.append((counts(), discarded)),
+    )
+    flights.launch(flight([1, 2], [3, 4, 5], None))
+    flights.land_all()
+    assert reported == [([2, 3, 0], frozenset({1}))]
 
 
 def test_a_flight_tells_every_passenger_its_tokens():

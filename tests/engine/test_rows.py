@@ -7,13 +7,13 @@ import torch
 
 from vericache_kernels.board_commit import EMIT, BoardRows
 from vericache_sglang.compression.budget import Budget
-from vericache_sglang.engine.figures import Figures
-from vericache_sglang.engine.rows import MixedRows
+from vericache_sglang.engine.rows import MixedRows, build_forward
 from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import Layout, Parts, RequestState
 from vericache_sglang.engine.token_board import TokenBoard
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.staging import Span
+from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
 
@@ -84,7 +84,7 @@ def state(layout=Layout.KEPT, drafts=(), codes=()):
         eligible=True,
         stops=frozenset(),
         longest=8,
-        figures=Figures(True, 8),
+        figures=RequestStats(True, 8),
     )
     made.drafts = list(drafts)
     if layout is not Layout.WHOLE:
@@ -274,3 +274,16 @@ def test_decoding_codes_is_work():
     assert rows.work() == Work(tokens=1, reads=47, products=47)
     rows.add(1, state(Layout.KEPT, [9], CODES), Verify("r"))
     assert rows.work() == Work(tokens=3, reads=47 + 12, products=47 + 24)
+
+
+def test_a_row_longer_than_the_context_is_never_run():
+    """SGLang's page tables have as many columns; longer rows would write the next."""
+    world, request = residence(Layout.KEPT), state(drafts=[11, 12])
+    rows = MixedRows(world)
+    rows.add(0, request, Verify("r"))
+    board = TokenBoard(8, 8, "cpu")
+    board.put([request])
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=12))
+    batch = SimpleNamespace(device="cpu")
+    with pytest.raises(InvariantError, match="a block-table row of 13 KV slots"):
+        build_forward(batch, rows.inputs(board), runner)

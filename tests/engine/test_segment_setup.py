@@ -1,6 +1,5 @@
 """What a server takes from its settings for the store."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ pytest.importorskip("sglang")
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.engine.segment_setup import _better, _prices
+from vericache_sglang.prefix_cache.store.opening import identity_of
 from vericache_sglang.scheduling.estimates import Estimates
 
 pytestmark = pytest.mark.sglang
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.sglang
 def test_only_a_cheap_method_takes_what_was_chosen_offline_first(line, offline):
     create_compressor("keynorm", 0)  # fills the catalog
     config = VeriCacheConfig(compressor=line, keep=0.375)
-    found = [json.loads(identity) for identity in _better(config)]
-    assert [(each["compressor"], each["keep"]) for each in found] == (
-        [] if offline else [("kvzip", 0.375)]
-    )
+    assert _better(config) == ([] if offline else [identity_of("kvzip", config)])
 
 
 def test_the_store_is_priced_as_it_was_measured():

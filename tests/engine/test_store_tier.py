@@ -9,18 +9,15 @@ from segment_world import (
     KEPT,
     PRICES,
     SHORT,
-    FakeStore,
     SegmentWorld,
+    fetched,
     shorten_segments,
     with_segments,
 )
 
-from vericache_sglang.engine.stored_segments import StoredSegments
-from vericache_sglang.store.payload import About
 from vericache_sglang.tiers.segment import Tier
 
 COMPRESSOR = IDENTITY.compressor
-SPACE = (None, "salt")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +36,7 @@ def restored_scores(world, name):
 def left_device(world, store, names):
     """Have a text computed, stored, and evicted from the device."""
     slots = world.write_text(names)
-    world.segments.register(names, slots, SPACE, range(len(slots)))
+    world.segments.register(names, slots)
     store.announce()
     world.segments.leaving(slots)
     world.give(slots)
@@ -66,19 +63,20 @@ def test_what_was_announced_leaves_the_host_for_the_store_and_is_still_known():
 def test_a_write_that_did_not_end_is_nothing_to_rely_on():
     world, store = with_segments()
     slots = world.write_text(["a"])
-    world.segments.register(["a"], slots, SPACE, range(SHORT))
+    world.segments.register(["a"], slots)
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 0)
-    store.announce()  # too late: it is not known any more
+    store.announce()  # too late: the segment is not known any more
     assert tokens_by_tier(world) == (0, 0)
 
 
 def test_what_failed_to_be_written_is_not_in_the_store():
     world, store = with_segments()
     slots = world.write_text(["a"])
-    world.segments.register(["a"], slots, SPACE, range(SHORT))
-    store.writes.pop("a").set_exception(OSError("full"))
+    world.segments.register(["a"], slots)
+    store.storage.fault = "set"
+    store.announce()
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 0)
@@ -87,10 +85,10 @@ def test_what_failed_to_be_written_is_not_in_the_store():
 def test_what_is_in_the_store_leaves_before_what_is_nowhere_else():
     world, store = with_segments()
     left_device(world, store, ["a"])
-    store.full = True
+    store.storage.fault = "set"
     left_device(world, store, ["b"])
     for _ in range(3):  # "a" is used more, but costs only a fetch
-        world.segments.register(["a"], world.take(SHORT), SPACE, range(SHORT))
+        world.segments.register(["a"], world.take(SHORT))
         world.segments.leaving(world.segments._slots.all()[0].slots)
     world.segments.make_room(1)
     assert tokens_by_tier(world) == (SHORT, SHORT)
@@ -112,7 +110,7 @@ def test_what_the_store_alone_has_comes_back_by_a_fetch(split):
     world, store = with_segments()
     world.segments.kept = KEPT if split else 0
     slots = world.write_text(["a", "ab"])
-    world.segments.register(["a", "ab"], slots, SPACE, range(2 * SHORT))
+    world.segments.register(["a", "ab"], slots)
     if split:
         for name in ("a", "ab"):
             world.split(name)
@@ -125,7 +123,7 @@ def test_what_the_store_alone_has_comes_back_by_a_fetch(split):
     assert tokens_by_tier(world) == (0, 2 * SHORT)
     world.segments.stored.fetch("r", ["a", "ab"], 0)
     store.arrive()
-    assert world.segments.stored.fetched("r")
+    assert fetched(world.segments, "r")
     assert tokens_by_tier(world) == (2 * SHORT, 0)
     assert world.copies.has_draft_on_host("a") is split
     for name in ("a", "ab"):
@@ -137,11 +135,11 @@ def test_what_the_store_has_no_more_is_forgotten():
     world, store = with_segments()
     left_device(world, store, ["a", "ab"])
     world.segments.make_room(10**9)
-    del store.objects["a"]
+    store.lose("a")
     world.segments.stored.fetch("r", ["a", "ab"], 0)
     store.arrive()
-    assert world.segments.stored.fetched("r")
-    assert tokens_by_tier(world) == (0, SHORT), "nobody asked for the second"
+    assert fetched(world.segments, "r")
+    assert tokens_by_tier(world) == (0, SHORT), "the second was not asked for"
     world.segments.check()
 
 
@@ -150,8 +148,8 @@ def test_a_text_computed_again_is_on_the_device_and_written_no_more():
     left_device(world, store, ["a"])
     world.segments.make_room(10**9)
     slots = world.write_text(["a"])
-    world.segments.register(["a"], slots, SPACE, range(SHORT))
-    assert store.writes == {}
+    world.segments.register(["a"], slots)
+    assert store.waiting == 0
     assert world.segments._index.get("a").content.is_in(Tier.DEVICE)
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
@@ -165,7 +163,6 @@ def test_the_segments_known_in_the_store_are_bounded(monkeypatch):
         left_device(world, store, [name])
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 3 * SHORT)
-    assert len(world.segments.stored._about) == 0
     assert {n for n in "abcde" if n in world.segments.stored} == set("cde")
 
 
@@ -182,13 +179,12 @@ def test_after_new_weights_the_store_has_nothing():
 
 
 def test_a_part_that_a_request_lists_is_not_left_to_the_store():
-    world, store = with_segments()
+    world, _ = with_segments()
     world.segments.kept = KEPT
     slots = world.write_text(["a"])
-    world.segments.register(["a"], slots, SPACE, range(SHORT))
+    world.segments.register(["a"], slots)
     world.copies.shelf.add("a", world.draft("a"))
     world.segments.use("r", ["a"])  # before its complement is there
-    store.put_later("a", {"whole": {}}, About((1,), "p", SPACE))
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
     assert world.copies.shelf.get("a").users == 1
@@ -198,54 +194,48 @@ def test_a_part_that_a_request_lists_is_not_left_to_the_store():
     assert world.arena.used_bytes == len(world.copies.shelf) == 0
 
 
-# -- parts that were made offline ---------------------------------------------------
+# -- draft KV that was made offline -------------------------------------------------
 
 
-def split_elsewhere(store, compressor, kept):
-    """Have another process store segment ``a`` in two parts, and return its world."""
-    world = SegmentWorld()
+def parts_of(world, name, kept):
+    """Return a segment's two parts, of which ``kept`` [L, H, n] tokens are drafted."""
     world.kept = lambda name: kept
-    world.split("a")
-    about = About((1,), "p", SPACE, compressor)
-    parts = zip(("draft", "rest"), world.copies.read_parts("a"), strict=True)
-    store.put_later("a", dict(parts), about)
-    return world
+    rows = world.of(name, kept), world.of(name, world.away(name))
+    both = [bits.view(torch.float32) for bits in rows]
+    draft, residual = ({"keys": kv[:, 0], "values": kv[:, 1]} for kv in both)
+    return {"draft": {**draft, "kept": kept}, "residual": residual}
 
 
-FIRST = torch.arange(KEPT, dtype=torch.int32).expand(2, 2, -1)
+def first_tokens(count):
+    return torch.arange(count, dtype=torch.int32).repeat(2, 2, 1)
+
+
+def taken_in(world, store, name):
+    world.segments.stored.fetch("r", [name], 0)
+    store.arrive()
+    return fetched(world.segments, "r") and world.segments.stored.pop("r")[0]
 
 
 def test_better_parts_are_taken_as_they_are_and_not_written_again():
-    world, store = SegmentWorld(), FakeStore("better", COMPRESSOR)
-    segments = world.segments
-    segments.stored = StoredSegments(store, COMPRESSOR, segments.take_in, ["better"])
-    segments.kept = KEPT
-    other = split_elsewhere(store, "better", FIRST)
-    segments.stored.describe(["a"], SPACE, range(SHORT))
-    segments.stored.fetch("r", ["a"], 0)
-    store.arrive()
-    assert segments.stored.fetched("r")
-    assert torch.equal(world.pool.get("a.draft")["kept"], FIRST)
-    assert not segments.stored.wants_split("a")
+    world, store = with_segments(better=["better"])
+    world.segments.kept, other = KEPT, SegmentWorld()
+    first = first_tokens(KEPT)
+    assert store.put("a", parts_of(other, "a", first), "better")
+    assert taken_in(world, store, "a")
+    assert torch.equal(world.pool.get("a.draft")["kept"], first)
+    assert not world.segments.stored.wants("a", split=True)
     target = world.take(SHORT)
-    assert segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) is None
     assert torch.equal(world.at(target), other.truth("a"))
 
 
 @pytest.mark.parametrize("why", ["unknown compressor", "another count"])
 def test_parts_that_do_not_fit_are_joined(why):
     world, store = with_segments()
-    world.segments.kept = KEPT
+    world.segments.kept, other = KEPT, SegmentWorld()
     by, count = ("x", KEPT) if why == "unknown compressor" else (COMPRESSOR, KEPT + 1)
-    kept = torch.arange(count, dtype=torch.int32).expand(2, 2, -1)
-    other = SegmentWorld()
-    other.kept = lambda name: kept
-    rows = other.of("a", kept), other.of("a", other.away("a"))
-    both = [bits.view(torch.float32) for bits in rows]
-    draft, rest = ({"keys": kv[:, 0], "values": kv[:, 1]} for kv in both)
-    about = About((1,), "p", SPACE, by)
-    store.put_later("a", {"draft": {**draft, "kept": kept}, "rest": rest}, about)
-    assert world.segments.take_in("a", None, store.objects["a"])
+    assert store.put("a", parts_of(other, "a", first_tokens(count)), by)
+    assert taken_in(world, store, "a")
     assert world.copies.has_whole("a")
     assert len(world.complements) == 0
     target = world.take(SHORT)

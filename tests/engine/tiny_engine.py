@@ -5,8 +5,9 @@ Nothing runs a model: prefills and decodes write what they are told.
 
 import time
 from array import array
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from known_kv import DIM, HEADS, LAYERS, LONGEST, KnownKV, in_order, parted
@@ -19,13 +20,14 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tiny_checks import TinyChecks
-from tiny_selector import Noted
+from tiny_selector import Noted, OfKeys
+from tiny_streams import Streams
 
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.compressor import Compressor
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.engine.agreement import Agreement
-from vericache_sglang.engine.figures import Figures
+from vericache_sglang.engine.block_table import BlockTablePool
 from vericache_sglang.engine.residence import Residence
 from vericache_sglang.engine.row_edit import allocate, room
 from vericache_sglang.engine.rows import MixedRows
@@ -33,6 +35,8 @@ from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import Layout, RequestState
 from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
 from vericache_sglang.memory.sglang_pools import staged_pool_class
+from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.planning.block_table import block_table_shape
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.plan import Draft, Plain, Unsplit, Verify
 
@@ -59,6 +63,15 @@ class Request:
         return self.state.prompt - self.body
 
 
+class LastFirst(TokenToKVPoolAllocator):
+    """Hands out the slots first that were freed last: what may go wrong does so."""
+
+    def free(self, free_index):
+        self.free_pages, before = self.free_pages[:0], self.free_pages
+        super().free(free_index)
+        self.free_pages = torch.cat([self.free_pages, before])
+
+
 class TinyEngine:
     """A residence, the tree and the rows around it.
 
@@ -69,8 +82,14 @@ class TinyEngine:
         cached: There is a prefix tree.
         slots: Size of the pool.
         dtype: Of the KV.
-        config: Further settings.
+        config: Further settings; ``cuda`` is a simulated device on which the pool and
+            its tables lie, instead of ``device``.
+
+    Attributes:
+        device: Of pool and row table.
     """
+
+    device = "cpu"
 
     def __init__(
         self,
@@ -83,7 +102,12 @@ class TinyEngine:
         **config,
     ):
         self.page, self.dtype = page, dtype
+        self.cuda = cuda = config.pop("cuda", None)
+        where = self.device if cuda is None else "cuda:0"
+        self.streams = None if cuda is None else Streams(cuda)
         config = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 3} | config
+        if cuda is not None:
+            config = {"host_gb": 2**-10} | config  # every byte of it is locked
         self.config = VeriCacheConfig(
             min_prompt=4, draft_length=4, max_verifies=1, **config
         )
@@ -94,34 +118,40 @@ class TinyEngine:
             head_num=HEADS,
             head_dim=DIM,
             layer_num=LAYERS,
-            device="cpu",
+            device=self.device,
             enable_memory_saver=False,
         )
+        if cuda is not None:
+            self.pool.k_buffer = [cuda.put(each) for each in self.pool.k_buffer]
+            self.pool.v_buffer = [cuda.put(each) for each in self.pool.v_buffer]
         options = {
             "dtype": dtype,
-            "device": "cpu",
+            "device": where,
             "kvcache": self.pool,
             "need_sort": False,
         }
         self.allocator = (
-            TokenToKVPoolAllocator(slots, **options)
+            (TokenToKVPoolAllocator if cuda is None else LastFirst)(slots, **options)
             if page == 1
             else TorchPagedAllocator(slots, page_size=page, **options)
         )
-        self.rows = SimpleNamespace(
-            req_to_token=torch.zeros(6, 2 * LONGEST, dtype=torch.int32)
-        )
-        self.rows.write = lambda at, new: self.rows.req_to_token.__setitem__(at, new)
-        self.selector = Noted() if selects else None
-        self.codec = create_codec(codec) if codec else None
-        compressor = Compressor(line="x", selector=self.selector, codec=self.codec)
-        self.residence = Residence(
-            self.config,
-            Agreement(Estimates()),
-            self.rows,
-            self.allocator,
-            compressor,
-        )
+        shape = block_table_shape(self.config, 5, 2 * LONGEST, page, kept=1.0)
+        self.rows = BlockTablePool(shape, 2 * LONGEST, where, enable_memory_saver=False)
+        compressor = self.open_compressor(codec, selects)
+        self.selector, self.codec = compressor.selector, compressor.codec
+        with ExitStack() as stack:
+            if cuda is not None:
+                # Heads are narrower than the kernel takes; ``fake_device`` times it.
+                weigh = patch.object(Residence, "_weigh_codes", lambda residence: 1.0)
+                stack.enter_context(weigh)
+            self.residence = Residence(
+                self.config,
+                Agreement(self.estimates()),
+                self.rows,
+                self.allocator,
+                compressor,
+                self.streams,
+            )
         if self.residence.codes is not None:
             self.codec = self.residence.codes.codec
         self.tree = self.open_tree(
@@ -137,7 +167,20 @@ class TinyEngine:
         self.kv = KnownKV(self.pool, dtype)
         self.checks = TinyChecks(self)
         self.requests = {}
-        self.free_rows = list(range(6))
+        self._flying = False
+        self.free_rows = self.rows.free_slots
+
+    def estimates(self):
+        """Return what the engine starts to measure from."""
+        return Estimates()
+
+    def open_compressor(self, codec, selects):
+        """Make what compresses."""
+        selector = None
+        if selects:
+            selector = Noted() if self.cuda is None else OfKeys()
+        codec = create_codec(codec) if codec else None
+        return Compressor(line="x", selector=selector, codec=codec)
 
     def open_tree(self, params):
         """Open the prefix tree."""
@@ -157,7 +200,7 @@ class TinyEngine:
         noted = self.residence.watch.noted(cached)
         if noted:
             wanted = scores[..., : len(cached)]
-            assert torch.equal(torch.stack(noted), wanted), "the tree's scores"
+            assert torch.equal(torch.stack(noted).cpu(), wanted), "the tree's scores"
 
     def admit(self, rid, text, tokens, insertable=True):
         """Prefill a prompt; returns None where there is no room."""
@@ -199,8 +242,9 @@ class TinyEngine:
             skip_radix_cache_insert=not insertable,
             sampling_params=SimpleNamespace(max_new_tokens=1000),
         )
-        new = self.table[row, len(cached) : tokens].to(torch.int64)
-        self.kv.put(new, kv[:, :, len(cached) : tokens])
+        with self.launched():
+            new = self.table[row, len(cached) : tokens].to(torch.int64)
+            self.kv.put(new, kv[:, :, len(cached) : tokens])
         self.show(req, new, scores[..., len(cached) : tokens], len(cached), "EXTEND")
         if insertable:
             self.tree.cache_unfinished_req(req)
@@ -214,7 +258,7 @@ class TinyEngine:
             eligible=True,
             stops=frozenset(),
             longest=8,
-            figures=Figures(True, 8),
+            figures=RequestStats(True, 8),
         )
         self.requests[rid] = Request(state, text)
         return state
@@ -226,9 +270,10 @@ class TinyEngine:
             forward_mode=ForwardMode[mode],
             extend_seq_lens_cpu=[len(slots)],
             extend_prefix_lens_cpu=[start],
-            positions=torch.arange(start, start + len(slots)),
+            positions=torch.arange(start, start + len(slots), device=self.device),
             out_cache_loc=slots,
         )
+        scores = scores.to(self.device)
         for layer in range(LAYERS):
             queries = scores[layer].t()[..., None]
             self.residence.watch.observe(layer, queries, queries, batch)
@@ -255,17 +300,19 @@ class TinyEngine:
         state = request.state
         if not self.grow(request, 2):
             return
-        row, slots = self._only_row(state, Draft(rid))
-        listed = self.table[row.table_row, : row.prefix]
-        budget = state.split.budget
-        assert row.prefix == budget.slots + request.tail + len(request.decoded)
-        assert (row.packed is state) is (budget.coded > 0)
-        self.checks.draft_part(request, listed[: budget.slots])
-        self.checks.behind(request, listed[budget.slots :])
-        own = self.table[row.table_row, row.prefix].item()
-        assert own == slots.item(), "the draft's slot is the row's next"
         bits = self.kv.drawn(1)
-        self.kv.put(slots, bits)
+        with self.launched() as forward:
+            row, slots = self._only_row(state, Draft(rid))
+            listed = self.table[row.table_row, : row.prefix]
+            budget = state.split.budget
+            assert row.prefix == budget.slots + request.tail + len(request.decoded)
+            assert (row.packed is state) is (budget.coded > 0)
+            self.checks.draft_part(request, listed[: budget.slots])
+            self.checks.behind(request, listed[budget.slots :])
+            own = self.table[row.table_row, row.prefix].item()
+            assert own == slots.item(), "the draft's slot is the row's next"
+            forward.read_done()
+            self.kv.put(slots, bits)
         request.decoded.append(bits)
         state.draft(5)
 
@@ -275,23 +322,25 @@ class TinyEngine:
         state, reloads = request.state, self.residence.reloads
         if not self.grow(request, 2):
             return
-        if state.layout is Layout.KEPT:
-            self.residence.start_reload(state)
-            assert wait_for(reloads) == ([rid], [])
-        row, slots = self._only_row(state, Verify(rid))
-        body, length = request.body, row.prefix + len(slots)
-        listed = self.table[row.table_row, :length]
-        assert len(set(listed.tolist())) == length, "a slot is listed twice"
-        beside = state.layout is Layout.BESIDE
-        order = in_order(body) if beside else parted(state.split.kept, body)
-        self.kv.holds(listed[:body], request.text, order)
-        committed = state.verified - body
-        self.checks.behind(request, listed[body:], committed)
-        assert listed[row.prefix :].tolist() == slots.tolist()
-        reloads.end(rid)
-        new = min(accepted, len(state.drafts)) + 1
-        bits = self.exact(request.text, state.verified, len(slots))
-        self.kv.put(slots, bits)
+        with self.launched() as forward:
+            if state.layout is Layout.KEPT:
+                self.residence.start_reload(state)
+                assert wait_for(reloads) == ([rid], [])
+            row, slots = self._only_row(state, Verify(rid))
+            body, length = request.body, row.prefix + len(slots)
+            listed = self.table[row.table_row, :length]
+            assert len(set(listed.tolist())) == length, "a slot is listed twice"
+            beside = state.layout is Layout.BESIDE
+            order = in_order(body) if beside else parted(state.split.kept, body)
+            self.kv.holds(listed[:body], request.text, order)
+            committed = state.verified - body
+            self.checks.behind(request, listed[body:], committed)
+            assert listed[row.prefix :].tolist() == slots.tolist()
+            reloads.end(rid)
+            new = min(accepted, len(state.drafts)) + 1
+            bits = self.exact(request.text, state.verified, len(slots))
+            forward.read_done()
+            self.kv.put(slots, bits)
         del request.decoded[committed - request.tail :]
         request.decoded += bits[:, :, :new].split(1, dim=2)
         self._accept(state, new)
@@ -302,11 +351,13 @@ class TinyEngine:
         state = request.state
         if not self.grow(request, 1):
             return
-        row, slots = self._only_row(state, Plain(rid))
-        assert (row.table_row, row.packed) == (state.req.kv.req_pool_idx, None)
-        assert row.prefix == row.position == state.verified
-        bits = self.exact(request.text, state.verified, 1)
-        self.kv.put(slots, bits)
+        with self.launched() as forward:
+            row, slots = self._only_row(state, Plain(rid))
+            assert (row.table_row, row.packed) == (state.req.kv.req_pool_idx, None)
+            assert row.prefix == row.position == state.verified
+            bits = self.exact(request.text, state.verified, 1)
+            forward.read_done()
+            self.kv.put(slots, bits)
         request.decoded.append(bits)
         self._accept(state, 1)
 
@@ -328,10 +379,41 @@ class TinyEngine:
 
     def move(self, move, rid):
         request = self.requests[rid]
-        made = self.residence.make(move, request.state, self.tree)
+        with self.launched():
+            made = self.residence.make(move, request.state, self.tree)
+        self.residence.poll_outgoing()
         if made and isinstance(move, Unsplit):  # drafts are given up
             del request.decoded[request.state.verified - request.state.prompt :]
         return made
+
+    def launched(self):
+        """Run a forward, or what a worker does beside it, as SGLang does."""
+        self._flying = False
+        return nullcontext(self) if self.streams is None else self.streams.launched()
+
+    def read_done(self):
+        """Say nothing: without a device a forward has ended."""
+
+    def fly(self):
+        """Have one more forward in the air, of all requests, while some of them end.
+
+        The host waits for the one before it alone, and knows now which have ended.
+        """
+        if self.streams is None or self._flying:
+            return
+        before = self.streams.forward_stream.record_event()
+        running = [
+            request.state
+            for request in self.requests.values()
+            if request.state.layout is not Layout.PARKED and self.grow(request, 1)
+        ]
+        with self.launched() as forward:
+            rows = [self._only_row(state, _next(state)) for state in running]
+            forward.read_done()
+            for _, slots in rows:
+                self.kv.put(slots, self.kv.drawn(1))
+        self._flying = True
+        before.synchronize()
 
     def evict(self):
         """Have the tree give up every prefix that nobody uses."""
@@ -340,6 +422,7 @@ class TinyEngine:
 
     def finish(self, rid):
         """End a request: its row is joined, released, and maybe cached."""
+        self.fly()
         request = self.requests.pop(rid)
         state, req = request.state, request.state.req
         if state.parts is not None:
@@ -355,6 +438,7 @@ class TinyEngine:
 
     def abort(self, rid):
         """End a request whose row is not to be cached."""
+        self.fly()
         state = self.requests.pop(rid).state
         self._release(state.req, insert=False)
         self.residence.watch.forget(rid)
@@ -375,9 +459,15 @@ class TinyEngine:
         self.free_rows.append(record.req_pool_idx)
 
 
+def _next(state):
+    """Return what a request does next that stores one token."""
+    drafts = state.layout is Layout.KEPT or (state.parts and state.parts.shadow >= 0)
+    return Draft(state.rid) if drafts else Plain(state.rid)
+
+
 def wait_for(reloads):
     """Poll until a copy has ended; returns (arrived, failed)."""
-    until = time.perf_counter() + 10
+    until = time.perf_counter() + 120
     while time.perf_counter() < until:
         arrived, failed = reloads.poll()
         if arrived or failed:
@@ -392,4 +482,4 @@ def opened(**options):
     try:
         yield engine
     finally:
-        engine.residence.places.transfers.close()
+        engine.residence.close()

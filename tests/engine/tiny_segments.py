@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from known_kv import KnownKV
+from known_kv import DIM, HEADS, LAYERS, KnownKV
 from segment_checks import SegmentChecks
 from segment_world import SHORT
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -45,7 +45,8 @@ class TieredEngine(TinyEngine):
     """
 
     def __init__(self, slots=160, host_segments=1000, **options):
-        token_bytes = 256 * options.get("dtype", torch.float32).itemsize // 4
+        itemsize = options.get("dtype", torch.float32).itemsize
+        token_bytes = LAYERS * 2 * HEADS * DIM * itemsize
         gib = host_segments * SHORT * token_bytes / 2**30
         super().__init__(slots=slots, host_gb=gib, **options)
         self.kv = BranchedKV(self.pool, self.dtype)
@@ -107,7 +108,7 @@ class TieredEngine(TinyEngine):
         """As above, or as nobody scored them where the host had no room for scores."""
         noted = self.residence.watch.noted(cached)
         if noted:
-            found, wanted = torch.stack(noted), scores[..., : len(cached)]
+            found, wanted = torch.stack(noted).cpu(), scores[..., : len(cached)]
             own = found == wanted
             assert torch.all(own | found.isnan()), "the tree's scores"
             assert self.scarce or own.all(), "there was room for all scores"
@@ -166,4 +167,4 @@ def tiered(**options):
     try:
         yield engine
     finally:
-        engine.residence.places.transfers.close()
+        engine.residence.close()

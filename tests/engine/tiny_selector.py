@@ -1,9 +1,10 @@
-"""A selector for tiny engines, and what it was told."""
+"""Selectors for tiny engines, and what they were told."""
 
 from known_kv import HEADS
 
 from vericache_sglang.compression.about import About
 from vericache_sglang.compression.base import Needs, Selector
+from vericache_sglang.memory.splitting import as_bits
 
 
 class Noted(Selector):
@@ -27,3 +28,12 @@ class Noted(Selector):
 
     def scores(self, rid, layer, keys, values, seen):
         return seen.noted
+
+
+class OfKeys(Selector):
+    """Keeps the tokens whose keys have the highest bits; asks for nothing else."""
+
+    about = About(scenarios=("long-context",))
+
+    def scores(self, rid, layer, keys, values, seen):
+        return as_bits(keys).float().sum(dim=2)

@@ -1,4 +1,8 @@
-"""The client against a server whose every event is known."""
+"""The client against a server whose every event is known.
+
+Nothing here depends on how long something takes: the server holds answers back until as
+many requests have arrived as their bodies say (``until``).
+"""
 
 import asyncio
 import json
@@ -16,24 +20,33 @@ class Scripted:
     def __init__(self):
         self.running = self.peak = 0
         self.bodies = []
+        self._used = []
+        self._arrived = asyncio.Condition()
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(120)
 
     async def generate(self, request):
+        if request.transport in self._used:  # as one that was idle for too long
+            request.transport.abort()
+        self._used.append(request.transport)
         body = await request.json()
         self.bodies.append(body)
+        async with self._arrived:
+            self._arrived.notify_all()
         if body["text"] == "refuse":
             return web.json_response({"error": "too long"}, status=400)
         self.running += 1
         self.peak = max(self.peak, self.running)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
+        async with self._arrived:
+            until = body.get("until", 0)
+            await self._arrived.wait_for(lambda: len(self.bodies) >= until)
         steps = body.get("steps", [1, 3])
         for i, tokens in enumerate(steps):
-            await asyncio.sleep(0.05)
             last = i == len(steps) - 1 and body["text"] != "cut"
             await reply.write(b"data: " + json.dumps(event(tokens, last)).encode())
             await reply.write(b"\n\n")
@@ -62,7 +75,7 @@ class Scripted:
 
     def close(self):
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
 
 
 def event(tokens, last):
@@ -93,9 +106,7 @@ def test_every_burst_is_written_down(scripted):
     (answer,) = done.answers
     assert [tokens for _, tokens in answer.times] == [1, 4]
     (first, _), (second, _) = answer.times
-    assert first - answer.sent >= 0.09  # the second of four events
-    assert second - first >= 0.09  # two more
-    assert answer.ended >= second
+    assert 0 <= answer.sent <= first <= second <= answer.ended
     assert done.seconds == answer.ended - answer.sent
     assert answer.ids == (0, 1, 2, 3)
     assert (answer.prompt_tokens, answer.cached_tokens) == (11, 4)
@@ -106,20 +117,20 @@ def test_every_burst_is_written_down(scripted):
 
 
 def test_a_closed_loop_keeps_so_many_running_and_the_order(scripted):
-    bodies = [{"text": str(i), "steps": [i + 1]} for i in range(7)]
+    bodies = [{"text": str(i), "steps": [i + 1], "until": 3} for i in range(7)]
     done = closed_loop(scripted.url, bodies, 3, lambda: None, 30)
     assert scripted.peak == 3
     assert [len(answer.ids) for answer in done.answers] == list(range(1, 8))
 
 
 def test_an_open_loop_sends_when_it_is_time_however_many_run(scripted):
-    bodies = [{"text": str(i), "steps": [1] * 6} for i in range(4)]
+    bodies = [{"text": str(i), "steps": [1] * 6, "until": 4} for i in range(4)]
     arrivals = [0.0, 0.05, 0.1, 0.15]
     done = open_loop(scripted.url, bodies, arrivals, lambda: None, 30)
     assert [answer.sent for answer in done.answers] == arrivals
     assert scripted.peak == 4
-    for answer, at in zip(done.answers, arrivals, strict=True):
-        assert answer.times[0][0] >= at + 0.04
+    last = max(arrivals)
+    assert all(answer.times[0][0] >= last for answer in done.answers)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +143,7 @@ def test_what_went_wrong_is_told(scripted, text, named):
 
 
 def test_a_server_that_is_gone_or_slow_is_an_error_not_an_exception(scripted):
-    slow = {"text": "a", "steps": [1] * 40}
+    slow = {"text": "a", "until": 99}
     (answer,) = closed_loop(scripted.url, [slow], 1, lambda: None, 0.3).answers
     assert "Timeout" in answer.error
     gone = "http://127.0.0.1:9"

@@ -1,8 +1,8 @@
-"""Rates, percentiles and waits, against values worked out by hand and by numpy."""
+"""Rates, percentiles and waits, against values worked out by hand."""
 
+import json
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,25 +10,28 @@ from hypothesis import strategies as st
 from vericache_sglang.evaluation.client import Answer, Pass
 from vericache_sglang.evaluation.figures import (
     accepted,
+    decode_rate,
     latencies,
     middle,
     mismatches,
     pass_figures,
-    percentile,
     spread,
     token_waits,
 )
 
-FLOATS = st.floats(-1e6, 1e6)
 
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(FLOATS, min_size=1, max_size=40), st.floats(0, 100))
-def test_a_percentile_is_numpys(values, share):
-    ordered = sorted(values)
-    wanted = np.percentile(ordered, share)
-    assert percentile(ordered, share) == pytest.approx(wanted, abs=1e-6)
-    assert ordered[0] <= percentile(ordered, share) <= ordered[-1] + 1e-9
+def test_a_spread_by_hand():
+    got = spread([4.0, 1.0, 3.0, 2.0])
+    assert got == {
+        "mean": 2.5,
+        "p10": pytest.approx(1.3),
+        "p50": 2.5,
+        "p90": pytest.approx(3.7),
+        "p99": pytest.approx(3.97),
+        "max": 4.0,
+        "n": 4,
+    }
+    assert json.loads(json.dumps(got)) == got, "plain numbers"
 
 
 def test_nothing_has_no_spread():
@@ -44,6 +47,17 @@ def test_repeats_are_told_by_median_and_extremes():
 def test_a_burst_is_one_wait_and_then_none():
     assert token_waits([(1.0, 1), (1.5, 4), (3.5, 5)]) == [0.5, 0.0, 0.0, 2.0]
     assert token_waits([(1.0, 1)]) == []
+
+
+def test_decoding_is_measured_while_every_request_decodes():
+    slow = Answer(sent=0.0, times=((1.0, 1), (4.0, 5), (6.0, 9), (9.0, 20)))
+    late = Answer(sent=0.0, times=((3.0, 1), (5.0, 11), (7.0, 21)))
+    # From 3 s to 7 s: 9 - 1 and 21 - 1 tokens.
+    assert decode_rate([slow, late]) == 28 / 4
+    assert decode_rate([late]) == 20 / 4
+    after = Answer(sent=0.0, times=((8.0, 1), (9.0, 2)))
+    assert decode_rate([late, after]) is None
+    assert decode_rate([Answer(sent=0.0)]) is None
 
 
 @settings(deadline=None, max_examples=60)

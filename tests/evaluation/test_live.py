@@ -1,7 +1,6 @@
 """The command against live servers of the demo model: two honest, two altered."""
 
 import json
-import os
 
 import pytest
 from live_server import MODEL, LiveServer
@@ -9,12 +8,7 @@ from live_server import MODEL, LiveServer
 from vericache_sglang.evaluation import altered
 from vericache_sglang.evaluation.command import main
 
-pytestmark = pytest.mark.server
-
-thorough = pytest.mark.skipif(
-    not os.environ.get("VERICACHE_THOROUGH"),
-    reason="takes a minute more; VERICACHE_THOROUGH=1 runs it",
-)
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 SHARED = ("--max-total-tokens", "20000", "--sleep-on-idle")
 DRAFTING = ("--vericache-min-prompt", "64", "--vericache-keep", "0.125")
@@ -108,7 +102,6 @@ def test_three_systems_take_turns(urls, tmp_path, capsys):
     assert report["label"] == ""
 
 
-@thorough
 def test_simulated_acceptance_comes_out_as_asked(urls, tmp_path):
     names = {"plain": "plain", "vericache": "dice"}
     flags = ("--repeats", "1", "--simulated-acceptance", "0.5")
@@ -123,7 +116,6 @@ def test_simulated_acceptance_comes_out_as_asked(urls, tmp_path):
     assert report["label"].startswith("SIMULATED ACCEPTANCE")
 
 
-@thorough
 @pytest.mark.parametrize(
     ("name", "url", "flags"),
     [
@@ -142,7 +134,6 @@ def test_a_server_that_is_not_what_its_label_says_is_left_out(
     assert report["systems"][name]["tokens_per_s"] is None
 
 
-@thorough
 def test_a_server_that_does_not_answer_is_left_out(urls, tmp_path):
     there = {"vericache": urls["vericache"], "gone": "http://127.0.0.1:9"}
     names = {"vericache": "vericache", "sparse": "gone"}

@@ -2,11 +2,11 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
-import numpy as np
-from matplotlib.image import imread
+import pytest
 
-from vericache_sglang.evaluation.picture import draw
+from vericache_sglang.evaluation.picture import draw, draw_sweep, figure_of
 from vericache_sglang.evaluation.report import page
 
 
@@ -88,28 +88,42 @@ def test_simulated_acceptance_is_written_on_everything(build_report, tmp_path):
     assert len(tables) >= 4
     assert all(title.endswith("(SIMULATED ACCEPTANCE)") for title in tables)
     assert text.index("SIMULATED ACCEPTANCE") < text.index("python -m")
+    assert figure_of(report).get_suptitle().startswith("SIMULATED ACCEPTANCE")
     draw(report, tmp_path / "b.png")
     assert b"SIMULATED ACCEPTANCE" in (tmp_path / "b.png").read_bytes()
     # Tokens are by dice, so there is nothing to compare.
     assert {row["mismatches"] for row in report["systems"].values()} == {None}
 
 
-def test_the_picture_is_one(build_report, tmp_path):
-    file = tmp_path / "b.png"
-    draw(build_report("--concurrency", "2", "4"), file)
-    assert file.read_bytes().startswith(b"\x89PNG")
-    pixels = imread(file)[..., :3]
-    assert min(pixels.shape[:2]) > 500
-    ink = np.any(pixels < 0.9, axis=-1)
-    # Every quarter of it is drawn on.
-    height, width = (size // 2 for size in ink.shape)
-    quarters = [
-        ink[a : a + height, b : b + width] for a in (0, height) for b in (0, width)
-    ]
-    assert all(quarter.mean() > 0.005 for quarter in quarters)
+def heights(axes, count):
+    """Return the heights of the first bars of a panel."""
+    return [bar.get_height() for bar in axes.patches[:count]]
 
 
-def test_a_system_that_failed_is_told_and_drawn_without(build_report, tmp_path):
+def test_the_picture_shows_the_figures(build_report):
+    report = build_report("--concurrency", "2", "4")
+    systems = report["systems"]
+    speed, first, waits, tuning, load, _ = figure_of(report).axes
+    wanted = [row["tokens_per_s"]["median"] for row in systems.values()]
+    assert heights(speed, 3) == wanted
+    ratios = [f"{row['ratio']['median']:.2f}x" for row in systems.values()]
+    assert [text.get_text() for text in speed.texts] == ratios
+    assert speed.get_xticklabels()[0].get_text() == "plain\n4 clients"
+    for axes, key, scale in ((first, "ttft_s", 1), (waits, "itl_s", 1e3)):
+        shares = ("p50", "p90", "p99")
+        wanted = [row[key][p] * scale for row in systems.values() for p in shares]
+        assert heights(axes, 9) == pytest.approx(wanted)
+    (tuned, *_) = tuning.lines
+    assert tuned.get_xydata().tolist() == [[2, 2.5], [4, 2.9]]
+    median, last = load.lines[-2:] if len(load.lines) == 2 else load.lines[2:4]
+    for line, share in ((median, "p50"), (last, "p99")):
+        found = systems["vericache"]["open_loop"]
+        points = [[each["rate"], each["latency_s"][share]] for each in found]
+        assert line.get_xydata().tolist() == points
+        assert line.get_label() == f"vericache {share}"
+
+
+def test_a_system_that_failed_is_told_and_drawn_without(build_report):
     report = build_report()
     row = report["systems"]["lossy"]
     row |= {
@@ -122,5 +136,24 @@ def test_a_system_that_failed_is_told_and_drawn_without(build_report, tmp_path):
     text = page(report)
     assert "`lossy` was left out: did not start: no such kernel" in text
     assert "- `lossy`: HTTP 500" in text
-    draw(report, tmp_path / "b.png")
-    assert (tmp_path / "b.png").stat().st_size > 10_000
+    speed, *_ = figure_of(report).axes
+    assert [label.get_text() for label in speed.get_xticklabels()] == [
+        *("plain\n4 clients", "vericache\n4 clients"),
+    ]
+
+
+def test_a_sweep_is_drawn_with_a_line_for_every_number_of_requests(tmp_path):
+    rows = [
+        {"context": context, "requests": n, "ratios": [0.9 * n, 1.1 * n, n]}
+        for context in (200, 6000)
+        for n in (1, 8)
+    ]
+    drawn = tmp_path / "speed.svg"
+    draw_sweep(rows, drawn)
+    text = drawn.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    for label in ("1 at once", "8 at once", "200", "6,000"):
+        assert f"<!-- {label} -->" in text, label
+    again = tmp_path / "again.svg"
+    draw_sweep(rows[::-1], again)
+    assert again.read_text() == text, "the same figures make the same file"

@@ -10,8 +10,8 @@ import pytest
 
 from vericache_sglang.evaluation import fleet as fleet_module
 from vericache_sglang.evaluation.altered import ENV
-from vericache_sglang.evaluation.command import _ended_in_order
-from vericache_sglang.evaluation.fleet import Fleet
+from vericache_sglang.evaluation.command import ended_in_order
+from vericache_sglang.evaluation.fleet import Fleet, served
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 from vericache_sglang.evaluation.systems import BUILT_IN
 
@@ -53,7 +53,7 @@ def test_a_server_is_stopped_with_all_it_started(tmp_path):
         stand_in(port, tmp_path / "child"), port, {ENV: "x"}, tmp_path / "log"
     )
     try:
-        server.wait(20)
+        server.wait(120)
         assert server.counters() == {"altered": "x"}
         child = int((tmp_path / "child").read_text())
         assert is_running(child)
@@ -62,7 +62,7 @@ def test_a_server_is_stopped_with_all_it_started(tmp_path):
             server.require("")
     finally:
         server.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -73,7 +73,7 @@ def test_why_it_did_not_start_is_told(tmp_path):
     code = "print('loading'); print('ModuleNotFoundError: no kernel'); print('bye')"
     server = OwnServer([sys.executable, "-c", code], 1, {}, tmp_path / "log")
     with pytest.raises(ServerError, match=r"did not start: ModuleNotFoundError: no"):
-        server.wait(20)
+        server.wait(120)
     server.close()
     slow = [sys.executable, "-c", "import time; time.sleep(60)"]
     server = OwnServer(slow, 1, {}, tmp_path / "log")
@@ -91,7 +91,7 @@ def options(tmp_path):
         vericache="",
         one_at_a_time=False,
         simulated_acceptance=None,
-        boot_seconds=20.0,
+        boot_seconds=120.0,
     )
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_is_not_altered_as_asked_is_stopped(options, monkeypatch):
     try:
         with pytest.raises(ServerError, match="not altered, wanted lossy"):
             fleet.ready(BUILT_IN["lossy"])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while is_running(int(child.read_text())):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -172,7 +172,7 @@ def test_a_terminated_benchmark_still_stops_its_servers():
     closed = []
 
     def run():
-        with _ended_in_order():
+        with ended_in_order():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(5)
@@ -184,3 +184,17 @@ def test_a_terminated_benchmark_still_stops_its_servers():
     assert ended.value.code == 128 + signal.SIGTERM
     assert closed
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_server_that_ends_while_it_is_asked_is_told_with_its_log(monkeypatch):
+    code = "print('scheduler: held by dead requests', flush=True); 1 / 0"
+
+    def command(system, model, port, shared, ours):
+        assert model == "m"
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(fleet_module, "command", command)
+    with pytest.raises(ServerError) as caught, served(BUILT_IN["plain"], "m"):
+        pass
+    assert str(caught.value).startswith("plain: did not start: ZeroDivisionError")
+    assert "held by dead requests" in str(caught.value)

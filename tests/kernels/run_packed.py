@@ -13,6 +13,7 @@ import torch
 from kernel_device import INTERPRETED, moved, report
 
 from vericache_kernels.packed_attention import (
+    DecodedStep,
     ExactRows,
     KIVIStep,
     KVQuantStep,
@@ -31,6 +32,7 @@ from vericache_sglang.compression.codecs.rope import Rope
 from vericache_sglang.compression.codecs.rotatekv import RotateKV
 from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
+from vericache_sglang.compression.codecs.turboquant import TurboQuant
 
 SLOTS = 700
 POSITIONS = 2000
@@ -105,6 +107,9 @@ CASES = {
     "RotateKV-3": Case(("rotatekv", 3, 64, 2), SPARSE, heads=4),
     "RotateKV-4": Case(("rotatekv", 4, 128, 4), SPARSE, heads=4),
     "RotateKV-4-bf16": Case(("rotatekv", 4, 64, 1), ONE_BLOCK, dtype=BF16),
+    "decoded": Case(("turboquant", 4), RAGGED, splits=4),
+    "decoded-bf16": Case(("turboquant", 3), SPARSE, dtype=BF16, dim=64, heads=4),
+    "decoded-three-queries": Case(("turboquant", 2), (((32,), 5),), queries=3),
 }
 
 SINGLE = {
@@ -132,6 +137,8 @@ def codec_of(case, random) -> tuple[Codec, object, dict]:
     if kind == "kivi":
         bits, group = numbers
         return KIVI(bits, group, window=0), KIVIStep(bits, group), {}
+    if kind == "turboquant":
+        return TurboQuant(*numbers), DecodedStep(), {}
     rope, table = rope_of(case)
     columns = case.heads * case.dim
     if kind == "kvquant":
@@ -154,8 +161,15 @@ def codec_of(case, random) -> tuple[Codec, object, dict]:
     return codec, RotateKVStep(bits, group, rotated), extra
 
 
+def tensors_of(part, codec, step):
+    """Return what the kernel reads of a draft part, by name."""
+    if isinstance(step, DecodedStep):
+        return dict(zip(step.fields, codec.decode(part), strict=True))
+    return part.tensors
+
+
 def arena(parts, fields):
-    """Lay fields end to end; return bytes and offsets [parts, fields].
+    """Lay fields of draft parts end to end; return bytes and offsets [parts, fields].
 
     Gaps and ends are 0xFF: what must not be read is NaN, or far away.
     """
@@ -163,7 +177,7 @@ def arena(parts, fields):
     for part in parts:
         row = []
         for name in fields:
-            content = part.tensors[name].contiguous().view(torch.uint8).flatten()
+            content = part[name].contiguous().view(torch.uint8).flatten()
             gap = -len(content) % ALIGN + ALIGN
             row.append(size)
             pieces += [content, torch.full((gap,), 0xFF, dtype=torch.uint8)]
@@ -215,22 +229,25 @@ def batch_of(case) -> Batch:
     shape = (SLOTS, case.heads, case.dim)
     k_buffer, v_buffer = normal(*shape), normal(*shape)
     k_buffer[0] = v_buffer[0] = float("nan")  # what masked loads must not bring in
-    positions, rows = [], []
+    positions, places, rows = [], [], []
     free = torch.randperm(SLOTS - 1, generator=random).add(1).to(torch.int32)
     for segments, exact in case.rows:
         own = []
         for tokens in segments:
-            where = torch.randint(0, POSITIONS, (tokens,), generator=random)
-            size = (case.heads, tokens, case.dim)
+            size = (case.heads, tokens)
+            where = torch.randint(0, POSITIONS, size, generator=random)
+            size = (*size, case.dim)
             draft, _ = codec.encode(normal(*size), normal(*size), positions=where)
             own.append(draft)
-            positions.append(where.to(torch.int32))
+            places.append(sum(map(len, positions)) + torch.arange(case.heads) * tokens)
+            positions.append(where.to(torch.int32).flatten())
         rows.append((own, free[:exact]))
         free = free[exact:]
     parts = [part for own, _ in rows for part in own]
     half = step.fields.index(next(f for f in step.fields if f.startswith("value")))
-    key_bytes, key_offsets = arena(parts, step.fields[:half])
-    value_bytes, value_offsets = arena(parts, step.fields[half:])
+    fields = [tensors_of(part, codec, step) for part in parts]
+    key_bytes, key_offsets = arena(fields, step.fields[:half])
+    value_bytes, value_offsets = arena(fields, step.fields[half:])
     counts = [part.extent.tokens for part in parts]
     packed = PackedRows(
         key_bytes,
@@ -239,7 +256,7 @@ def batch_of(case) -> Batch:
         torch.tensor(counts, dtype=torch.int32),
         offsets_from([len(own) for own, _ in rows]),
         positions=torch.cat(positions),
-        places=offsets_from(counts)[:-1].to(torch.int64),
+        places=torch.stack(places),
         **extra,
     )
     exact = ExactRows(

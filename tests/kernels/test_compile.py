@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results" / "kernel_compile.json"
 TRIED = [
     *("split planes E3M1", "KIVI 2 bits", "KVQuant 4 bits", "merge of splits"),
-    *("ragged rows of 33", "board commit", "pick entries"),
+    *("ragged rows of 32", "ragged rows of 32, batch of 256", "ragged rows of 1"),
+    *("board commit", "pick entries"),
 ]
 """One of each kind but for RotateKV, which takes longest."""
 MOST_REGISTERS = 255
@@ -60,6 +61,7 @@ def row(report, arch, name):
     return found[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRIED)
 def test_what_is_compiled_now_does_not_spill(compiled, name):
     figures = row(compiled[0], 90, name)
@@ -68,6 +70,7 @@ def test_what_is_compiled_now_does_not_spill(compiled, name):
     assert figures["programs"] >= 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", TRIED)
 def test_what_is_compiled_now_is_like_the_stored_table(compiled, stored, name):
     now, then = row(compiled[0], 90, name), row(stored, 90, name)
@@ -76,6 +79,7 @@ def test_what_is_compiled_now_is_like_the_stored_table(compiled, stored, name):
         assert now[figure] == pytest.approx(then[figure], rel=0.5)
 
 
+@pytest.mark.extended
 def test_the_table_shows_what_the_json_says(compiled):
     report, page, printed = compiled
     assert printed.strip() in page
@@ -96,6 +100,18 @@ def test_nothing_in_the_stored_table_spills(stored):
         assert set(Figures.__annotations__) < set(figures)
         assert figures["spill_bytes"] == 0, figures["build"]
         assert figures["registers"] <= MOST_REGISTERS
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_one_draft_more_compiles_the_same_kernel(group):
+    """So what is said of verifications of 32 tokens holds for those of 33."""
+    import triton.language as tl
+
+    from vericache_kernels.ragged_attention.triton_impl import constants
+
+    shapes = [constants(tl.bfloat16, 2, queries, group, 128) for queries in (32, 33)]
+    assert shapes[0] == shapes[1]
+    assert shapes[0]["M"] == 32
 
 
 def test_a_build_that_is_not_known_is_named(tmp_path):

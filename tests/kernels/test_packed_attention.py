@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kernel_device import CUT_TOLERANCE, INTERPRETED, TOLERANCE, run
 
 from vericache_kernels.packed_attention import (
+    DecodedStep,
     ExactRows,
     KIVIStep,
     PackedRows,
@@ -249,9 +250,16 @@ def rows_of(step, heads=H, **changes):
             r"offsets must be \(1, 4\)",
         ),
         (KIVIStep(2, 32), {}, (1, 1, 4, D), "group must be a power of two"),
+        (SplitPlanesStep(3, 1, 24), {}, (1, 1, 4, D), "multiple of 16 tokens, got 24"),
         (RotateKVStep(2), {}, (1, 1, 4, D), "needs packed.positions"),
+        (
+            DecodedStep(),
+            {"places": torch.zeros(1, 1).long()},
+            (1, 1, 4, D),
+            r"places must be \(1, 2\)",
+        ),
     ],
-    ids=["heads", "dim", "rows", "offsets", "group", "tables"],
+    ids=["heads", "dim", "rows", "offsets", "group", "block", "tables", "places"],
 )
 def test_misfits_are_refused_before_the_kernel_runs(
     monkeypatch, step, changes, q, message
@@ -265,8 +273,3 @@ def test_the_cpu_is_refused_by_name():
     step = SplitPlanesStep(3, 1)
     with pytest.raises(ValueError, match="runs on a GPU, q is on cpu"):
         packed_attention(torch.zeros(1, 1, 4, D), *rows_of(step), step, 0.25)
-
-
-def test_a_block_that_no_tile_fits_is_refused():
-    with pytest.raises(ValueError, match="multiple of 16 tokens, got 24"):
-        _ = SplitPlanesStep(3, 1, block=24).tile

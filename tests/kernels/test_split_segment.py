@@ -18,7 +18,8 @@ from vericache_kernels.split_segment import (
     split_segment,
 )
 from vericache_kernels.split_segment.ref import as_integers, join_entries, split_entries
-from vericache_sglang.memory.splitting import join_layer, pick, pick_rest
+from vericache_sglang.compression.budget import complement_indices
+from vericache_sglang.memory.splitting import join_layer, pick
 
 SLOTS = 200
 DTYPES = [
@@ -154,7 +155,8 @@ def test_the_engine_splits_and_joins_alike(case):
     split_segment(case.pool, cut, case.target, block)
     kept = [pick(side, cut.kept.long()) for side in entries]
     assert same_bits([side[case.target] for side in case.pool], kept)
-    assert same_bits(block, pick_rest(*entries, cut.kept))
+    rest = complement_indices(cut.kept.long(), len(cut.slots))
+    assert same_bits(block, [pick(side, rest) for side in entries])
     joined = [
         join_layer(side, cut.kept.long(), part)
         for side, part in zip(kept, block, strict=True)

@@ -1,22 +1,28 @@
 """The promise: the tokens plain SGLang emits, under every setting.
 
-A covering subset of ``scripts/check_lossless.py``; the prompts are real (documents of
-the demo model and source code), the baseline is a plain SGLang engine in a process of
-its own, and SGLang's strict memory checks are on in both.
+A covering subset of ``python -m vericache_sglang.bench lossless``; the prompts are real
+(documents of the demo model and source code), the baseline is a plain SGLang server,
+and SGLang's strict memory checks are on in both.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_server import faulty, run
 
-from lossless.matrix import COVERING, PLAIN, system
-from lossless.prompts import load_tokenizer
-from lossless.requests import waves
-from lossless.runs import System, compare, faulty
-from lossless.warm import run
+from vericache_sglang.evaluation.lossless import compare, waves
+from vericache_sglang.evaluation.matrix import COVERING, PLAIN, system
+from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.workload import load_tokenizer
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+USUAL = (
+    "draft 16, keep 0.25",
+    "snapkv, keep 0.125, draft 32, page 16, chunks of 256",
+    "on the device, no radix cache, no overlap, draft 16",
+)
+"""Both residencies and page sizes, with and without radix cache and overlap."""
+
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
 pytestmark = pytest.mark.server
@@ -42,7 +48,25 @@ def test_the_baseline_proves_something(plain):
     assert varied >= 0.9 * len(long)
 
 
-@pytest.mark.parametrize("system", COVERING, ids=lambda system: system.name)
+NAN = system(
+    "scores all NaN, page 16, draft 4",
+    compressor="test-nan",
+    draft_length=4,
+    keep=0.1,
+    engine={"page_size": 16},
+)
+
+
+def rows():
+    """Yield what is tried; the names in ``USUAL`` are not extended."""
+    tried = {row.name: row for row in (*COVERING, NAN)}
+    assert set(USUAL) <= tried.keys()
+    for name, row in tried.items():
+        marks = () if name in USUAL else pytest.mark.extended
+        yield pytest.param(row, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("system", rows())
 def test_tokens_are_identical(system, requests, plain):
     ours = run(system, MODEL, requests)
     assert compare(plain, ours) == []
@@ -52,20 +76,22 @@ def test_tokens_are_identical(system, requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
         ("radix cache, page 16", {"page_size": 16}),
-        ("no radix cache", {"disable_radix_cache": True}),
-        ("no overlap", {"disable_overlap_schedule": True}),
+        extended("no radix cache", {"disable_radix_cache": True}),
+        extended("no overlap", {"disable_overlap_schedule": True}),
     ],
 )
 def test_tokens_are_identical_while_everything_moves(name, engine, requests, plain):
     """Random splits, offloads, pins, parks, resumes and unsplits all along."""
-    restless = replace(
-        system(name, draft_length=8, engine=engine),
-        environment=faulty("restless"),
-    )
+    environment = faulty("restless")
+    restless = system(name, draft_length=8, engine=engine, environment=environment)
     ours = run(restless, MODEL, requests)
     assert compare(plain, ours) == []
     state = ours["state"]
@@ -82,6 +108,7 @@ def test_tokens_are_identical_where_the_model_decides(requests, plain):
     assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+@pytest.mark.extended
 def test_requests_with_one_prompt_share_its_complement(requests, plain):
     """Six answers to one prompt: one host copy, and most reloads are shared.
 
@@ -103,6 +130,7 @@ def test_requests_with_one_prompt_share_its_complement(requests, plain):
         assert state["peak_host_bytes"] < 2.5 * alone, "held once, and one being made"
 
 
+@pytest.mark.extended
 def test_more_requests_than_memory_all_finish(requests):
     """Forty requests, a pool of a quarter of what eight at once would take."""
     texts = sorted(requests[0]["prompts"], key=len)[-10:]
@@ -121,16 +149,18 @@ def test_more_requests_than_memory_all_finish(requests):
         assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+@pytest.mark.extended
 def test_stock_attention_gives_the_same_tokens(requests, plain):
     """The baseline uses our CPU attention too; SGLang's own agrees with it, once."""
     first = requests[0]
     short = [i for i, text in enumerate(first["prompts"]) if len(text) < 3000][:6]
     wave = {key: [first[key][i] for i in short] for key in ("prompts", "params")}
     engine = {"attention_backend": "torch_native"}
-    stock = run(System(name="stock", settings=None, engine=engine), MODEL, [wave])
+    stock = run(described("stock", None, engine), MODEL, [wave])
     assert compare({"waves": [[plain["waves"][0][i] for i in short]]}, stock) == []
 
 
+@pytest.mark.extended
 def test_drafting_and_verifying_share_forwards(requests, plain):
     """Three full requests fit the pool; eight run at once, most forwards are mixed."""
     prompt = max(requests[0]["prompts"][:8], key=len)
@@ -144,7 +174,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
         ],
     }
     budget = {"max_total_tokens": 3 * (length + 170)}
-    full = run(System(name="full", settings=None, engine=budget), MODEL, [wave])
+    full = run(described("full", None, budget), MODEL, [wave])
     settings = {
         "compressor": "snapkv",  # who shares a complement is verified together
         "keep": 0.2,
@@ -154,7 +184,7 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
         "staging_tokens": 4 * length,
         "residency": "host",
     }
-    ours = run(System(name="ours", settings=settings, engine=budget), MODEL, [wave])
+    ours = run(described("ours", settings, budget), MODEL, [wave])
     assert compare(full, ours) == []
     assert ours["state"]["peak_drafting"] >= 8
     assert ours["state"]["mixed_share"] >= 0.6

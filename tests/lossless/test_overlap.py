@@ -1,15 +1,13 @@
 """Forwards are launched before the host has heard what the last one came to."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_server import faulty, run
 
-from lossless.matrix import PLAIN, system
-from lossless.prompts import load_tokenizer, record_prompts
-from lossless.requests import greedy
-from lossless.runs import compare, faulty
-from lossless.warm import run
+from vericache_sglang.evaluation.lossless import compare, greedy
+from vericache_sglang.evaluation.matrix import PLAIN, system
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 
@@ -28,10 +26,11 @@ def plain(waves):
 
 
 def logged(path, waves, overlap):
-    watched = system("logged flights", draft_length=6, keep=0.25)
-    watched = replace(
-        watched,
-        engine={**watched.engine, "disable_overlap_schedule": not overlap},
+    watched = system(
+        "logged flights",
+        draft_length=6,
+        keep=0.25,
+        engine={} if overlap else {"disable_overlap_schedule": True},
         environment={**faulty("logged_flights"), "VERICACHE_TEST_LOG": str(path)},
     )
     ours = run(watched, MODEL, waves)
@@ -51,8 +50,13 @@ def iterations(lines):
             inside.append(line)
 
 
-def test_under_overlap_nothing_is_waited_for_but_moves(tmp_path, waves, plain):
-    ours, lines = logged(tmp_path / "log", waves, overlap=True)
+@pytest.fixture(scope="module")
+def overlapped(waves, tmp_path_factory):
+    return logged(tmp_path_factory.mktemp("overlap") / "log", waves, overlap=True)
+
+
+def test_under_overlap_nothing_is_waited_for_but_moves(overlapped, plain):
+    ours, lines = overlapped
     assert compare(plain, ours) == []
     assert ours["state"]["rounds"] > 20
     seen = list(iterations(lines))
@@ -63,8 +67,8 @@ def test_under_overlap_nothing_is_waited_for_but_moves(tmp_path, waves, plain):
     assert len(waiting) < len(seen) / 4, "moves are rare"
 
 
-def test_under_overlap_the_host_hears_one_forward_late(tmp_path, waves, plain):
-    _, lines = logged(tmp_path / "log", waves, overlap=True)
+def test_under_overlap_the_host_hears_one_forward_late(overlapped):
+    _, lines = overlapped
     order = [
         (what, int(rest[0])) for what, *rest in lines if what in ("launch", "hear")
     ]
@@ -87,6 +91,7 @@ def test_under_overlap_the_host_hears_one_forward_late(tmp_path, waves, plain):
     assert not early, "two forwards were in the air when a third was launched"
 
 
+@pytest.mark.extended
 def test_without_overlap_the_host_hears_at_once(tmp_path, waves, plain):
     ours, lines = logged(tmp_path / "log", waves, overlap=False)
     assert compare(plain, ours) == []

@@ -1,25 +1,26 @@
 """The promise, for every sampling kind: plain SGLang's tokens and log-probabilities.
 
 Both engines keep seeds (``enable_deterministic_inference``); what a wave is, and why
-plain SGLang is stable on it, is said in ``scripts/lossless/sampled.py``. More settings:
-``scripts/check_sampling.py``.
+plain SGLang is stable on it, is said in ``evaluation/sampled.py``. More settings:
+``python -m vericache_sglang.bench sampling``.
 """
 
 from pathlib import Path
 
 import pytest
+from live_server import run
 
-from lossless.matrix import PLAIN
-from lossless.prompts import load_tokenizer
-from lossless.runs import System, compare
-from lossless.sampled import (
+from vericache_sglang.evaluation.lossless import compare
+from vericache_sglang.evaluation.matrix import PLAIN
+from vericache_sglang.evaluation.sampled import (
     ENGINE,
     SETTINGS,
     logprob_entries,
     logprob_gap,
     sampled_waves,
 )
-from lossless.warm import run
+from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.workload import load_tokenizer
 
 GAP = 5e-4
 """Plain SGLang's own prefill and decode differ by 1.3e-4 at one of these positions."""
@@ -37,13 +38,13 @@ def waves():
 
 @pytest.fixture(scope="module")
 def plain(waves):
-    return run(System(name=PLAIN.name, settings=None, engine=ENGINE), MODEL, waves)
+    return run(described(PLAIN.name, None, ENGINE), MODEL, waves)
 
 
 @pytest.fixture(scope="module")
 def ours(waves):
     settings = {**SETTINGS, "residency": "host"}
-    return run(System(name="ours", settings=settings, engine=ENGINE), MODEL, waves)
+    return run(described("ours", settings, ENGINE), MODEL, waves)
 
 
 def test_the_baseline_proves_something(waves, plain):
@@ -99,10 +100,11 @@ def without_determinism(waves):
     cut = {**same, "params": [{**each, "top_p": 0.95} for each in same["params"]]}
     settings = {**SETTINGS, "residency": "device", "acceptance": "rejection"}
     engine = {"max_total_tokens": ENGINE["max_total_tokens"]}
-    system = System(name="rejection", settings=settings, engine=engine)
+    system = described("rejection", settings, engine)
     return run(system, MODEL, [*chosen, same, cut])
 
 
+@pytest.mark.extended
 def test_a_seed_is_kept_where_sglang_would_drop_it(waves, plain, without_determinism):
     """The noise is that of SGLang's deterministic sampler.
 
@@ -130,6 +132,7 @@ def in_order(waves):
     return [wave["kind"] for wave in waves if wave["kind"] in NOISY]
 
 
+@pytest.mark.extended
 def test_without_a_seed_answers_differ(without_determinism):
     for wave in without_determinism["waves"][len(NOISY) :]:
         assert len({tuple(answer["ids"]) for answer in wave}) >= 6
@@ -140,6 +143,7 @@ def test_without_a_seed_answers_differ(without_determinism):
     assert without_determinism["state"]["accepted"] > 100
 
 
+@pytest.mark.extended
 def test_the_other_grammar_backend_gives_its_own_tokens(waves):
     """Llguidance keeps the end of a text apart from its own state."""
     grammars = [
@@ -147,7 +151,7 @@ def test_the_other_grammar_backend_gives_its_own_tokens(waves):
     ]
     engine = {**ENGINE, "grammar_backend": "llguidance"}
     settings = {**SETTINGS, "residency": "device"}
-    wanted = run(System(name="plain", settings=None, engine=engine), MODEL, grammars)
-    got = run(System(name="ours", settings=settings, engine=engine), MODEL, grammars)
+    wanted = run(described("plain", None, engine), MODEL, grammars)
+    got = run(described("ours", settings, engine), MODEL, grammars)
     assert compare(wanted, got) == []
     assert got["state"]["accepted"] > 50

@@ -1,10 +1,13 @@
 """Transfers over a device of the test's own, and KV whose bits are known."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from device_clock import COPY, device, until
+from simulated_cuda import simulated, until
+from simulated_tensors import CUDA
 
+from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.segmented import SegmentedComplement
@@ -21,7 +24,6 @@ GEOMETRY = KVGeometry(
     element_bytes=2,
     page_size=1,
 )
-NO_DRAFTS = dict.fromkeys(range(LAYERS), ()).get
 LEASE = Lease((Span(3, 5), Span(20, 1), Span(30, 12)))
 PLACES = [*range(3, 8), 20, *range(30, 40)]
 """The first 16 slots of the lease."""
@@ -30,7 +32,7 @@ PLACES = [*range(3, 8), 20, *range(30, 40)]
 def scramble(tensor, seed):
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
-    COPY(tensor.view(torch.uint8).view(-1), raw)
+    tensor.view(torch.uint8).view(-1).copy_(raw)
     return tensor
 
 
@@ -60,6 +62,7 @@ def filled(image, seed=1):
 
 def new_complement(counts, arena=None):
     """Return a complement of 16 slots: of segments where there are several counts."""
+    arena = arena or Arena(1 << 14, pinned=True)
     made = [RawComplement(GEOMETRY, n, 1, DTYPE, arena) for n in counts]
     return filled(made[0] if len(made) == 1 else SegmentedComplement(made))
 
@@ -72,7 +75,9 @@ def wanted(complement, layer):
 
 
 def at(pool, layer, places):
-    return bits(pool[0][layer][places]), bits(pool[1][layer][places])
+    """Return what is in slots of a layer now; the device is not waited for."""
+    pair = (getattr(side[layer], "memory", side[layer]) for side in pool)
+    return tuple(bits(buffer[places]) for buffer in pair)
 
 
 class Link:
@@ -80,14 +85,14 @@ class Link:
 
     def __init__(self, clock):
         self.clock = clock
-        self.pool = new_pool()
+        self.pool = [[clock.put(buffer) for buffer in side] for side in new_pool()]
         self.copies = StreamTransfers(*self.pool)
         self.read = []
 
     def launch(self, *layers):
         """Launch a forward that reads the places of these layers."""
         for layer in layers:
-            self.clock.forward.put(
+            self.clock.main.put(
                 lambda layer=layer: self.read.append(at(self.pool, layer, PLACES))
             )
 
@@ -100,29 +105,18 @@ class Link:
 @contextmanager
 def opened(seed):
     """Open a link over a device that takes its work in an order of this seed."""
-    with device(seed) as clock:
+    with simulated(seed) as clock:
         link = Link(clock)
         try:
             yield link
         finally:
-            clock.drain()
             link.copies.close()
 
 
 def leaving(link, seed):
-    """Yield each layer's entries, gathered on the device when it gets there.
-
-    What is not kept for the copy's stream is the allocator's at once, and overwritten.
-    """
+    """Yield each layer's entries, made on the device when it gets there."""
     for layer in range(LAYERS):
-        pair = tuple(torch.zeros(16, 2, dim, dtype=DTYPE) for dim in (4, 6))
+        pair = [torch.empty(16, 2, dim, dtype=DTYPE, device=CUDA) for dim in (4, 6)]
         for i, block in enumerate(pair):
-            link.clock.forward.put(
-                lambda block=block, i=i, layer=layer: scramble(
-                    block, seed + 10 * layer + i
-                )
-            )
+            link.clock.kernel(partial(scramble, seed=seed + 10 * layer + i), block)
         yield pair
-        for block in pair:
-            if not any(block is each for each in link.clock.recorded):
-                link.clock.forward.put(lambda block=block: scramble(block, 9))

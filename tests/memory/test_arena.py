@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lent_bytes import BYTES, content, grains, new_arena, read, write
+from simulated_cuda import simulated
+from simulated_tensors import CUDA
 
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import ConfigError, InvariantError
 from vericache_sglang.memory.arena import Arena, layout
 
 
@@ -347,6 +349,31 @@ def test_what_is_held_in_a_thread_does_not_move_under_it():
     assert not wrong
     assert arena.moved_bytes > 0
     arena.check()
+
+
+@pytest.mark.parametrize("nbytes", [64, 4096, 5 * 4096 + 64, (3 << 20) + 640])
+def test_a_pinned_arena_locks_its_bytes_and_no_more_and_unlocks_them(nbytes):
+    with simulated() as device:
+        arena = Arena(nbytes + 63, pinned=True)
+        assert device.registered == {arena.buffer.data_ptr(): nbytes}
+        assert arena.size == nbytes
+        extent = arena.take(nbytes)
+        write(extent, 1)
+        assert extent.view(BYTES, (nbytes,)).is_pinned()
+        there = extent.view(BYTES, (nbytes,)).to(CUDA, non_blocking=True)
+        device.drain()
+        assert device.look(there).numpy().tobytes() == content(1, nbytes)
+        assert device.waits == []
+        arena.close()
+        assert device.registered == {}
+        arena.close()
+
+
+def test_memory_that_cannot_be_locked_is_refused_by_its_flag():
+    with simulated() as device:
+        device.locks = 1 << 20
+        with pytest.raises(ConfigError, match=r"--vericache-host-gb: 0\.5 GiB of host"):
+            Arena(1 << 29, pinned=True)
 
 
 @pytest.mark.gpu

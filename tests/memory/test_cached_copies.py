@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_tensors import CUDA
 from stream_link import (
     DTYPE,
     GEOMETRY,
@@ -39,8 +40,8 @@ def saved_entries(seed):
     return dict(zip(("keys", "values"), sides, strict=True))
 
 
-def new_store(nbytes=1 << 14):
-    arena = Arena(nbytes, pinned=False)
+def new_store(nbytes=1 << 14, pinned=False):
+    arena = Arena(nbytes, pinned)
     return arena, SegmentPool(arena)
 
 
@@ -53,8 +54,8 @@ def finish(link, future):
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
-    arena, store = new_store()
     with opened(seed) as link:
+        arena, store = new_store(pinned=True)
         image = store.open("s", GEOMETRY, 16, DTYPE, SCORES)
         transfer = link.copies.save(leaving(link, seed), image)
         assert "s" in store
@@ -65,7 +66,7 @@ def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
         assert bits(found["keys"]) == saved_entries(seed)["keys"]
         assert bits(found["values"]) == saved_entries(seed)["values"]
         assert torch.equal(found["noted"], SCORES["noted"])
-        slots = torch.tensor(PLACES)
+        slots = link.clock.put(torch.tensor(PLACES))
         pairs = zip(found["keys"], found["values"], strict=True)
         link.launch(*range(LAYERS))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
@@ -73,8 +74,8 @@ def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
         link.launch(*range(LAYERS))
         store.drop("s")
         others = [(torch.zeros(4, 2, 4), torch.zeros(4, 2, 6))] * LAYERS
-        others = [tuple(each.to(DTYPE) for each in pair) for pair in others]
-        link.copies.bring(others, torch.arange(50, 54), [])
+        others = [tuple(e.to(DTYPE).pin_memory() for e in pair) for pair in others]
+        link.copies.bring(others, torch.arange(50, 54, device=CUDA), [])
         assert arena.leaving_bytes, "its bytes have not been read yet"
         rest = arena.take(arena.free_bytes, held=True)
         scramble(rest.view(torch.uint8, (rest.size,)), 4)
@@ -90,8 +91,8 @@ def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
 
 
 def test_who_asks_for_a_segment_on_its_way_waits_for_it():
-    _, store = new_store()
     with opened(5) as link:
+        _, store = new_store(pinned=True)
         image = store.open("s", GEOMETRY, 16, DTYPE)
         transfer = link.copies.save(leaving(link, 5), image)
         found = []
@@ -107,8 +108,8 @@ def test_who_asks_for_a_segment_on_its_way_waits_for_it():
 
 
 def test_a_segment_that_is_dropped_on_its_way_is_nobody_elses_until_it_ended():
-    arena, store = new_store()
     with opened(5) as link:
+        arena, store = new_store(pinned=True)
         image = store.open("s", GEOMETRY, 16, DTYPE)
         transfer = link.copies.save(leaving(link, 5), image)
         store.drop("s")
@@ -121,8 +122,8 @@ def test_a_segment_that_is_dropped_on_its_way_is_nobody_elses_until_it_ended():
 
 
 def test_damage_after_the_copy_is_noticed():
-    _, store = new_store()
     with opened(5) as link:
+        _, store = new_store(pinned=True)
         image = store.open("s", GEOMETRY, 16, DTYPE)
         finish(link, link.copies.save(leaving(link, 5), image).future)
         image.values.view(torch.uint8)[2, 15, 1, 11] ^= 1
@@ -132,17 +133,18 @@ def test_damage_after_the_copy_is_noticed():
 
 @pytest.mark.parametrize("way", ["stream", "thread"])
 def test_what_its_maker_raises_is_raised_and_lets_go(way):
-    arena, store = new_store()
 
     def broken(found):
         yield found["keys"][0], found["values"][0]
         raise TransferError("a copy is damaged")
 
     with opened(5) as link:
+        arena, store = new_store(pinned=True)
         copies = link.copies if way == "stream" else ThreadTransfers(*new_pool(), 0.0)
         image = store.open("s", GEOMETRY, 16, DTYPE)
         finish(link, link.copies.save(leaving(link, 5), image).future)
         found, slots = store.get("s"), torch.tensor(PLACES)
+        slots = link.clock.put(slots) if way == "stream" else slots
         with pytest.raises(TransferError, match="a copy is damaged"):
             copies.bring(broken(found), slots, [store.extent("s")])
         with pytest.raises(InvariantError, match="0 layers to save of 3"):

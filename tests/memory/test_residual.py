@@ -104,8 +104,8 @@ def filled(budget, dtype=torch.bfloat16, line="mild", seed=0, wild=True, made=No
     if made is None:
         made = ResidualComplement(geometry(dtype), codec, budget, dtype)
     prompt = Prompt(budget, keys, values, exact, coded, codec, made)
+    made.describe(exact, coded)
     for layer in range(LAYERS):
-        made.describe(layer, exact[layer], coded[layer])
         gone = [prompt.gone(layer, head) for head in range(HEADS)]
         pair = (
             torch.stack([entries[layer, gone[h], h] for h in range(HEADS)], dim=1)
@@ -169,18 +169,14 @@ def test_long_prompts_are_packed_segment_by_segment():
 def test_fewer_drafts_than_residuals_are_an_error():
     prompt = filled(Budget(20, 20, 0, 0, 20, 5))
     with pytest.raises(InvariantError, match="0 drafts, 1 residuals"):
-        prompt.complement.entries(0, lambda layer: [])
+        prompt.complement.entries(0, None)
 
 
 def covered(complement, layer):
     """Every tensor a checksum is to cover, by name."""
-    fields = {
-        f"residual {i} {name}": tensor
-        for i, part in enumerate(complement._residuals[layer])
-        for name, tensor in part.tensors.items()
-    }
-    fields["keys"], fields["values"] = complement._dropped[layer]
-    fields["kept"], fields["coded"] = complement.kept[layer], complement.coded[layer]
+    fields = {"region": complement._regions[layer]}
+    for name in ("kept", "coded", "escapes"):
+        fields[name] = getattr(complement, name)[layer]
     return {name: tensor for name, tensor in fields.items() if tensor.numel()}
 
 
@@ -190,8 +186,7 @@ def test_one_flipped_bit_in_any_tensor_is_noticed_in_its_layer(dtype, layer):
     prompt = filled(Budget(SEGMENT + 60, SEGMENT + 40, 2, 2, SEGMENT + 16), dtype)
     made, other = prompt.complement, 1 - layer
     fields = covered(made, layer)
-    assert {"keys", "values", "kept", "coded"} < fields.keys()
-    assert any("residual 1" in name for name in fields)
+    assert fields.keys() == {"region", "kept", "coded", "escapes"}
     for tensor in fields.values():
         raw = tensor.view(torch.uint8).view(-1)
         for byte in (0, raw.numel() // 2, raw.numel() - 1):
@@ -227,7 +222,7 @@ def test_its_bytes_are_those_of_its_tensors(wild):
     ]
     assert made.nbytes == sum(held)
     assert made.slots == 60 - 8, "packed ones and dropped ones"
-    travels = made.nbytes - made.kept.nbytes - made.coded.nbytes
+    travels = sum(covered(made, layer)["region"].nbytes for layer in range(LAYERS))
     assert made.nbytes_layer == travels // LAYERS
     raw = made.slots * geometry(torch.bfloat16).token_bytes
     assert travels < raw, "a residual is smaller than the entries"
@@ -236,7 +231,7 @@ def test_its_bytes_are_those_of_its_tensors(wild):
 def test_entries_of_a_model_s_size_need_a_quarter_of_their_bytes():
     """Of 16 bits 4 are mantissa that stayed behind; escaped exponents are few."""
     prompt = filled(Budget(64, 64, 0, 0, 64, 32), wild=False)
-    residual = sum(part.nbytes for part in prompt.complement._residuals[0])
+    residual = covered(prompt.complement, 0)["region"].nbytes
     share = residual * LAYERS / (64 * geometry(torch.bfloat16).token_bytes)
     assert 4 / 16 <= share < 0.3
 
@@ -263,7 +258,7 @@ def test_the_store_counts_what_is_held_once_it_is_settled():
     tensors = [*covered(made, 0).values(), *covered(made, 1).values()]
     assert store.used_bytes == made.held_bytes < most
     # Positions of both layers are one tensor, and every tensor has whole grains.
-    places = [made.kept, made.coded]
+    places = [made.kept, made.coded, made.escapes]
     rest = [t for t in tensors if t.dtype != torch.int32]
     grains = sum(-(-tensor.nbytes // 64) for tensor in (*places, *rest))
     assert made.held_bytes == 64 * grains

@@ -37,9 +37,8 @@ def of_segments(counts, dtype, kept=3):
     """Return one complement per count of slots, described, and all of them as one."""
     made = [RawComplement(geometry(dtype), each, kept, dtype) for each in counts]
     for at, each in enumerate(made):
-        for layer in range(LAYERS):
-            where = torch.arange(at, at + kept).expand(2, -1)
-            each.describe(layer, where, where[:, :0])
+        where = torch.arange(at, at + kept, dtype=torch.int32).expand(LAYERS, 2, -1)
+        each.describe(where, where[..., :0])
     return made, SegmentedComplement(made)
 
 
@@ -130,7 +129,7 @@ def test_it_is_nobody_s_twin_and_has_no_positions_of_its_own():
     with pytest.raises(InvariantError, match="has no positions of its own"):
         _ = parts.kept
     with pytest.raises(InvariantError, match="described by its segments"):
-        parts.describe(0, torch.zeros(2, 3), torch.zeros(2, 0))
+        parts.describe(torch.zeros(2, 2, 3), torch.zeros(2, 2, 0))
 
 
 def test_it_owns_no_memory():

@@ -13,7 +13,6 @@ from vericache_sglang.planning.acceptance import (
     EndingAnswers,
     Geometric,
     MissByKeep,
-    Tabulated,
     survival_for,
 )
 
@@ -58,16 +57,10 @@ def test_survival_is_found_back(survival, x):
     assert survival_for(count, x) == pytest.approx(survival, abs=1e-6)
 
 
-def test_table_interpolates_between_its_points():
-    table = Tabulated(((4, 3.0), (8, 5.0)))
-    found = [table.accepted(x, 0.1) for x in (1, 2, 4, 6, 8, 50)]
-    assert found == [0.75, 1.5, 3.0, 4.0, 5.0, 5.0]
-
-
 def test_answers_that_end_lose_half_a_round():
     # 9 + 1 tokens a round: 100 tokens take 10.5 rounds on average.
-    curve = EndingAnswers(Tabulated(((10, 9.0),)), output_tokens=100)
-    assert curve.accepted(10, 0.5) == pytest.approx(100 / 10.5 - 1)
+    curve = EndingAnswers(Geometric(1.0), output_tokens=100)
+    assert curve.accepted(9, 0.5) == pytest.approx(100 / 10.5 - 1)
     assert EndingAnswers(Geometric(1.0), 4).accepted(100, 0.5) == 3
     assert EndingAnswers(Geometric(0.0), 1).accepted(1, 0.5) == 0
 
@@ -92,9 +85,6 @@ def test_half_a_round_is_what_a_simulation_loses():
         lambda: Geometric(1.1),
         lambda: Geometric(float("nan")),
         lambda: MissByKeep(0.5, at_keep=1),
-        lambda: Tabulated(()),
-        lambda: Tabulated(((4, 1.0), (4, 2.0))),
-        lambda: Tabulated(((4, 5.0),)),
         lambda: EndingAnswers(Geometric(0.5), 0),
         lambda: survival_for(31, 30),
     ],

@@ -9,7 +9,6 @@ from vericache_sglang.planning.acceptance import Geometric
 from vericache_sglang.planning.bound import roofline, speedup_bound
 from vericache_sglang.planning.hardware import Machine, gpu_named, machine_of
 from vericache_sglang.planning.intra import Server, search
-from vericache_sglang.planning.requests import equal_requests
 
 
 def test_bound_by_hand():
@@ -40,7 +39,7 @@ def test_no_plan_that_offloads_all_passes_the_roofline(link, memory, survival, k
     server = Server(
         machine=machine,
         weight_bytes=50,
-        requests=equal_requests(8),
+        kv_bytes=8,
         acceptance=Geometric(survival),
     )
     found = search(server, [keep], [x], resident=[0])

@@ -10,6 +10,8 @@ from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
 def test_every_figure_has_a_source_and_a_sane_size(gpu):
     assert gpu.source
     assert 20e9 <= gpu.memory_bytes <= 200e9
+    # What a driver reports is near the datasheet: above it, or less what ECC takes.
+    assert 0.99 <= gpu.memory_mib * 2**20 / gpu.memory_bytes <= 1.08
     assert 0.5e12 <= gpu.hbm_bytes_per_s <= 10e12
     assert 30e9 <= gpu.link_bytes_per_s <= 500e9
     # Nothing measured beats its datasheet.

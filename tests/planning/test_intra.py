@@ -19,7 +19,6 @@ from vericache_sglang.planning.intra import (
     search,
     used_bytes,
 )
-from vericache_sglang.planning.requests import equal_requests, mixed_requests
 
 HAND = Server(
     machine=Machine(
@@ -30,7 +29,7 @@ HAND = Server(
         flops_per_s=1000,
     ),
     weight_bytes=40,
-    requests=equal_requests(8),
+    kv_bytes=8,
     acceptance=Geometric(1.0),
 )
 CHOICE = Choice(
@@ -51,7 +50,8 @@ def servers(draw):
     return Server(
         machine=machine,
         weight_bytes=draw(number(1, 60)),
-        requests=equal_requests(draw(number(9, 40)), draw(st.none() | number(1, 30))),
+        kv_bytes=draw(number(9, 40)),
+        concurrency=draw(st.none() | number(1, 30)),
         acceptance=Geometric(draw(st.floats(0, 1))),
         flops_per_token=draw(number(0, 3)),
         staging_bytes=draw(st.none() | number(0, 20)),
@@ -65,7 +65,7 @@ knobs = st.tuples(st.sampled_from([0.1, 0.25, 0.7]), st.integers(1, 9))
 
 def oracle(server, keep, x, held, offloaded, fraction):
     """Throughput written out from the paper's equations; None where it does not fit."""
-    kv, machine = server.requests.pattern[0], server.machine
+    kv, machine = server.kv_bytes, server.machine
     total, accepted = held + offloaded, server.acceptance.accepted(x, keep)
     average = kv * (x * keep + 1) / (x + 1)
     memory = server.weight_bytes + held * kv
@@ -77,7 +77,7 @@ def oracle(server, keep, x, held, offloaded, fraction):
     fits = memory <= machine.memory_bytes
     fits &= server.most_verifies is None or verifies <= server.most_verifies
     fits &= not server.printed_transfer or verifies <= 1
-    limit = server.requests.concurrency
+    limit = server.concurrency
     if not (fits or offloaded == 0) or (limit is not None and total > limit):
         return None
     hbm = (server.weight_bytes + total * average) / machine.hbm_bytes_per_s
@@ -115,12 +115,11 @@ def test_lossy_codecs_reload_everything():
 
 def test_printed_transfer_divides_by_the_cycles_again():
     # 10 requests, x = 29: bytes take 10/30 of a reload's 4 s, the printed l = 3.
-    server = replace(HAND, requests=equal_requests(8))
     choice = Choice(
         resident=0, offloaded=10, draft_length=29, keep=0.5, transfer_fraction=1.0
     )
-    assert estimate(server, choice).link_s == pytest.approx(4 / 3)
-    printed = estimate(replace(server, printed_transfer=True), choice)
+    assert estimate(HAND, choice).link_s == pytest.approx(4 / 3)
+    printed = estimate(replace(HAND, printed_transfer=True), choice)
     assert printed.link_s == pytest.approx(4 / 9)
     assert printed.cycles_per_load == 3
 
@@ -179,7 +178,7 @@ def test_memory_is_never_exceeded(server, knob):
         assert used_bytes(server, found.choice) <= server.machine.memory_bytes * (
             1 + 1e-12
         )
-    limit = server.requests.concurrency
+    limit = server.concurrency
     assert limit is None or found.requests <= limit
     if server.staging_bytes is None and not found.choice.offloaded:
         assert found.requests <= full_kv(server).requests
@@ -194,22 +193,19 @@ def test_a_faster_link_never_slows(server, knob, factor):
     assert search(faster, [knob[0]], [knob[1]]).tokens_per_s >= before * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
-@given(server=servers(), knob=knobs)
-def test_a_mix_of_equal_lengths_changes_nothing(server, knob):
-    kv = server.requests.pattern[0]
-    mixed = mixed_requests([(kv, 2), (kv, 3)], 1, server.requests.concurrency)
-    twin = replace(server, requests=mixed)
-    assert search(twin, [knob[0]], [knob[1]]).tokens_per_s == pytest.approx(
-        search(server, [knob[0]], [knob[1]]).tokens_per_s, rel=1e-9
-    )
-
-
-def test_a_real_mix_is_summed_request_by_request():
-    mixed = replace(HAND, requests=mixed_requests([(4, 1), (16, 1)], 1))
-    # In order 4, 16, 4, 16: one stays whole, three are offloaded at 5/8.
-    assert used_bytes(mixed, CHOICE) == pytest.approx(40 + 4 + 36 * 5 / 8)
-    assert full_kv(mixed).requests == 6  # 3 * (4 + 16) = 60, just
+@given(
+    kv=st.integers(1, 50),
+    room=st.integers(-5, 500),
+    skip=st.integers(0, 5),
+    concurrency=st.none() | st.integers(1, 20),
+)
+def test_what_fits_is_what_counting_finds(kv, room, skip, concurrency):
+    server = replace(HAND, kv_bytes=kv, concurrency=concurrency)
+    count = 0
+    limit = 1100 if concurrency is None else concurrency - skip
+    while count < limit and (count + 1) * kv * 0.5 <= room:
+        count += 1
+    assert server.fitting(room, 0.5, skip) == count
 
 
 def test_resident_drafts_hold_as_many_as_full_kv():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vericache_sglang.config import load_config
+from vericache_sglang.config.files import load_config
 from vericache_sglang.plan import main
 from vericache_sglang.planning.paper.report import page
 
@@ -112,6 +112,7 @@ def test_bad_values_name_the_flag(run, arguments, words):
     assert words in err
 
 
+@pytest.mark.extended
 def test_paper_prints_the_page_and_needs_nothing_else(run):
     assert run("--paper") == (0, page(), "")
 
@@ -125,3 +126,51 @@ def test_module_runs_without_torch_or_sglang():
         [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT
     )
     assert (done.stdout, done.returncode) == ("[]\n", 0)
+
+
+def test_memory_is_printed_for_the_flags_of_a_server(run):
+    keep, running = ("--vericache-keep", 0.1), ("--max-running-requests", 9)
+    server = ("--context", 24000, *keep, *running, "--port", 3000)
+    status, out, err = run("--memory", *QWEN, *server)
+    assert (status, err) == (0, "")
+    for words in (
+        "Device memory of qwen3-32b, 95.6 GiB a GPU: context 24000, 9 running",
+        "attention backend vericache",
+        "weights = weights / ranks",
+        "kept = 0.1, ",
+        "Not looked at: --port 3000",
+    ):
+        assert words in out
+    assert "Too small" not in out
+
+
+def test_memory_of_a_model_folder_on_a_gpu_of_so_many_gib(run, tmp_path):
+    folder = ROOT / "configs" / "demo-model"
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("draft_length: 15\n")
+    flags = ["--vericache-config", settings, "--attention-backend", "fa3"]
+    status, out, _ = run("--memory", "--model", folder, "--gpu", "7.5", *flags)
+    assert status == 0
+    assert "7.5 GiB a GPU" in out
+    assert "drafts = 15, " in out
+    assert "FlashAttentionBackend" in out
+    assert "Too small: a GPU of 24.0" in run("--memory", *QWEN[:2], "--gpu", "24")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "qwen3-8b"], "--gpu must be given"),
+        (["--model", "qwen3-8b", "--gpu", "h300"], "--gpu 'h300'"),
+        ([*QWEN, "--vericache-keep", "2"], "--vericache-keep"),
+    ],
+)
+def test_memory_refuses_by_flag(run, arguments, words):
+    status, _, err = run("--memory", *arguments)
+    assert status == 2
+    assert words in err
+
+
+def test_flags_of_a_server_are_for_memory_only(run):
+    with pytest.raises(SystemExit):
+        run(*LONG, "--max-running-requests", "9")

@@ -1,24 +1,39 @@
-"""The picture is a PNG of the promised size."""
+"""The picture shows the curves it is given."""
 
-import struct
 import sys
 
 import pytest
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.planning.plot import Curve, draw
+from vericache_sglang.planning.plot import Curve, draw, figure_of
 
-CURVES = [Curve("keep 0.2", ((1, 0.9, 0.5), (8, 0.8, 2.1), (32, 0.6, 1.9)))]
+CURVES = [
+    Curve("keep 0.2", ((1, 0.9, 0.5), (8, 0.8, 2.1), (32, 0.6, 1.9))),
+    Curve("keep 0.5", ((2, 0.95, 0.7), (16, 0.9, 1.4))),
+]
 
 
-def test_png_of_1600_by_720(tmp_path):
+def test_every_point_is_drawn_under_its_label():
     pytest.importorskip("matplotlib", reason="only --plot needs it")
-    path = tmp_path / "curve.png"
-    draw(CURVES, "a model on a GPU", path)
-    image = path.read_bytes()
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", image[16:24]) == (1600, 720)
-    assert 10_000 < len(image) < 1_000_000
+    figure = figure_of(CURVES, "a model on a GPU")
+    assert figure.get_suptitle() == "a model on a GPU"
+    assert tuple(figure.get_size_inches() * 160) == (1600, 720)
+    rates, speeds = figure.axes
+    for axes, column in ((rates, 1), (speeds, 2)):
+        for curve, line in zip(CURVES, axes.lines, strict=False):
+            assert line.get_label() == curve.label
+            drawn = list(map(tuple, line.get_xydata()))
+            assert drawn == [(point[0], point[column]) for point in curve.points]
+        named = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert named[:2] == ["keep 0.2", "keep 0.5"]
+    (full,) = speeds.lines[2:]
+    assert (full.get_label(), set(full.get_ydata())) == ("full KV", {1})
+
+
+def test_it_is_written_as_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    draw(CURVES, "a model on a GPU", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_an_unwritable_path_is_named(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.config import VeriCacheConfig, resolve_staging
+from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.acceptance import Geometric
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of

@@ -1,335 +1,251 @@
-"""What the parts of the GPU command compute: budgets, models, floors, verdicts."""
+"""What the parts of the GPU command ask for, and how they judge answers."""
 
-import importlib.util
+import argparse
 import json
-import re
-import subprocess
-import sys
-import zipfile
-from importlib.metadata import distributions
-from pathlib import Path
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gpu import floor_attention, floor_moves, serving, slim_wheel
-from gpu.budgets import GIB, Card, drafting_share, plain_share
-from gpu.floor_shapes import SHAPES, TOY
-from gpu.models import dummy_model
-from gpu.part import ROOT, Context
-from gpu.parts import boot, floors, gaps, kernels, lossless, throughput, wheels
-from gpu.setups import SETUPS
-from gpu.setups import TOY as TOY_SETUP
-from vericache_sglang.config import flag, options
-from vericache_sglang.evaluation.options import LABEL
-from vericache_sglang.planning.models import read_model
-
-
-def context(tmp_path, **changes):
-    settings_ = {"device": "cuda", "out": tmp_path / "out", "site": tmp_path / "site"}
-    return Context(**settings_ | changes)
-
-
-# -- budgets and models --------------------------------------------------------
-
-
-def test_slots_of_a_card_are_what_weights_and_reserve_leave():
-    card = Card(name="c", gib=10, reserve_gib=2)
-    # 10 - 2 - 3 GiB at 1 MiB a token are 5,120 slots; 7 bytes less are a page less.
-    assert card.slots(3 * GIB, 1 << 20, 20 * GIB) == 5120
-    assert card.slots(3 * GIB + 7, 1 << 20, 20 * GIB) == 4608
-    assert Card(name="c", reserve_gib=2).slots(3 * GIB, 1 << 20, 6 * GIB) == 1024
-    with pytest.raises(ValueError, match=r"needs 10.0 GiB, the device has 9.0"):
-        card.slots(3 * GIB, 1 << 20, 9 * GIB)
-    with pytest.raises(ValueError, match="leave no room"):
-        card.slots(8 * GIB, 1 << 20, 20 * GIB)
-
-
-def test_both_systems_share_the_same_slots():
-    assert plain_share(10000, 900, 100).at_once == 10
-    # A complement of 751 tokens takes two pages; 2,048 - 1,024 hold one prompt of
-    # 1,000 + 24, and nobody beside it; 300 more hold one draft part of 250 + 24.
-    one = drafting_share(2048, 1000, 24, 0.25)
-    assert (one.pool, one.staging, one.at_once) == (1024, 1024, 1)
-    assert drafting_share(2348, 1000, 24, 0.25).at_once == 2
-    assert drafting_share(2047, 1000, 24, 0.25).at_once == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    budget=st.integers(0, 10**6),
-    prompt=st.integers(1, 40000),
-    output=st.integers(1, 2000),
-    keep=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+from gpu.check import (
+    Context,
+    NotMetError,
+    backend_flags,
+    first_difference,
+    shared_flags,
 )
-def test_what_runs_at_once_fits_and_one_more_would_not(budget, prompt, output, keep):
-    share = drafting_share(budget, prompt, output, keep)
-    kept = int(prompt * keep) + output
-    assert share.pool + share.staging <= max(budget, share.staging)
-    assert share.staging >= prompt - int(prompt * keep)
+from gpu.parts import boot, lossless, throughput
+from vericache_sglang.evaluation.options import check, draw_requests, parser
+from vericache_sglang.evaluation.server import Server
+from vericache_sglang.planning.models import read_model
+from vericache_sglang.serving.launch import split_arguments
 
-    def needed(count):
-        return prompt + output + (count - 1) * kept
 
-    if share.at_once:
-        assert needed(share.at_once) <= share.pool
-    assert needed(share.at_once + 1) > share.pool
+def context(tmp_path, device="cuda", fa3=True, carried=False):
+    stack = {"device": "x", "name": "y", "carried": carried}
+    stack["fa3_error"] = "" if fa3 else "ImportError"
+    return Context(
+        device=device,
+        out=str(tmp_path),
+        site=str(tmp_path / "site"),
+        engine=["--cuda-graph-max-bs-decode", "8"],
+        stack=stack,
+        argv=[],
+        source="",
+    )
+
+
+@pytest.fixture(scope="module")
+def sglang_parser():
+    from sglang.srt.server_args import ServerArgs
+
+    made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    ServerArgs.add_cli_args(made)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_bytes", "least", "most"),
+    ("given", "plain", "drafts", "codec"),
     [
-        ("llama-3.1-8b", 131072, 15.9e9, 16.2e9),
-        ("qwen3-32b", 262144, 65.3e9, 65.7e9),
-        ("qwen3-tiny", 1024, 2e6, 8e6),
+        ({"device": "cpu", "fa3": False}, [], [], []),
+        ({"fa3": True}, [], [], ["vericache"]),
+        ({"fa3": False}, ["triton"], ["vericache"], ["vericache"]),
+    ],
+    ids=["cpu", "FA3", "no FA3"],
+)
+def test_defaults_serve_wherever_they_can(tmp_path, given, plain, drafts, codec):
+    here = context(tmp_path, **given)
+    assert backend_flags(here, drafts=False)[1:] == plain
+    assert backend_flags(here, drafts=True)[1:] == drafts
+    assert backend_flags(here, drafts=True, own=True)[1:] == codec
+
+
+@pytest.mark.parametrize("fa3", [True, False])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_sglang_and_vericache_take_every_flag(tmp_path, sglang_parser, device, fa3):
+    from vericache_sglang.engine.attention_backends import register
+
+    register()  # its name among SGLang's choices, as in a server
+    here = context(tmp_path, device, fa3, carried=not fa3)
+    lines = [boot.flags(here, one.name) for one in boot.checks(here)]
+    rows = [lossless.ROWS[one.name] for one in lossless.checks(here)]
+    lines += [lossless.flags(here, row) for row in rows]
+    for flags in lines:
+        given = ["--model-path", "x", *shared_flags(here), *flags]
+        settings, rest = split_arguments(given)
+        assert (settings is None) == ("--disable-vericache" in flags)
+        sglang_parser.parse_args(rest)
+
+
+def test_tokens_are_judged_by_plain_sglang_with_the_same_attention(tmp_path):
+    def references(**given):
+        here = context(tmp_path, **given)
+        names = [one.name for one in lossless.checks(here)]
+        found = {name: lossless.reference(here, lossless.ROWS[name]) for name in names}
+        pairs = [(names.index(right), n) for n, right in found.items() if right]
+        assert all(at < names.index(name) for at, name in pairs)
+        return found
+
+    fast, slow = references(fa3=True), references(fa3=False)
+    assert (fast["planes"], slow["planes"]) == ("plain-own", "plain")
+    assert fast["snapkv-host"] == slow["snapkv-host"] == "plain"
+    assert fast["snapkv-default"] == "plain-default"
+    assert not any(fast[name] for name in fast if name.startswith("plain"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "at"),
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None)],
+)
+def test_answers_are_compared_token_by_token(wanted, got, at):
+    assert first_difference(wanted, tuple(got)) == at
+
+
+def test_tokens_behind_a_difference_are_counted():
+    wanted = [[1, 2, 3], [4, 5, 6], [7]]
+    assert lossless.differing(wanted, wanted) == "0 of 7"
+    assert lossless.differing(wanted, [[1, 9, 3], [4, 5, 6], [7, 8]]) == "3 of 7"
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([5, 6, 7], "yes"),
+        ([5, 9, 9], "up to a near tie at token 1 of 3, margin 0.20"),
+        ([5, 6, 1], "no: token 2 of 3, margin 9.00, [1] for [7]"),
+        ([1, 6, 7], "no: token 0 of 3, margin 4.00, [1, 6, 7] for [5, 6, 7]"),
     ],
 )
-def test_dummy_models_weigh_what_their_names_say(tmp_path, name, kv_bytes, least, most):
-    folder = dummy_model(tmp_path, name)
+def test_a_near_tie_is_no_wrong_answer(ids, said):
+    right = {"ids": [5, 6, 7], "margins": [4.0, 0.2, 9.0]}
+    assert boot.compared(right, ids) == said
+
+
+# -- throughput ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", throughput.SYSTEMS)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_benchmark_takes_the_command_line_and_labels_it(tmp_path, device, name):
+    here = context(tmp_path, device)
+    model = throughput.random_model(tmp_path / "model")
+    load = throughput.LOADS[device][-1]
+    words = throughput.words(here, tmp_path, model, name, load)
+    options = parser().parse_args(words)
+    (system,) = check(options)
+    assert system.has_vericache == (name != "plain")
+    assert ("dummy" in options.engine) == (device == "cuda")
+    requests = draw_requests(options)
+    assert len(requests) == load[0]
+    assert {len(request.prompt) for request in requests} == {load[1]}
+    split_arguments([*system.flags])
+    for one in throughput.checks(here):
+        assert one.about.startswith("SIMULATED ACCEPTANCE, p = 0.97")
+
+
+def test_the_random_model_has_qwen3_8bs_shape(tmp_path):
+    from transformers import AutoConfig
+
+    folder = throughput.random_model(tmp_path / "model")
+    assert not list(folder.glob("*.safetensors"))
     shape = read_model(folder)
-    assert shape.kv_bytes_per_token == kv_bytes
-    assert least < shape.weight_bytes < most
-    assert (folder / "tokenizer.json").is_file()
-    with pytest.raises(KeyError):
-        dummy_model(tmp_path, "no-such-model")
+    assert shape.kv_bytes_per_token == 147456
+    assert 16.3e9 < shape.weight_bytes < 16.5e9
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.model_type, config.vocab_size) == ("qwen3", 151936)
+    most = max(sum(load[1:]) for load in throughput.LOADS["cuda"])
+    assert config.max_position_embeddings >= most
 
 
-def test_every_setup_has_a_model_and_room_for_its_prompts():
-    for setup in SETUPS:
-        assert setup.points
-        for prompt, count, output in setup.points:
-            assert prompt + output < 40960
-            assert count > 0
-
-
-# -- floors --------------------------------------------------------------------
-
-
-def test_every_case_has_a_name_in_the_table_of_floors():
-    cases = [*floor_attention.cases(), *floor_moves.cases()]
-    assert sorted(case.name for case in cases) == sorted(floors.NAMES)
-
-
-def test_bytes_of_ragged_rows_are_those_of_slots_and_queries():
-    timing = floor_attention.ragged(TOY, "cpu", verifies=1)
-    # Two drafts of 64 entries and a verification of 128: 2 heads of 32 numbers of 2
-    # bytes, K and V, and 4 bytes of table; 2 + 4 queries of 4 heads, in and out.
-    assert timing.nbytes == 256 * (2 * 2 * 32 * 2 + 4) + 2 * 6 * 4 * 32 * 2
-    assert timing.call().shape == (6, 4, 32)
-
-
-@pytest.mark.parametrize("case", floor_moves.cases(), ids=lambda case: case.name)
-def test_kernels_that_move_run_at_toy_size_on_their_references(case):
-    timing = case.build(TOY, "cpu")
-    timing.call()
-    assert timing.nbytes > 0
-
-
-@pytest.mark.parametrize(
-    "case", floor_attention.cases()[3:], ids=lambda case: case.name
-)
-def test_codes_are_packed_as_often_as_there_are_tokens(case):
-    timing = case.build(TOY, "cpu")  # the kernel itself needs a device
-    exact = TOY.rows * TOY.tokens * TOY.heads * 2 * TOY.dim * 2
-    assert 0 < timing.nbytes < exact
-
-
-def test_shapes_are_those_of_the_models(tmp_path):
-    for shape, name in zip(SHAPES, ("llama-3.1-8b", "qwen3-32b"), strict=True):
-        config = json.loads((dummy_model(tmp_path, name) / "config.json").read_text())
-        assert shape.heads == config["num_key_value_heads"]
-        assert shape.heads * shape.group == config["num_attention_heads"]
-        assert shape.dim == config["head_dim"]
-        assert shape.vocabulary == config["vocab_size"]
-
-
-def test_a_kernel_below_the_floor_fails_only_where_memory_binds_it(tmp_path):
-    def timed(rate, bound):
-        return {
-            "kernel_s": 1e-6,
-            "bytes": 1,
-            "bytes_per_s": rate,
-            "memory_bound": bound,
-        }
-
-    results = {"copy": {"bytes_per_s": 100.0}, "a": timed(69.0, True)}
-    results |= {"b": timed(71.0, True), "c": timed(1.0, False)}
-    found = floors.conclude(context(tmp_path), results)
-    assert {one.what: one.passed for one in found.checks} == {"a": False, "b": True}
-    assert "slowest of 2 bound by memory: a, 69%" in found.headline
-
-
-# -- verdicts ------------------------------------------------------------------
-
-
-def test_deterministic_differences_fail_and_others_are_shown(tmp_path):
-    def ours(differ):
-        return {"requests": 9, "tokens": 99, "differ_together": differ} | {
-            "differ_alone": 0
-        }
-
-    results = {
-        "bf16, deterministic: plain": {"requests": 9, "flips": 0},
-        "bf16, deterministic: host": ours(1),
-        "bf16: plain": {"requests": 9, "flips": 4},
-        "bf16: host": ours(3),
-    }
-    found = lossless.conclude(context(tmp_path), results)
-    assert [(one.what, one.passed) for one in found.checks] == [
-        ("bf16, deterministic: host", False)
-    ]
-    rows = {row[0]: row[1:4] for row in found.tables[0].rows}
-    assert rows["bf16: host"] == ("3 of 9", "0 of 9", "4 of 9")
-
-
-def point(rate, whole, failed=0):
+def figures(rate, **counters):
     return {
-        "point": [32000, 6, 512],
         "decode_tokens_per_s": rate,
-        "tokens_per_s": whole,
-        "accepted_per_verify": 19.0,
-        "failed_requests": failed,
+        "tokens_per_s": 40.0,
+        "accepted_per_verify": 20.4 if counters else None,
+        "counters": counters,
     }
 
 
-@pytest.mark.parametrize(
-    ("ours", "met"), [(point(26, 15), True), (point(24, 15), False)]
-)
-def test_throughput_is_judged_by_decoding_and_labelled(tmp_path, ours, met):
-    share = {"budget": 9, "pool": 5, "staging": 4, "at_once": 1}
-    results = {
-        "Qwen3-32B, 80 GB card: plain": share | {"points": [point(10, 8)]},
-        "Qwen3-32B, 80 GB card: VeriCache": share | {"points": [ours]},
+def test_a_row_has_the_ratio_to_plain_and_how_much_was_drafted():
+    plain = figures(400.0)
+    ours = figures(900.0, plain_rows=1, draft_rows=18, verify_rows=1)
+    assert throughput.cells(ours, plain) == {
+        "decode tokens/s": "900",
+        "x plain": "2.25",
+        "tokens/s": "40",
+        "accepted a cycle": "20.4",
+        "rows drafting": "95%",
     }
-    found = throughput.conclude(context(tmp_path), results)
-    assert [one.passed for one in found.checks] == [met]
-    assert found.label.startswith(LABEL)
-    assert found.headline.startswith(LABEL)
-    assert LABEL in found.tables[0].title
-    failing = results | {
-        "Qwen3-32B, 80 GB card: plain": share | {"points": [point(1, 1, failed=1)]}
-    }
-    assert not throughput.conclude(context(tmp_path), failing).checks[0].passed
+    assert throughput.cells(plain, plain)["x plain"] == "1.00"
+    alone = throughput.cells(figures(None), None)
+    assert (alone["decode tokens/s"], alone["x plain"]) == ("-", "-")
 
 
-# -- wheels, tests, flags ------------------------------------------------------
+# -- boot ----------------------------------------------------------------------
+
+ANSWER = {
+    "output_ids": [7] * boot.OUTPUT,
+    "meta_info": {"prompt_tokens": 600, "cached_tokens": 500},
+}
 
 
-def make_wheel(folder, name="carried", extra=""):
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(file, "w") as wheel:
-        wheel.writestr(f"{name}/__init__.py", f"VALUE = 7\n{extra}")
-        wheel.writestr(f"{name}/heavy/big.py", "x = 1\n")
-        meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        wheel.writestr(f"{info}/METADATA", meta)
-        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        wheel.writestr(f"{info}/WHEEL", tag)
-        wheel.writestr(f"{info}/RECORD", f"{name}/__init__.py,,\n{info}/RECORD,,\n")
-    return file
+class Stub(BaseHTTPRequestHandler):
+    """Answers short prompts; does not answer long ones."""
+
+    def do_GET(self):
+        self.reply({"internal_states": [{"vericache": {"rounds": 0}}]})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if len(json.loads(body)["text"]) > 3000:
+            time.sleep(20)
+        self.reply(ANSWER)
+
+    def reply(self, content):
+        self.send_response(200)
+        self.end_headers()
+        with suppress(BrokenPipeError):
+            self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_):
+        pass
 
 
-def test_carried_wheels_and_stubs_are_installed_once_for_each_site(tmp_path):
-    folder = tmp_path / "carried" / "k1"
-    make_wheel(folder)
-    (folder / "Stub").mkdir()
-    (folder / "Stub" / "__init__.py").write_text("")
-    here = context(tmp_path, wheels=tmp_path / "carried")
-    names = [one.name for one in wheels.steps(here)]
-    assert [one.name for one in wheels.steps(here)] == names
-    assert len(names) == 2
-    assert wheels.install(here, folder)["wheels"] == ["carried-1.0-py3-none-any.whl"]
-    code = "import carried, Stub; print(carried.VALUE)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={"PYTHONPATH": str(here.site)},
-        capture_output=True,
-        text=True,
-        check=True,
+def test_a_question_that_is_not_answered_does_not_stop_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(boot, "ANSWER_SECONDS", 4)
+    started = []
+
+    class Up(Server):
+        def close(self):
+            started.append("closed")
+
+    def serve(model, flags):
+        stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+        threading.Thread(target=stub.serve_forever, daemon=True).start()
+        started.append(stub.server_port)
+        return Up(f"http://127.0.0.1:{stub.server_port}")
+
+    job = SimpleNamespace(
+        context=context(tmp_path, "cpu", fa3=False),
+        log=tmp_path / "server.log",
+        figures={},
+        serve=serve,
+        found=lambda name, key: None,
     )
-    assert done.stdout.strip() == "7"
-    other = context(tmp_path, wheels=here.wheels, site=tmp_path / "other")
-    assert not {one.name for one in wheels.steps(other)} & {*names}
-    make_wheel(folder, extra="# longer\n")
-    assert next(one.name for one in wheels.steps(here)) != names[0]
-
-
-def test_a_wheel_that_pip_refuses_is_an_error_with_its_words(tmp_path):
-    folder = tmp_path / "k1"
-    folder.mkdir()
-    (folder / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
-    with pytest.raises(RuntimeError, match=r"pip: .*(?i:invalid|zip)"):
-        wheels.install(context(tmp_path), folder)
-
-
-def test_a_slimmed_wheel_installs_without_what_was_dropped(tmp_path):
-    source = make_wheel(tmp_path / "full")
-    target = tmp_path / "slim" / source.name
-    target.parent.mkdir()
-    slim_wheel.slim(source, target, re.compile("/heavy/"))
-    here = context(tmp_path)
-    wheels.install(here, target.parent)
-    assert (here.site / "carried" / "__init__.py").is_file()
-    assert not (here.site / "carried" / "heavy").exists()
-    with zipfile.ZipFile(target) as wheel:
-        record = wheel.read("carried-1.0.dist-info/RECORD").decode()
-    assert "heavy" not in record
-    assert "carried/__init__.py,sha256=" in record
-
-
-def test_the_checkout_is_registered_as_an_install_would(tmp_path):
-    wheels.register(tmp_path)
-    (found,) = distributions(name="vericache-sglang", path=[str(tmp_path)])
-    (installed,) = list(distributions(name="vericache-sglang"))[:1]
-
-    def points(distribution):
-        return {(p.group, p.name, p.value) for p in distribution.entry_points}
-
-    assert points(found) == points(installed)
-    assert found.version == installed.version
-
-
-def test_cases_of_a_report_are_counted(tmp_path):
-    file = tmp_path / "r.xml"
-    file.write_text(
-        "<testsuites><testsuite><testcase name='a'/><testcase name='b'>"
-        "<failure message='no'/></testcase><testcase name='c'>"
-        "<skipped message='why'/></testcase><testcase name='d'>"
-        "<error message='bad'/></testcase></testsuite></testsuites>"
-    )
-    found = kernels.counted(file)
-    assert found == {"passed": 1, "failed": ["b: no", "d: bad"], "skipped": ["c: why"]}
-    verdict = kernels.conclude(context(tmp_path), {"f": found})
-    assert not verdict.checks[0].passed
-    assert "1 passed, 2 failed, 1 skipped" in verdict.headline
-    with pytest.raises(FileNotFoundError):
-        kernels.counted(tmp_path / "none.xml")
-
-
-def test_every_flag_of_a_server_is_a_setting_of_sglang_or_of_ours(tmp_path):
-    package = Path(importlib.util.find_spec("sglang").origin).parent
-    fields = (package / "srt" / "arg_groups" / "field_order.py").read_text()
-    names = {*re.findall(r'"(\w+)"', fields)}
-    for world in lossless.WORLDS.values():
-        assert lossless.engine_of(context(tmp_path), world).keys() <= names
-    known = {"--disable-vericache", *map(flag, options())}
-    known |= {f"--{name.replace('_', '-')}" for name in names}
-    given = {*boot.DRAFTING, *gaps._drafting(context(tmp_path)), *serving.EAGER}
-    for device in ("cpu", "cuda"):
-        here = context(tmp_path, device=device, backend="a", plain_backend="b")
-        for graphs in (True, False):
-            given |= {*serving.shared_flags(here, graphs=graphs)}
-        for setup in (TOY_SETUP, *SETUPS):
-            for drafts in (True, False):
-                share = plain_share(9999, 9, 9)
-                given |= {*throughput.server_flags(here, setup, share, drafts=drafts)}
-    flags = {word for word in given if word.startswith("--")}
-    assert len(flags) > 15
-    assert flags - known == set()
-
-
-def test_the_rehearsed_file_of_tests_is_there():
-    assert (kernels.TESTS / kernels.REHEARSED).is_file()
-    assert kernels.DEVICE in (ROOT / "tests/kernels/kernel_device.py").read_text()
+    job.log.write_text("one\nCUDAError: illegal address\ntwo\n")
+    with pytest.raises(NotMetError) as told:
+        boot.asked(job, name="default")
+    first, *more = str(told.value).splitlines()
+    assert first.startswith("long prompt: ")
+    assert first.endswith("no answer after 4 s")
+    assert more == ["one", "CUDAError: illegal address"]
+    rows = [(row["asked"], row["result"]) for row in job.figures["rows"]]
+    assert rows == [
+        ("short prompt", "ok"),
+        ("long prompt", "failed"),
+        ("prefix hit", "ok"),
+    ]
+    assert [*map(type, started)] == [int, str, int]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vericache_sglang.config import ENV, OFF, VeriCacheConfig, active_config
+from vericache_sglang.config.files import ENV, OFF, active_config
+from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.engine.torchvision_ops import define_missing_ops
 from vericache_sglang.errors import ConfigError, UnsupportedError
 from vericache_sglang.serving import launch, refused_flags
@@ -68,10 +69,19 @@ def test_the_environment_can_switch_it_off_and_flags_on_again(monkeypatch):
     assert split_arguments(["--vericache-keep", "1"])[0] == VeriCacheConfig(keep=1)
 
 
-@pytest.mark.parametrize("word", ["--vericache-keeep", "--vericache-dr", "--vericache"])
-def test_misspelled_and_shortened_flags_are_refused(word):
-    with pytest.raises(ConfigError, match=f"unknown flag {word}.*--vericache-keep"):
-        split_arguments([word, "3"])
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--vericache-keeep", "3"], "did you mean --vericache-keep?"),
+        (["--vericache-keeep=3"], "did you mean --vericache-keep?"),
+        (["--vericache-draft", "3"], "did you mean --vericache-draft-length?"),
+        (["--vericache-x" * 9], "known: --vericache-config, --vericache-compressor"),
+    ],
+)
+def test_misspelled_and_shortened_flags_are_refused(words, hint):
+    with pytest.raises(ConfigError, match="unknown flag") as caught:
+        split_arguments(words)
+    assert f"unknown flag {words[0]}; {hint}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +169,12 @@ def test_settings_reach_the_environment_before_sglang_is_touched(monkeypatch):
 
 
 def start(*argv):
+    return run_python("-m", "vericache_sglang.launch_server", *argv)
+
+
+def run_python(*words):
     return subprocess.run(
-        [sys.executable, "-m", "vericache_sglang.launch_server", *argv],
+        [sys.executable, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -175,6 +189,37 @@ def test_help_shows_our_flags_and_sglangs():
     assert shown.returncode == 0, shown.stderr
     for word in ("--vericache-keep", "--disable-vericache", "--tensor-parallel-size"):
         assert word in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warns"),
+    [
+        ("127.0.0.1", None, False),
+        ("127.8.0.1", None, False),
+        ("::1", None, False),
+        ("[::1]", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", None, True),
+        ("::", None, True),
+        ("192.168.0.7", None, True),
+        ("server.example", None, True),
+        ("0.0.0.0", "", True),
+        ("0.0.0.0", "key", False),
+    ],
+)
+def test_a_server_is_open_beyond_its_machine_without_a_key(host, key, warns):
+    assert launch.is_open(host, key) is warns
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(("key", "warned"), [((), 1), (("--api-key", "k"), 0)])
+def test_the_start_of_an_open_server_warns(key, warned):
+    code = "from vericache_sglang.serving import launch; launch._run = lambda _: None; "
+    argv = ["--model-path", MODEL, "--host", "0.0.0.0", *key]
+    shown = run_python("-c", f"{code}raise SystemExit(launch.main({argv}))")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("VeriCache: compressor=") == 1
+    assert shown.stderr.count("VeriCache: warning: whoever reaches 0.0.0.0:") == warned
 
 
 @pytest.mark.sglang

@@ -14,7 +14,12 @@ from vericache_sglang.simulation.policies import policies
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup, kept_slots, settings_for
 from vericache_sglang.simulation.timeline import Timeline
-from vericache_sglang.simulation.workload import Mix, burst, closed_loop, poisson
+from vericache_sglang.simulation.workload import (
+    Mix,
+    Workload,
+    closed_loop,
+    poisson,
+)
 
 POLICIES = policies(0.25)
 DRAFTING = [name for name, policy in POLICIES.items() if policy.drafts]
@@ -39,6 +44,12 @@ def costs(slots=2000, **changes):
 def mix(**changes):
     fields = {"contexts": (100,), "output": 21, "accept": 1.0}
     return Mix(**{**fields, **changes})
+
+
+def burst(load, requests):
+    """So many requests at time 0 and none after."""
+    asked = closed_loop(load, requests).sample()
+    return Workload(lambda: iter(asked), requests)
 
 
 def simulated(policy, workload, machine=None, **changes):

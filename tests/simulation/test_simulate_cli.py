@@ -22,7 +22,7 @@ def test_every_policy_has_its_row_and_everything_says_simulated(tmp_path, capsys
     found = json.loads(json_file.read_text())
     (preset,) = found["presets"].values()
     assert found["label"].startswith("SIMULATED")
-    assert found["command"] in printed
+    assert found["provenance"]["command"] in printed
     assert [row["name"] for row in preset["policies"]] == names
     assert preset["assumptions"]["context"] == [8000]
     for row in preset["policies"]:

@@ -9,7 +9,6 @@ from vericache_sglang.errors import ConfigError
 from vericache_sglang.simulation.workload import (
     Mix,
     Workload,
-    burst,
     closed_loop,
     poisson,
     trace,
@@ -23,11 +22,10 @@ def test_a_stream_starts_anew_and_never_ends_in_a_closed_loop():
     assert list(islice(loop.stream(), 50)) == list(islice(loop.stream(), 50))
     assert len(loop.sample()) == 7
     assert (loop.finish, loop.warm, loop.concurrency) == (7, 2, 3)
-    assert len(list(burst(MIX, 7).stream())) == 7
 
 
 def test_requests_of_a_group_have_one_prompt():
-    requests = list(burst(MIX, 60).stream())
+    requests = closed_loop(MIX, 60).sample()
     for start in range(0, 60, 3):
         assert len({(r.group, r.prompt) for r in requests[start : start + 3]}) == 1
     assert {r.prompt for r in requests} == {10, 20}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.calibrate.arguments import PROGRAM, check, parser
 from vericache_sglang.errors import ConfigError, VeriCacheError
+from vericache_sglang.provenance import provenance
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     try:
         check(args)
-        _COMMANDS[args.command](args, [*PROGRAM, *words])
+        _COMMANDS[args.command](args, words)
     except VeriCacheError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +64,7 @@ def _split_planes(args: argparse.Namespace, argv: list[str]) -> None:
     ratio = args.link_gbps / args.memory_gbps
     choice = planes.choose(points[: len(lines)], ratio)
     setting = report.Setting(
-        argv=argv,
+        origin=provenance(argv, PROGRAM),
         model=model,
         device=str(measured.like.device),
         dtype=args.kv_dtype,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vericache_sglang.errors import ConfigError
 
-PROGRAM = ("python", "-m", "vericache_sglang.calibrate")
+PROGRAM = "python -m vericache_sglang.calibrate"
 
 LINK_GBPS = 64.0
 """PCIe 5 x16, one direction."""
@@ -35,7 +35,7 @@ BOUNDS = {
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all sub-commands."""
     top = argparse.ArgumentParser(
-        prog=" ".join(PROGRAM),
+        prog=PROGRAM,
         description="Measure a model's KV offline: choose planes, write code tables.",
     )
     commands = top.add_subparsers(dest="command", required=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-import shlex
 import textwrap
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.calibrate.acceptance import Rounds, perfect
@@ -19,15 +15,13 @@ if TYPE_CHECKING:
     from vericache_sglang.calibrate.acceptance import Reading
     from vericache_sglang.compression.codecs.artifact import CalibratedModel
 
-PACKAGES = ("torch", "transformers", "vericache-sglang")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What was measured, and with what.
 
     Attributes:
-        argv: Of the command.
+        origin: See ``provenance``.
         model: That was measured.
         device: Of torch.
         dtype: Of the KV.
@@ -38,7 +32,7 @@ class Setting:
         limit: What full acceptance would be, by draft length: answers end.
     """
 
-    argv: Sequence[str]
+    origin: dict[str, Any]
     model: CalibratedModel
     device: str
     dtype: str
@@ -90,7 +84,7 @@ def markdown(setting: Setting, points: Sequence[Point], choice: Choice) -> str:
     )
     parts = [
         f"# Draft planes of {setting.model.name}",
-        f"    {shlex.join(setting.argv)}",
+        f"    {setting.origin['command']}",
         textwrap.fill(about, 88),
         table,
         textwrap.fill(chosen, 88),
@@ -103,10 +97,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return everything as JSON has it."""
     return {
-        "argv": list(setting.argv),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "provenance": setting.origin,
         "model": asdict(setting.model),
         "device": setting.device,
         "kv_dtype": setting.dtype,

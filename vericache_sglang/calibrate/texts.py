@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.demo_records import prompt_of_length
 from vericache_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,13 +46,11 @@ def prompts(
         cut = [p for file in texts for p in _cut(tokenizer, file, context)]
         step = max(1.0, len(cut) / count)
         return [cut[int(i * step)] for i in range(min(count, len(cut)))]
-    scripts = folder.resolve().parent.parent / "scripts"
-    demo = scripts / "demo_model" / "records.py"
-    if folder.resolve().name not in DEMO_CALLS or not demo.is_file():
+    calls = DEMO_CALLS.get(folder.resolve().name)
+    if calls is None:
         raise ConfigError("--text FILE is needed: only demo models bring their own")
-    calls = DEMO_CALLS[folder.resolve().name]
-    drawn = _demo(scripts, tokenizer, context, calls)
-    return [drawn(random.Random(f"{seed}/{number}")) for number in range(count)]
+    rngs = [random.Random(f"{seed}/{number}") for number in range(count)]
+    return [_demo(tokenizer, rng, context, calls) for rng in rngs]
 
 
 def _cut(tokenizer: Any, file: Path, context: int) -> list[list[int]]:
@@ -79,23 +76,21 @@ def _cut(tokenizer: Any, file: Path, context: int) -> list[list[int]]:
     return [begin + piece for piece in pieces]
 
 
-def _demo(scripts: Path, tokenizer: Any, context: int, calls: int) -> Any:
-    """Return a function that draws a demo prompt from a random generator."""
-    if str(scripts) not in sys.path:
-        sys.path.append(str(scripts))
-    records = importlib.import_module("demo_model.records")
+def _demo(tokenizer: Any, rng: random.Random, context: int, calls: int) -> list[int]:
+    """Draw a demo prompt.
+
+    Raises:
+        ConfigError: ``context`` tokens do not hold ``calls`` records.
+    """
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def draw(rng: random.Random) -> list[int]:
-        try:
-            prompt = records.prompt_of_length(
-                rng, context, lambda text: len(encode(text)), calls=calls
-            )
-        except ValueError as error:
-            raise ConfigError(f"--context: {error}") from error
-        return encode(prompt.text)
-
-    return draw
+    try:
+        prompt = prompt_of_length(
+            rng, context, lambda text: len(encode(text)), calls=calls
+        )
+    except ValueError as error:
+        raise ConfigError(f"--context: {error}") from error
+    return encode(prompt.text)

@@ -113,9 +113,10 @@ class Step:
     Attributes:
         rid: Request id, open.
         layer: Layer index in [0, L).
-        start: Position of the first of the n tokens. A prefill comes in chunks, each
-            beginning where the last one ended; one that begins elsewhere starts anew.
-            Tokens a prefix cache answers for are not run.
+        start: Position of the first of the n tokens; None of decoded ones, where the
+            host may not know it yet. A prefill comes in chunks, each beginning where
+            the last one ended; one that begins elsewhere starts anew. Tokens a prefix
+            cache answers for are not run.
         queries: [Hq, n, D] post-RoPE; promised only with ``Needs.q_stream``.
         hidden: [n, d] inputs of the attention module, behind the input norm (not the
             residual stream); None unless ``Needs.hidden``.
@@ -123,7 +124,7 @@ class Step:
 
     rid: str
     layer: int
-    start: int
+    start: int | None
     queries: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 

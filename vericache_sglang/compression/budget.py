@@ -8,6 +8,9 @@ import torch
 
 from vericache_sglang.errors import CompressionError
 
+MOST = 2**63 - 1
+"""Key of a protected token: above that of any score."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -83,70 +86,73 @@ def code_from(budget: Budget, block: int) -> Budget:
 
 
 def coded_rows(kept: torch.Tensor, budget: Budget) -> tuple[torch.Tensor, torch.Tensor]:
-    """Part a layer's kept tokens into exact and packed ones.
+    """Part kept tokens into exact and packed ones.
 
     Args:
-        kept: [H, n] ascending per row.
+        kept: [..., n] ascending per row.
         budget: Of n tokens.
 
     Returns:
-        [H, exact] and [H, coded], ascending: the packed ones follow the sinks.
+        [..., exact] and [..., coded], ascending: the packed ones follow the sinks.
     """
+    if not budget.coded:
+        return kept, kept[..., :0]
     begin, end = budget.sinks, budget.sinks + budget.coded
-    exact = torch.cat([kept[:, :begin], kept[:, end:]], dim=1)
-    return exact, kept[:, begin:end]
+    exact = torch.cat([kept[..., :begin], kept[..., end:]], dim=-1)
+    return exact, kept[..., begin:end]
 
 
 def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
-    """Choose the kept tokens of one layer; the only place scores become indices.
+    """Choose the kept tokens of rows; the only place scores become indices.
 
     Ties and NaN go to the earlier token (NaN ranks below every number), so the result
     is a function of the scores on every machine. Raising ``budget.kept`` with the same
     protected tokens gives supersets.
 
     Args:
-        scores: [H, T], any float dtype; NaN and infinities allowed.
-        budget: Counts; ``budget.offered`` is T.
+        scores: [R, T], a row for every head, and maybe layer; any float dtype; NaN and
+            infinities allowed.
+        budget: Counts of a row; ``budget.offered`` is T.
 
     Returns:
-        [H, n] int64 on the device of ``scores``, rows ascending and unique, in [0, T).
+        [R, n] int64 on the device of ``scores``, rows ascending and unique, in [0, T).
 
     Raises:
-        CompressionError: ``scores`` is not [H, T].
+        CompressionError: ``scores`` is not [R, T].
     """
     if scores.dim() != 2 or scores.shape[1] != budget.offered:
         raise CompressionError(
             f"scores must be [heads, {budget.offered}], got {tuple(scores.shape)}"
         )
     lowest = -torch.inf
-    rank = scores.to(torch.float32).nan_to_num(lowest, torch.inf, lowest)
-    # -inf is a legal score, so protection needs a second key: sort within it.
-    order = torch.sort(rank, dim=1, descending=True, stable=True).indices
-    protected = torch.zeros(budget.offered, dtype=torch.bool, device=scores.device)
-    protected[: budget.sinks] = True
-    protected[budget.offered - budget.recent :] = True
-    chosen_first = torch.sort(
-        protected[order].to(torch.uint8), dim=1, descending=True, stable=True
-    ).indices
-    kept = order.gather(1, chosen_first[:, : budget.kept])
-    return kept.sort(dim=1).values
+    rank = scores.to(torch.float32).nan_to_num(lowest, torch.inf, lowest).add_(0.0)
+    bits = rank.view(torch.int32)  # 0.0 was added: zeros have one sign
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # in the order of the numbers
+    # No two keys of a row are equal, so any way to find the largest ones finds these.
+    token = torch.arange(budget.offered, device=scores.device)
+    key = bits.to(torch.int64).mul_(budget.offered).sub_(token)
+    key[:, : budget.sinks] = MOST
+    key[:, budget.offered - budget.recent :] = MOST
+    return key.topk(budget.kept, dim=1, sorted=False).indices.sort(dim=1).values
 
 
 def complement_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
-    """Return the dropped tokens of one layer.
+    """Return the dropped tokens of rows; nothing waits for a GPU.
 
     Args:
-        kept: [H, n] int64, unique per row, in [0, offered).
+        kept: [R, n] int32 or int64, ascending and unique per row, in [0, offered).
         offered: T, in tokens.
 
     Returns:
-        [H, T - n] int64, rows ascending; with ``kept`` every token once per head.
+        [R, T - n] of the dtype of ``kept``, rows ascending; with ``kept`` every token
+        once per row.
     """
-    mask = torch.ones(kept.shape[0], offered, dtype=torch.bool, device=kept.device)
-    mask.scatter_(1, kept, False)
-    # Not by ``nonzero``: the host would wait for the device.
-    count = offered - kept.shape[1]
-    place = torch.where(mask, mask.cumsum(1) - 1, count)
-    token = torch.arange(offered, device=kept.device).expand_as(mask)
-    dropped = kept.new_empty(kept.shape[0], count + 1)
-    return dropped.scatter_(1, place, token)[:, :count].contiguous()
+    rows, count = kept.shape
+    # The j-th dropped token has as many kept ones before it as have at most j dropped
+    # ones before them.
+    before = kept - torch.arange(count, dtype=kept.dtype, device=kept.device)
+    nth = torch.arange(offered - count, dtype=kept.dtype, device=kept.device)
+    nth = nth.repeat(rows, 1)
+    narrow = kept.dtype == torch.int32
+    less: torch.Tensor = torch.searchsorted(before, nth, right=True, out_int32=narrow)
+    return nth + less

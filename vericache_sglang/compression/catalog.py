@@ -160,7 +160,16 @@ def _codec(name: str, factory: type[Codec]) -> Method:
 
 
 def _third_party(entry: EntryPoint) -> Method:
-    factory = entry.load()
+    """Load what an installed package offers; nothing else of it is touched.
+
+    Raises:
+        ConfigError: It cannot be imported; the message names the entry point.
+    """
+    where = f"compressor {entry.name!r} of the entry point {entry.value}"
+    try:
+        factory = entry.load()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where} cannot be imported: {error!r}") from error
     if isinstance(factory, type) and issubclass(factory, Codec):
         return replace(_codec(entry.name, factory), origin=entry.value)
     return Method(
@@ -188,6 +197,10 @@ def _part(text: str, seed: int) -> Compressor:
         made = method.factory(seed, **options)
     except (ConfigError, CompressionError) as error:
         raise ConfigError(f"{FLAG}: {text!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        if not method.origin:
+            raise
+        raise ConfigError(f"{FLAG}: {text!r} ({method.origin}): {error!r}") from error
     if isinstance(made, Compressor):
         return made
     if isinstance(made, Codec):

@@ -134,29 +134,26 @@ class Compressor:
             names.insert(0, self.selector_identity or made_up)
         return "+".join(names)
 
-    def bind(self, services: Services, ranks: int = 1) -> Compressor:
+    def bind(self, services: Services) -> Compressor:
         """Learn the model, once, before any request; the selector is bound in place.
 
         Args:
             services: Of the model, as this rank has it.
-            ranks: Ranks that the KV heads of a layer are spread over.
 
         Returns:
-            The compressor with its codec bound.
+            The compressor with its codec bound, to the KV heads of this rank.
 
         Raises:
-            CompressionError: A part does not fit the model or the ranks.
+            CompressionError: A part does not fit the model.
         """
-        codec = self.codec
+        codec, spec = self.codec, services.spec
         if codec is not None:
-            if codec.needs.head_coupled and ranks > 1:
-                raise CompressionError(
-                    f"{codec.name}: a code depends on all KV heads of a layer, which "
-                    f"must be on one rank; they are on {ranks}"
-                )
+            every = spec.all_kv_heads or spec.kv_heads
+            codec.check_model(replace(spec, kv_heads=every))
+            codec = codec.of_heads(spec.first_kv_head, spec.kv_heads, every)
             if codec.needs.rope:
                 codec = codec.bind(services.rope)
-            _try(codec, services.spec)
+            _try(codec, spec)
         if self.selector is not None:
             self.selector.bind(services)
         return replace(self, codec=codec)
@@ -361,7 +358,6 @@ def _try(codec: Codec, spec: ModelSpec) -> None:
     Raises:
         CompressionError: Naming the part that does not fit.
     """
-    codec.check_model(spec)
     align = codec.needs.token_align
     tokens = -(-TRIAL // align) * align
     zeros = torch.zeros(spec.kv_heads, tokens, spec.head_dim, dtype=torch.bfloat16)

@@ -16,6 +16,7 @@ from vericache_sglang.compression.base import (
     Services,
     Step,
 )
+from vericache_sglang.compression.chunks import rows_at_once
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 FUTURE = 4096
 """Most positions behind the prompt; a table of rotations ends soon after the context.
 See ``ModelServices.rope``, which goes on to twice its end."""
-
-CHUNK_ELEMENTS = 4 * 2**20
-"""Most float32 elements of one intermediate tensor (16 MiB a copy)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,25 +151,26 @@ class ExpectedAttention(Selector):
         self._open.pop(rid, None)
 
     def update(self, step: Step) -> None:
-        """See ``Selector.update``; O(Hq * n * D * D), a few copies of 16 MiB.
+        """See ``Selector.update``; O(Hq * n * D * D).
 
         Raises:
-            CompressionError: ``bind`` was not called, or the step has no queries.
+            CompressionError: ``bind`` was not called, or the step has no queries, or
+                none of a prefill.
         """
-        queries = step.queries
-        if queries is None:
+        queries, start = step.queries, step.start
+        if queries is None or start is None:
             raise CompressionError("expected-attention: a step without queries")
         heads, tokens, dim = queries.shape
         layers = self._open[step.rid]
         known = layers.get(step.layer)
-        if known is None or known.end != step.start:
-            known = layers[step.layer] = self._empty(queries, step.start)
-        known.end = step.start + tokens
+        if known is None or known.end != start:
+            known = layers[step.layer] = self._empty(queries, start)
+        known.end = start + tokens
         rope = self._rope()
-        chunk = max(1, CHUNK_ELEMENTS // (heads * dim))
-        for begin in range(max(0, self._sinks - step.start), tokens, chunk):
+        chunk = rows_at_once(heads * dim, queries.device)
+        for begin in range(max(0, self._sinks - start), tokens, chunk):
             part = queries[:, begin : begin + chunk].to(torch.float32)
-            first = step.start + begin
+            first = start + begin
             places = torch.arange(first, first + part.shape[1], device=part.device)
             known.add(rope(part, places, inverse=True))
 
@@ -183,7 +182,7 @@ class ExpectedAttention(Selector):
         values: torch.Tensor,
         seen: Seen,
     ) -> torch.Tensor:
-        """See ``Selector.scores``; O(Hq * T * D * D), a few copies of 16 MiB.
+        """See ``Selector.scores``; O(Hq * T * D * D).
 
         The first ``sinks`` tokens get the highest score of the layer and 1.
 
@@ -199,11 +198,8 @@ class ExpectedAttention(Selector):
         rest = slice(self._sinks, None)
         if tokens <= self._sinks:
             return scores
-        means = mean.view(heads, -1, *mean.shape[1:])
-        spreads = [None] * heads if spread is None else spread.chunk(heads)
-        for head in range(heads):
-            exponents = _expected(keys[head, rest], means[head], spreads[head])
-            scores[head, rest] = torch.softmax(exponents, dim=1).mean(0)
+        exponents = _expected(keys[:, rest], mean, spread)
+        scores[:, rest] = torch.softmax(exponents, dim=1).mean(2)
         if self._value_norm:
             scores[:, rest] += self._epsilon
             scores[:, rest] *= torch.linalg.vector_norm(
@@ -236,7 +232,7 @@ class ExpectedAttention(Selector):
         rope, dim = self._rope(), like.shape[1]
         rotation = like.new_zeros(dim, dim)
         units = torch.eye(dim, device=like.device)[:, None]
-        chunk = max(1, CHUNK_ELEMENTS // (dim * dim))
+        chunk = rows_at_once(dim * dim, like.device)
         places = torch.arange(end, end + self._future, device=like.device)
         for part in places.split(chunk):
             rotation += rope(units.expand(-1, len(part), -1), part).sum(1)
@@ -259,24 +255,29 @@ class ExpectedAttention(Selector):
 def _expected(
     keys: torch.Tensor, mean: torch.Tensor, spread: torch.Tensor | None
 ) -> torch.Tensor:
-    """Evaluate the exponent of the expected weight for the keys of one head.
+    """Evaluate the exponent of the expected weight for keys.
 
     Args:
-        keys: [T, D] post-RoPE, any float dtype.
-        mean: [G, D] linear form of each query head of the group.
-        spread: [G, D, D] quadratic form, or None.
+        keys: [H, T, D] post-RoPE, any float dtype.
+        mean: [Hq, D] linear form of each query head, KV head by KV head.
+        spread: [Hq, D, D] quadratic form, or None.
 
     Returns:
-        [G, T] float32.
+        [H, T, G] float32, of each query head of a group.
     """
-    group, dim = mean.shape
+    heads, _, dim = keys.shape
+    means = mean.view(heads, -1, dim)
+    group = means.shape[1]
+    if spread is None:
+        return keys.to(torch.float32) @ means.transpose(1, 2)
+    # The quadratic forms of a group side by side: one product lifts a key by all.
+    forms = spread.view(heads, group, dim, dim).transpose(1, 2)
+    forms = forms.reshape(heads, dim, group * dim)
+    offsets = means.reshape(heads, 1, group * dim)
     parts = []
-    for part in keys.split(max(1, CHUNK_ELEMENTS // (group * dim))):
+    # (mean + key S) . key: the [Hq, T, D] product never stands as a whole.
+    for part in keys.split(rows_at_once(heads * group * dim, keys.device), dim=1):
         rows = part.to(torch.float32)
-        if spread is None:
-            parts.append(mean @ rows.t())
-            continue
-        # (mean + key S) . key: the [Hq, T, D] product never stands as a whole.
-        lifted = torch.baddbmm(mean[:, None], rows.expand(group, -1, -1), spread)
-        parts.append(lifted.mul_(rows).sum(2))
+        lifted = torch.baddbmm(offsets, rows, forms).view(*rows.shape[:2], group, dim)
+        parts.append(lifted.mul_(rows[:, :, None]).sum(3))
     return torch.cat(parts, dim=1)

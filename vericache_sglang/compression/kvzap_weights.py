@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch.nn import functional
 
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Affine:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Affine:
         """Return it there and as that; a tensor that is already so is not copied."""
-        return Affine(self.weight.to(device, dtype), self.bias.to(device, dtype))
+        return Affine(
+            placed(self.weight.to(dtype), device), placed(self.bias.to(dtype), device)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from vericache_sglang.compression.base import (
     Selector,
     Services,
 )
+from vericache_sglang.compression.chunks import DEVICE_ELEMENTS
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ SINKS = 4
 CACHED_ELEMENTS = 2**18
 """Most attention weights computed at once on a CPU: 1 MiB a copy, for its caches."""
 
-DEVICE_ELEMENTS = 2**24
-"""The same on other devices, where launches cost more than 64 MiB a copy."""
 
 KEPT = torch.finfo(torch.float32).max
 """Score of the template prefix: above whatever is measured, in every layer."""
@@ -182,22 +181,28 @@ class KVzip(Selector):
         """Score prompt tokens ``start`` to ``stop - 1``: [H, m], float32."""
         sinks = min(start, max(self._prefix, SINKS))
         decay = self._decay(layer)
-        groups = layer.queries.view(len(layer.keys), -1, *layer.queries.shape[1:])
-        size = groups.shape[1]
+        heads = len(layer.keys)
+        groups = layer.queries.view(heads, -1, *layer.queries.shape[1:])
+        norms = None
+        if decay is not None:
+            norms = self._output_norms[layer.layer]
+            norms = norms.view(heads, -1, *norms.shape[1:])
         rows = []
-        for head, queries in enumerate(groups):
-            keys = layer.keys[head]
-            subset = torch.cat([keys[:sinks], keys[start:stop], layer.probe_keys[head]])
-            received = _largest_attention(queries, subset, sinks, decay)
-            if decay is not None:
-                factors = self._output_norms[layer.layer]
-                factors = factors[head * size : (head + 1) * size]
-                written = layer.values[head, start:stop].to(torch.float32)
+        # A CPU's caches hold one head; elsewhere launches cost more than memory.
+        together = 1 if layer.keys.is_cpu else heads
+        for first in range(0, heads, together):
+            part = slice(first, first + together)
+            keys = layer.keys[part]
+            pieces = keys[:, :sinks], keys[:, start:stop], layer.probe_keys[part]
+            subset = torch.cat(pieces, dim=1)
+            received = _largest_attention(groups[part], subset, sinks, decay)
+            if norms is not None:
+                written = layer.values[part, None, start:stop].to(torch.float32)
                 received *= torch.linalg.vector_norm(
-                    written @ factors.transpose(1, 2), dim=2
+                    written @ norms[part].transpose(2, 3), dim=3
                 )
-            rows.append(received.amax(0))
-        return torch.stack(rows)
+            rows.append(received.amax(1))
+        return torch.cat(rows)
 
     def _decay(self, layer: ProbeLayer) -> torch.Tensor | None:
         """Return [n] ``1 / ||x_j||`` for KVzip+, None otherwise."""
@@ -261,34 +266,37 @@ def _largest_attention(
     sinks: int,
     decay: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Find the most that each query head of a group attends to each key of the chunk.
+    """Find the most that each query head attends to each key of the chunk.
 
     Args:
-        queries: [G, n, D] of the probe.
-        keys: [S + m + n, D]: sinks, chunk, probe; query i sees the first S + m + i + 1.
+        queries: [H, G, n, D] of the probe, by KV head.
+        keys: [H, S + m + n, D]: sinks, chunk, probe; query i sees the first S + m + i
+            + 1.
         sinks: S, in tokens.
         decay: [n] factors of the queries; None: all are 1.
 
     Returns:
-        [G, m], float32.
+        [H, G, m], float32.
     """
-    group, length, dim = queries.shape
+    heads, group, length, dim = queries.shape
     rows = queries.to(torch.float32) / math.sqrt(dim)
-    transposed = keys.to(torch.float32).t()
-    before = len(keys) - length
-    best = rows.new_zeros(group, before - sinks)
-    block_elements = DEVICE_ELEMENTS if keys.device.type != "cpu" else CACHED_ELEMENTS
-    step = min(length, max(1, block_elements // (group * len(keys))))
+    transposed = keys.to(torch.float32).transpose(1, 2)
+    before = keys.shape[1] - length
+    best = rows.new_zeros(heads, group, before - sinks)
+    block_elements = CACHED_ELEMENTS if keys.is_cpu else DEVICE_ELEMENTS
+    step = max(1, block_elements // (heads * group * keys.shape[1]))
+    step = min(length, step)
     later = rows.new_ones(step, step, dtype=torch.bool).triu(1)
     for first in range(0, length, step):
-        block = rows[:, first : first + step]
-        width = block.shape[1]
+        block = rows[:, :, first : first + step]
+        width = block.shape[2]
+        seen = before + first + width
         # Keys behind the block's last query are left out, not computed and masked.
-        logits = block.reshape(-1, dim) @ transposed[:, : before + first + width]
-        logits = logits.view(group, width, -1)
+        logits = block.reshape(heads, -1, dim) @ transposed[:, :, :seen]
+        logits = logits.view(heads, group, width, -1)
         logits[..., before + first :].masked_fill_(later[:width, :width], -torch.inf)
-        weights = torch.softmax(logits, dim=2)[..., sinks:before]
+        weights = torch.softmax(logits, dim=3)[..., sinks:before]
         if decay is not None:
             weights *= decay[first : first + width, None]
-        torch.maximum(best, weights.amax(1), out=best)
+        torch.maximum(best, weights.amax(2), out=best)
     return best

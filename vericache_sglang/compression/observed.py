@@ -9,10 +9,8 @@ import torch
 
 from vericache_sglang.compression.about import About
 from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector, Step
+from vericache_sglang.compression.chunks import rows_at_once
 from vericache_sglang.errors import CompressionError
-
-CHUNK_ELEMENTS = 4 * 2**20
-"""Most attention weights computed at once, in elements (float32: 16 MiB a copy)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,15 +107,16 @@ class Observed(Selector):
         """See ``Selector.update``; copies the sample once.
 
         Raises:
-            CompressionError: The step has no queries.
+            CompressionError: The step has no queries, or none of a prefill.
         """
-        if step.queries is None:
+        queries, start = step.queries, step.start
+        if queries is None or start is None:
             raise CompressionError("observed: a step without queries")
         layers = self._open[step.rid]
         known = layers.get(step.layer)
-        if known is None or known.end != step.start:
-            known = Sample(step.start, step.start, 1, step.queries[:, :0])
-        layers[step.layer] = known.extended(step.queries, self._most)
+        if known is None or known.end != start:
+            known = Sample(start, start, 1, queries[:, :0])
+        layers[step.layer] = known.extended(queries, self._most)
 
     def scores(
         self,
@@ -127,7 +126,7 @@ class Observed(Selector):
         values: torch.Tensor,
         seen: Seen,
     ) -> torch.Tensor:
-        """See ``Selector.scores``; O(Hq * m * T * D), a few copies of 16 MiB.
+        """See ``Selector.scores``; O(Hq * m * T * D).
 
         Tokens behind the last voting query, fewer than s, were seen by none: they score
         above every other token and ascending.
@@ -141,8 +140,7 @@ class Observed(Selector):
         heads, tokens, dim = keys.shape
         voters = known.rows.shape[1]
         groups = known.rows.view(heads, -1, voters, dim).transpose(1, 2)
-        votes = [_received(group, keys[i], known) for i, group in enumerate(groups)]
-        scores = torch.stack(votes) * (known.stride / groups.shape[2])
+        scores = _received(groups, keys, known) * (known.stride / groups.shape[2])
         places = torch.arange(tokens, device=keys.device)
         if self._mean:
             turns = torch.arange(voters, device=keys.device)
@@ -159,32 +157,34 @@ class Observed(Selector):
 def _received(
     queries: torch.Tensor, keys: torch.Tensor, sample: Sample
 ) -> torch.Tensor:
-    """Sum the attention that the keys of one head receive, in float32.
+    """Sum the attention that keys receive from their group, in float32.
 
     Args:
-        queries: [m, G, D] of the head's group, the rows of ``sample``.
-        keys: [T, D] at positions 0 to T - 1.
+        queries: [H, m, G, D] of each KV head's group, the rows of ``sample``.
+        keys: [H, T, D] at positions 0 to T - 1.
         sample: Where the queries stand; each sees the keys up to its own.
 
     Returns:
-        [T], >= 0.
+        [H, T], >= 0.
     """
-    voters, group, dim = queries.shape
-    tokens = keys.shape[0]
-    total = keys.new_zeros(tokens, dtype=torch.float32)
-    transposed = keys.to(torch.float32).t()
+    heads, voters, group, dim = queries.shape
+    tokens = keys.shape[1]
+    total = keys.new_zeros(heads, tokens, dtype=torch.float32)
+    transposed = keys.to(torch.float32).transpose(1, 2)
     places = torch.arange(tokens, device=keys.device)
-    chunk = max(1, CHUNK_ELEMENTS // (group * tokens))
+    chunk = rows_at_once(heads * group * tokens, keys.device)
     for begin in range(0, voters, chunk):
-        block = queries[begin : begin + chunk].to(torch.float32) * dim**-0.5
+        block = queries[:, begin : begin + chunk].to(torch.float32) * dim**-0.5
+        count = block.shape[1]
         start = sample.first + sample.stride * begin
-        stop = start + sample.stride * (len(block) - 1) + 1
+        stop = start + sample.stride * (count - 1) + 1
         own = torch.arange(start, stop, sample.stride, device=keys.device)
         # Keys behind the block's last query are left out, not computed and masked.
-        logits = block @ transposed[:, :stop]
-        later = places[None, :stop] > own[:, None]
+        logits = block.reshape(heads, -1, dim) @ transposed[:, :, :stop]
+        logits = logits.view(heads, count, group, -1)
+        later = places[:stop] > own[:, None]
         logits.masked_fill_(later[:, None], -torch.inf)
-        total[:stop] += torch.softmax(logits, dim=2).sum((0, 1))
+        total[:, :stop] += torch.softmax(logits, dim=3).sum((1, 2))
     return total
 
 

@@ -9,10 +9,8 @@ from torch.nn import functional
 
 from vericache_sglang.compression.about import About
 from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector
+from vericache_sglang.compression.chunks import rows_at_once
 from vericache_sglang.errors import CompressionError
-
-CHUNK_ELEMENTS = 4 * 2**20
-"""Most attention weights computed at once, in elements (float32: 16 MiB a copy)."""
 
 
 @SELECTORS.register("snapkv")
@@ -54,7 +52,7 @@ class SnapKV(Selector):
         values: torch.Tensor,
         seen: Seen,
     ) -> torch.Tensor:
-        """See ``Selector.scores``; O(Hq * w * T * D), a few copies of 16 MiB at most.
+        """See ``Selector.scores``; O(Hq * w * T * D), in a few launches on a GPU.
 
         Tokens in the window, those of ``seen.tail``, score above every other token and
         ascending, so they are kept, the latest ones first where they do not all fit.
@@ -67,49 +65,47 @@ class SnapKV(Selector):
             raise CompressionError("snapkv: the prompt's last queries are missing")
         heads, tokens, _ = keys.shape
         # A query head's group, and its window, become rows of one product.
-        groups = queries.rows.view(heads, -1, *queries.rows.shape[1:])
+        rows = queries.rows.reshape(heads, -1, queries.rows.shape[2])
         scores = torch.arange(2, 2 + tokens, dtype=torch.float32, device=keys.device)
         scores = scores.repeat(heads, 1)
         prefix = min(tokens, queries.start)
         if prefix <= 0:
             return scores
-        for head in range(heads):
-            received = _mean_attention(groups[head], keys[head], queries.start)
-            # Pooling is linear: one pass over the group's mean, not one a query head.
-            scores[head, :prefix] = functional.avg_pool1d(
-                received[None, :prefix],
-                self._pooling,
-                stride=1,
-                padding=self._pooling // 2,
-            )[0]
+        received = _mean_attention(rows, keys, queries.rows.shape[1], queries.start)
+        # Pooling is linear: one pass over the group's mean, not one a query head.
+        scores[:, :prefix] = functional.avg_pool1d(
+            received[:, :prefix], self._pooling, stride=1, padding=self._pooling // 2
+        )
         return scores
 
 
 def _mean_attention(
-    queries: torch.Tensor, keys: torch.Tensor, start: int
+    rows: torch.Tensor, keys: torch.Tensor, width: int, start: int
 ) -> torch.Tensor:
-    """Average the attention that the keys of one head receive, in float32.
+    """Average the attention that keys receive from their group, in float32.
 
     Args:
-        queries: [G, w', D] of the head's group; row i stands at ``start + i``.
-        keys: [T, D] at positions 0 to T - 1.
-        start: Position of the first row, in tokens.
+        rows: [H, G * w', D], the queries of each KV head's group, one query head after
+            the other; query i of each stands at ``start + i``.
+        keys: [H, T, D] at positions 0 to T - 1.
+        width: w'.
+        start: Position of the first query, in tokens.
 
     Returns:
-        [T], in [0, 1].
+        [H, T], in [0, 1].
     """
-    width, tokens = queries.shape[1], keys.shape[0]
-    rows = queries.reshape(-1, queries.shape[2]).to(torch.float32)
-    rows = rows * queries.shape[2] ** -0.5
-    window = torch.arange(start, start + width, device=keys.device)
-    positions = window.repeat(queries.shape[0])
-    transposed = keys.to(torch.float32).t()
-    total = keys.new_zeros(tokens, dtype=torch.float32)
-    chunk = max(1, CHUNK_ELEMENTS // tokens)
-    for part, places in zip(rows.split(chunk), positions.split(chunk), strict=True):
+    heads, tokens, dim = keys.shape
+    rows = rows.to(torch.float32) * dim**-0.5
+    transposed = keys.to(torch.float32).transpose(1, 2)
+    turn = torch.arange(width, device=keys.device)
+    # Only keys inside the window can be later than a query.
+    later = (
+        turn[: max(0, tokens - start)] > turn.repeat(rows.shape[1] // width)[:, None]
+    )
+    total = rows.new_zeros(heads, tokens)
+    chunk = rows_at_once(heads * tokens, keys.device)
+    for part, hidden in zip(rows.split(chunk, dim=1), later.split(chunk), strict=True):
         logits = part @ transposed
-        # Only keys inside the window can be later than a query.
-        inside = logits[:, start:]
-        inside.masked_fill_(window[: inside.shape[1]] > places[:, None], -torch.inf)
-        total += torch.softmax(logits, dim=1).sum(0)
-    return total / len(rows)
+        logits[:, :, start:].masked_fill_(hidden, -torch.inf)
+        total += torch.softmax(logits, dim=2).sum(1)
+    return total / rows.shape[1]

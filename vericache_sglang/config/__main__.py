@@ -1,6 +1,6 @@
-"""Print the settings table that the README holds."""
+"""Print ``docs/settings.md``."""
 
-from vericache_sglang.config.cli import settings_table
+from vericache_sglang.config.cli import settings_page
 
 if __name__ == "__main__":
-    print(settings_table())
+    print(settings_page(), end="")

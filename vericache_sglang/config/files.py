@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vericache_sglang.config.schema import VeriCacheConfig, defaults, flag, options
+from vericache_sglang.config.schema import VeriCacheConfig, fields
 from vericache_sglang.errors import ConfigError
 
 ENV = "VERICACHE_CONFIG"
@@ -22,7 +21,14 @@ OFF = "off"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice instead of taking the last one."""
+    """SafeLoader that refuses repeated keys, and for which on and off are names."""
+
+    # By first letter. YAML 1.1 makes booleans of on and off; no setting is one.
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class has it
+        **yaml.SafeLoader.yaml_implicit_resolvers,
+        "o": [],
+        "O": [],
+    }
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -36,16 +42,15 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Return the fields a YAML file sets; unchecked, absent fields left out.
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds, unchecked.
 
     Raises:
-        ConfigError: The file cannot be read, or is not a mapping of fields.
+        ConfigError: The file cannot be read, or is not YAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
         # _Loader is a SafeLoader: it builds plain data, never objects.
-        values = yaml.load(text, Loader=_Loader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); give --vericache-config an existing "
@@ -53,24 +58,26 @@ def read_yaml(path: Path) -> dict[str, object]:
         ) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    return _fields(values, str(path))
 
 
-def config_from(values: Mapping[str, object], source: str) -> VeriCacheConfig:
+def config_from(values: Any, source: str) -> VeriCacheConfig:
     """Build the settings from field values.
 
     Args:
-        values: Field name -> value; absent fields take their default.
+        values: Field name -> value; absent fields take their default, None has none.
         source: Where the values are from, first words of any error.
 
     Raises:
-        ConfigError: A field is unknown, of the wrong type or out of bounds.
+        ConfigError: Not a mapping, or see ``VeriCacheConfig``.
     """
-    known = _fields(values, source)
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{source}: expected lines `field: value`, got {type(values).__name__}"
+        )
     try:
-        return VeriCacheConfig(**known)  # type: ignore[arg-type]
+        return VeriCacheConfig(**{str(name): value for name, value in values.items()})
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
@@ -91,24 +98,20 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> VeriCacheConf
     else:
         # A bad field is an error even where a flag would win.
         base = config_from(read_yaml(path), str(path))
-    values = asdict(base) if base is not None else {}
-    return config_from({**values, **flags}, "command line")
+    given = config_from(flags, "command line")
+    values = base.model_dump() if base is not None else {}
+    return VeriCacheConfig(**{**values, **given.model_dump(exclude_unset=True)})
 
 
 def to_yaml(config: VeriCacheConfig) -> str:
     """Return ``config`` as YAML, every field under a comment from the schema."""
     blocks = []
-    for name, value in asdict(config).items():
-        opt = options()[name]
-        notes = [opt.help, opt.unit, opt.bounds(), f"default {defaults()[name]}"]
+    for name, value in config.model_dump().items():
+        field = fields()[name]
+        notes = [field.help, field.unit, field.bounds, f"default {field.default}"]
         comment = "; ".join(note for note in notes if note)
         blocks.append(f"# {comment}\n{yaml.safe_dump({name: value})}")
     return "\n".join(blocks)
-
-
-def to_json(config: VeriCacheConfig) -> str:
-    """Return ``config`` as one line of JSON, the inline form of ``ENV``."""
-    return json.dumps(asdict(config))
 
 
 def parse_setting(value: str) -> VeriCacheConfig | None:
@@ -121,13 +124,11 @@ def parse_setting(value: str) -> VeriCacheConfig | None:
     if value in ("", OFF):
         return None
     if not value.startswith("{"):
-        path = Path(value)
-        return config_from(read_yaml(path), f"{ENV}: {path}")
+        return config_from(read_yaml(Path(value)), f"{ENV}: {value}")
     try:
-        values = json.loads(value)
+        return config_from(json.loads(value), ENV)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{ENV} is not valid JSON: {error}") from error
-    return config_from(_fields(values, ENV), ENV)
 
 
 @cache
@@ -144,7 +145,7 @@ def active_config() -> VeriCacheConfig | None:
 
 
 def is_disabled() -> bool:
-    """Say whether the environment switches VeriCache off."""
+    """Return whether the environment switches VeriCache off."""
     return os.environ.get(ENV, "").strip() == OFF
 
 
@@ -154,25 +155,5 @@ def publish(config: VeriCacheConfig | None) -> None:
     Args:
         config: None switches VeriCache off.
     """
-    os.environ[ENV] = OFF if config is None else to_json(config)
+    os.environ[ENV] = OFF if config is None else config.model_dump_json()
     active_config.cache_clear()
-
-
-def _fields(values: object, source: str) -> dict[str, object]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{source}: expected lines `field: value`, got {type(values).__name__}"
-        )
-    unknown = [str(name) for name in values if name not in options()]
-    if unknown:
-        raise ConfigError(
-            f"{source}: unknown field {', '.join(map(repr, unknown))}; known: "
-            f"{', '.join(options())}"
-        )
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"{source}: {missing[0]} ({flag(missing[0])}) has no value; write one or "
-            "delete the line"
-        )
-    return dict(values)

@@ -2,231 +2,204 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import difflib
+import logging
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vericache_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pydantic.fields import FieldInfo
+
+logger = logging.getLogger(__name__)
+
 Value = str | int | float
 
 STAGING_STEP = 64
-"""Staging regions are multiples of this many slots: every page size divides it."""
+"""Staging buffers are multiples of this many slots: every page size divides it."""
 
 STAGING_CEILING = 65536
 """Most slots the automatic staging size asks for; a flag may ask for more."""
 
+STAGING_SHARE = 4
+"""The automatic staging size takes at most one in so many of a GPU's KV slots."""
 
-class Opt(NamedTuple):
-    """What the flag, the YAML file and the README table need to know of a field.
-
-    Attributes:
-        help: What the setting does, a phrase without a full stop.
-        unit: What one unit of the value is; empty for names.
-        least: Smallest allowed value, inclusive.
-        most: Largest allowed value, inclusive.
-        above: Bound the value must exceed; instead of ``least``.
-        choices: The allowed names; empty where any name may be.
-    """
-
-    help: str
-    unit: str = ""
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    choices: tuple[str, ...] = ()
-
-    def bounds(self) -> str:
-        """Spell the allowed values as a condition, "" where there is none."""
-        if self.choices:
-            return " or ".join(self.choices)
-        lower = f"> {self.above:g}" if self.above is not None else ""
-        if self.least is not None:
-            lower = f">= {self.least:g}"
-        upper = f"<= {self.most:g}" if self.most is not None else ""
-        return " and ".join(part for part in (lower, upper) if part)
-
-    def allows(self, value: float) -> bool:
-        """Say whether ``value`` is inside the bounds; NaN and infinity never are."""
-        return (
-            abs(value) < 2**63
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-        )
+RENAMED: Mapping[str, str] = {"shadow_rate": "consistency_check_rate"}
+"""Former name -> present one; flags and YAML take both until version 0.2."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VeriCacheConfig:
+def _setting(default: Value, text: str, unit: str = "", **bounds: float) -> Any:
+    """Declare a field; ``bounds`` are pydantic's ``gt``, ``ge`` and ``le``."""
+    # No larger number overflows later; nobody has to be told.
+    limits: dict[str, Any] = {"lt": 2**63} if not isinstance(default, str) else {}
+    limits |= bounds or ({"min_length": 1} if isinstance(default, str) else {})
+    extra: dict[str, Any] = {"unit": unit}
+    return Field(default, description=text, json_schema_extra=extra, **limits)
+
+
+class VeriCacheConfig(BaseModel):
     """Settings of one server, checked on construction and never changed.
 
-    Integers given for fractional fields become floats, so equal settings compare equal.
-
     Raises:
-        ConfigError: A value has the wrong type or is outside its bounds; the message
-            names the field, its flag and the allowed values.
+        ConfigError: A value has the wrong type or is outside its bounds, or a field is
+            unknown; the message names field, flag, allowed values and default.
     """
 
-    compressor: Annotated[
-        str,
-        Opt(
-            "what stays of a prompt: SELECTOR, CODEC or SELECTOR+CODEC, options as in "
-            "kivi:bits=4; python -m vericache_sglang.compressors lists them"
-        ),
-    ] = "snapkv"
-    keep: Annotated[
-        float,
-        Opt(
-            "part of the prompt each KV head keeps on the device",
-            "share of prompt tokens",
-            above=0,
-            most=1,
-        ),
-    ] = 0.25
-    draft_length: Annotated[
-        int, Opt("tokens drafted between two verifications", "tokens", 1, 256)
-    ] = 32
-    max_verifies: Annotated[
-        int, Opt("requests verified in one iteration", "requests", 1, 64)
-    ] = 2
-    residency: Annotated[
-        str,
-        Opt(
-            "where complements are: auto lets the throughput model choose and steps "
-            "aside where plain decoding is faster; host and device are forced",
-            choices=("auto", "host", "device"),
-        ),
-    ] = "auto"
-    pacing: Annotated[
-        str,
-        Opt(
-            "when requests are verified: staggered over reserved windows, or the "
-            "baselines lockstep and sequential",
-            choices=("staggered", "lockstep", "sequential"),
-        ),
-    ] = "staggered"
-    horizon: Annotated[
-        int,
-        Opt("windows ahead in which reloads are reserved", "iterations", 8, 4096),
-    ] = 64
-    min_prompt: Annotated[
-        int, Opt("shorter prompts are decoded plainly, on the full KV", "tokens", 1)
-    ] = 2048
-    sink_tokens: Annotated[
-        int, Opt("first prompt tokens that are always kept", "tokens", 0)
-    ] = 4
-    recent_tokens: Annotated[
-        int, Opt("last prompt tokens that are always kept", "tokens", 0)
-    ] = 32
-    staging_tokens: Annotated[
-        int,
-        Opt(
-            "size of the staging region; 0 sizes it from the context length at boot",
-            "KV slots",
-            0,
-        ),
-    ] = 0
-    host_gb: Annotated[
-        float,
-        Opt(
-            "host memory of a rank for what leaves the device; 0 shares out a quarter "
-            "of what is free at boot",
-            "GiB",
-            0,
-        ),
-    ] = 0.0
-    link_gbps: Annotated[
-        float,
-        Opt("emulated host link; 0 copies as fast as the machine does", "GB/s", 0),
-    ] = 0.0
-    seed: Annotated[
-        int, Opt("seed of compressors that draw random numbers", "number", 0)
-    ] = 0
-    acceptance: Annotated[
-        str,
-        Opt(
-            "how drafts of sampled requests are verified: coupled draws both sides "
-            "with the same noise, rejection is the classic rule; seeded requests are "
-            "always coupled",
-            choices=("coupled", "rejection"),
-        ),
-    ] = "coupled"
-    shadow_rate: Annotated[
-        float,
-        Opt(
-            "finished greedy requests decoded again plainly, while idle, and compared",
-            "share of requests",
-            0,
-            1,
-        ),
-    ] = 0.0
-    trace: Annotated[
-        str,
-        Opt("file for a Perfetto trace of every iteration; off writes none", "path"),
-    ] = "off"
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        str_strip_whitespace=True,
+    )
 
-    def __post_init__(self) -> None:
-        for name in options():
-            value = check(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+    compressor: str = _setting(
+        "snapkv",
+        "compression method: SELECTOR, CODEC or SELECTOR+CODEC, with options as in "
+        "kivi:bits=4; python -m vericache_sglang.compressors lists them",
+    )
+    keep: float = _setting(
+        0.25,
+        "part of the prompt tokens that every KV head keeps in the draft KV",
+        "share of prompt tokens",
+        gt=0,
+        le=1,
+    )
+    # 31 drafts and the token before them are 32 queries. With 4 query heads per KV head
+    # they fill a tile of 128 rows in FlashAttention 3; one more would take two tiles.
+    draft_length: int = _setting(
+        31, "longest draft between two verifications", "tokens", ge=1, le=256
+    )
+    max_verifies: int = _setting(
+        2, "requests verified in one scheduler iteration", "requests", ge=1, le=64
+    )
+    residency: Literal["auto", "host", "device"] = _setting(
+        "auto",
+        "where the residual KV is: auto lets the throughput model choose, and disables "
+        "speculation where autoregressive decoding is faster; host and device are "
+        "forced",
+    )
+    pacing: Literal["staggered", "lockstep", "sequential"] = _setting(
+        "staggered",
+        "when requests are verified: staggered over reserved iterations, or the "
+        "baselines lockstep and sequential",
+    )
+    horizon: int = _setting(
+        64,
+        "iterations ahead for which prefetches of residual KV are reserved",
+        "iterations",
+        ge=8,
+        le=4096,
+    )
+    min_prompt: int = _setting(
+        2048,
+        "shorter prompts are decoded autoregressively, on the full KV",
+        "tokens",
+        ge=1,
+    )
+    sink_tokens: int = _setting(
+        4, "first prompt tokens that are always kept", "tokens", ge=0
+    )
+    recent_tokens: int = _setting(
+        32, "last prompt tokens that are always kept", "tokens", ge=0
+    )
+    staging_tokens: int = _setting(
+        0,
+        "size of the staging buffer, which residual KV is prefetched into; 0 sizes it "
+        "from the context length at boot",
+        "KV slots",
+        ge=0,
+    )
+    host_gb: float = _setting(
+        0.0,
+        "host memory of a rank for offloaded, swapped-out and cached KV; 0 shares out "
+        "a quarter of what is free at boot",
+        "GiB",
+        ge=0,
+    )
+    link_gbps: float = _setting(
+        0.0,
+        "bandwidth of an emulated host link; 0 copies as fast as the machine does",
+        "GB/s",
+        ge=0,
+    )
+    store_key: str = _setting(
+        "off",
+        "file of a key that seals stored segments, so that only its holders can change "
+        "answers; off trusts whoever can write to the store",
+        "path",
+    )
+    store_shared_folder: Literal["off", "on"] = _setting(
+        "off", "whether the store's folder may be one that other users can write to"
+    )
+    seed: int = _setting(
+        0, "seed of compressors that draw random numbers", "number", ge=0
+    )
+    acceptance: Literal["coupled", "rejection"] = _setting(
+        "coupled",
+        "how drafts of sampled requests are verified: coupled draws draft and target "
+        "with the same noise, rejection is rejection sampling; seeded requests are "
+        "always coupled",
+    )
+    consistency_check_rate: float = _setting(
+        0.0,
+        "part of the finished greedy requests that is replayed without speculation "
+        "while the server is idle, and compared",
+        "share of requests",
+        ge=0,
+        le=1,
+    )
+    trace: str = _setting(
+        "off", "file for a Perfetto trace of every iteration; off writes none", "path"
+    )
+    trace_mb: int = _setting(
+        1024,
+        "size at which the trace is renamed to FILE.1, in place of an earlier one, and "
+        "begun again; 0 lets it grow",
+        "MiB",
+        ge=0,
+    )
+    live_page: Literal["on", "off"] = _setting(
+        "on", "whether GET /vericache, /vericache/state and /vericache/cache are served"
+    )
 
-
-@cache
-def options() -> Mapping[str, Opt]:
-    """Return the ``Opt`` of every field, in declaration order."""
-    hints = get_type_hints(VeriCacheConfig, include_extras=True)
-    return {name: get_args(hints[name])[1] for name in _names()}
-
-
-@cache
-def kinds() -> Mapping[str, type[Value]]:
-    """Return the type of every field, in declaration order."""
-    hints = get_type_hints(VeriCacheConfig)
-    return {name: hints[name] for name in _names()}
-
-
-def _names() -> list[str]:
-    return [field.name for field in fields(VeriCacheConfig)]
-
-
-def defaults() -> dict[str, Value]:
-    """Return every field with its default, in declaration order."""
-    return asdict(VeriCacheConfig())
-
-
-def flag(name: str) -> str:
-    """Spell a field name as its command-line flag."""
-    return f"--vericache-{name.replace('_', '-')}"
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**_present_names(values))
+        except ValidationError as error:
+            reasons = (_reason(each) for each in error.errors())
+            raise ConfigError("; ".join(reasons)) from error
 
 
-def check(name: str, value: object) -> Value:
-    """Return ``value`` as the type of field ``name``.
+def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` under the names of today."""
+    given = dict(values)
+    for old, new in RENAMED.items():
+        if old not in given:
+            continue
+        if new in given:
+            raise ConfigError(f"{old} is the former name of {new}; give one of them")
+        logger.warning("VeriCache: %s is now called %s", flag(old), flag(new))
+        given[new] = given.pop(old)
+    return given
 
-    Raises:
-        ConfigError: ``value`` has another type or is outside the field's bounds.
-    """
-    kind = kinds()[name]
-    if kind is str:
-        choices = options()[name].choices
-        given = value.strip() if isinstance(value, str) else ""
-        if given and (not choices or given in choices):
-            return given
-    elif (
-        # bool is an int to Python, but `draft_length: yes` is a mistake to us.
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and (kind is float or isinstance(value, int))
-        and options()[name].allows(value)
-    ):
-        return kind(value)
-    opt = options()[name]
-    wanted = " ".join(filter(None, (_KIND_WORDS[kind], opt.bounds(), opt.unit)))
-    raise ConfigError(
-        f"{name} ({flag(name)}) must be {wanted}, got {value!r}; "
-        f"the default is {defaults()[name]!r}"
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Spell one of pydantic's errors: what was wanted, what was given."""
+    name, given = str(error["loc"][0]), error["input"]
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {name!r}; {nearest(name, fields())}"
+    field = fields()[name]
+    wanted = " ".join(filter(None, (_KIND_WORDS[field.kind], field.bounds, field.unit)))
+    shown = "nothing" if given is None else repr(given)
+    return (
+        f"{name} ({flag(name)}) must be {wanted}, got {shown}; the default is "
+        f"{field.default!r}"
     )
 
 
@@ -237,31 +210,58 @@ _KIND_WORDS: Mapping[type, str] = {
 }
 
 
-def parse(name: str, text: str) -> Value:
-    """Read the text of a flag as the type of field ``name``.
+def nearest(name: str, known: Mapping[str, object]) -> str:
+    """Return the hint for an unknown name: the nearest known one, else all of them."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
-    Raises:
-        ConfigError: ``text`` is no such value, or outside the field's bounds.
+
+class SettingField(NamedTuple):
+    """What flags, YAML comments, errors and the settings page say of a field.
+
+    Attributes:
+        default: Its default.
+        kind: Type of its values: ``str``, ``int`` or ``float``.
+        unit: What one unit of the value is; empty for names.
+        bounds: The allowed values as a condition; empty where there is none.
+        help: What the setting does, a phrase without a full stop.
     """
-    kind = kinds()[name]
-    try:
-        value: object = kind(text)
-    except ValueError:
-        value = text  # check() then says what was wanted
-    return check(name, value)
+
+    default: Value
+    kind: type[Value]
+    unit: str
+    bounds: str
+    help: str
 
 
-def resolve_host(config: VeriCacheConfig, free_bytes: int, ranks: int) -> float:
-    """Return ``host_gb`` in GiB, in whole MiB where it follows from the machine.
+@cache
+def fields() -> Mapping[str, SettingField]:
+    """Return every field, in declaration order."""
+    return {
+        name: SettingField(
+            info.default,
+            type(info.default),
+            info.json_schema_extra["unit"],  # type: ignore[index, arg-type]
+            _bounds(info),
+            info.description or "",
+        )
+        for name, info in VeriCacheConfig.model_fields.items()
+    }
 
-    Args:
-        config: Its ``host_gb`` wins; 0 asks for a rank's part of a quarter.
-        free_bytes: Memory of the machine that is free.
-        ranks: Ranks on it, >= 1.
-    """
-    if config.host_gb:
-        return config.host_gb
-    return max(1, free_bytes // (4 * ranks) >> 20) / 1024
+
+def _bounds(info: FieldInfo) -> str:
+    limits = [
+        f"{sign} {getattr(each, name):g}"
+        for each in info.metadata
+        for name, sign in (("gt", ">"), ("ge", ">="), ("le", "<="))
+        if hasattr(each, name)
+    ]
+    return " or ".join(get_args(info.annotation)) or " and ".join(limits)
+
+
+def flag(name: str) -> str:
+    """Spell a field name as its command-line flag."""
+    return f"--vericache-{name.replace('_', '-')}"
 
 
 def boot_line(config: VeriCacheConfig) -> str:
@@ -269,22 +269,41 @@ def boot_line(config: VeriCacheConfig) -> str:
 
     The format is frozen: ``VeriCache: field=value ...`` in declaration order.
     """
-    pairs = (f"{name}={value}" for name, value in asdict(config).items())
+    pairs = (f"{name}={value}" for name, value in config.model_dump().items())
     return f"VeriCache: {' '.join(pairs)}"
 
 
-def resolve_staging(
-    config: VeriCacheConfig, context_length: int, exact: float | None = None
-) -> int:
-    """Return the size of the staging region, in KV slots.
+def resolve_host(config: VeriCacheConfig, free_bytes: int, ranks: int) -> float:
+    """Return ``host_gb`` in GiB, in whole MiB where it follows from the machine.
 
     Args:
-        config: Its ``staging_tokens`` wins; 0 asks for ``max_verifies`` complements of
-            the longest context, at most ``STAGING_CEILING``. A context whose single
-            complement exceeds the ceiling needs ``staging_tokens`` set by hand, or its
-            requests are decoded on the full KV.
+        config: Its ``host_gb`` wins; 0 asks for a rank's part of a quarter.
+        free_bytes: Memory of the machine, or of its container, that is free.
+        ranks: Ranks on it, >= 1.
+    """
+    if config.host_gb:
+        return config.host_gb
+    return max(1, free_bytes // (4 * ranks) >> 20) / 1024
+
+
+def resolve_staging(
+    config: VeriCacheConfig,
+    context_length: int,
+    exact: float | None = None,
+    pool: int | None = None,
+) -> int:
+    """Return the size of the staging buffer, in KV slots.
+
+    Args:
+        config: Its ``staging_tokens`` wins; 0 asks for the residual KV of
+            ``max_verifies`` requests of the longest context, at most
+            ``STAGING_CEILING``. A context whose residual KV alone exceeds the ceiling
+            needs ``staging_tokens`` set by hand, or its requests are decoded on the
+            full KV.
         context_length: Longest context the server accepts, in tokens, >= 1.
         exact: Share of a prompt that stays exact on the device; None: ``keep``.
+        pool: KV slots of the device, staging included, of which the automatic size
+            takes at most a ``STAGING_SHARE``-th; None: not bounded.
 
     Returns:
         A multiple of ``STAGING_STEP``; 0 only when nothing ever leaves the device.
@@ -297,6 +316,8 @@ def resolve_staging(
     wanted = config.staging_tokens
     if not wanted:
         share = config.keep if exact is None else exact
-        complement = context_length - int(share * context_length)
-        wanted = min(config.max_verifies * complement, STAGING_CEILING)
+        residual = context_length - int(share * context_length)
+        wanted = min(config.max_verifies * residual, STAGING_CEILING)
+        if pool is not None:
+            wanted = min(wanted, pool // STAGING_SHARE)
     return -(-wanted // STAGING_STEP) * STAGING_STEP

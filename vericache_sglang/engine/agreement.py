@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from sglang.srt.environ import envs
 
 from vericache_sglang.engine.sampling.profile import Rule
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.estimates import (
     START_COEFFICIENTS,
     START_LINK_BYTES_PER_S,
@@ -28,7 +27,7 @@ from vericache_sglang.scheduling.iteration_model import IterationModel
 from vericache_sglang.scheduling.link import LinkEstimate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from vericache_sglang.engine.state import RequestState
     from vericache_sglang.scheduling.plan import Plan, World
@@ -206,20 +205,6 @@ class Agreement:
         self._drawn += 1
         seed = _digest(f"{self._secret} {self._drawn} {state.rid}")
         state.profile = replace(state.profile, seed=seed)
-
-    @contextmanager
-    def carried_out(self) -> Iterator[None]:
-        """Hold what all ranks have agreed to do and no rank may fail to do.
-
-        Raises:
-            InvariantError: A copy failed although every rank had checked its own.
-        """
-        try:
-            yield
-        except TransferError as error:
-            if self.alone:
-                raise
-            raise InvariantError(f"this rank alone failed: {error}") from error
 
 
 def open_agreement(measured: Estimates, tp_size: int, most_reloads: int) -> Agreement:

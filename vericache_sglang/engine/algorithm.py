@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from vericache_sglang.config.files import active_config, is_disabled
+from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.engine import cuda_arguments, tiered_cache
 
 if TYPE_CHECKING:
@@ -15,6 +18,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 NAME = "VERICACHE"
+
+
+def served_config() -> VeriCacheConfig | None:
+    """Return the settings this process serves with; None where VeriCache is off."""
+    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
+        return None
+    return active_config() or VeriCacheConfig()
 
 
 class EmptyRelay(FutureMap):
@@ -64,7 +74,7 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         return EmptyRelay(device, self, pool, here, needs_confidence_relay)
 
     def supports_ragged_verify(self) -> bool:
-        """Rows of a verification have lengths of their own (``graph_forward.py``)."""
+        """Rows of a verification have lengths of their own (``graph_runner.py``)."""
         return True
 
     def has_draft_kv(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.engine.eligibility import draftable, end_tokens, stop_tokens
-from vericache_sglang.engine.figures import KEY, Figures
 from vericache_sglang.engine.request_options import read_options
 from vericache_sglang.engine.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.engine.sampling.penalties import Penalties
@@ -16,6 +15,7 @@ from vericache_sglang.engine.sampling.profile import (
     profile_of,
 )
 from vericache_sglang.engine.state import RequestState
+from vericache_sglang.observability.request_stats import KEY, RequestStats
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -72,7 +72,7 @@ class Arrivals:
             # Host memory that lost its KV once is not asked again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        figures = Figures(eligible, longest, options.report)
+        figures = RequestStats(eligible, longest, options.report)
         req.customized_info = {**(req.customized_info or {}), KEY: figures}
         outputs = list(req.output_ids)
         profile = profile_of(

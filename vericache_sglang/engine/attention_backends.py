@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+DETERMINISTIC_QUERIES = 64
+"""As many queries as fill the kernel's largest block, whatever the model's heads."""
+
+
 def register() -> None:
     """Make SGLang know the backend name; a second call changes nothing."""
     from sglang.srt.arg_groups import choices
@@ -34,6 +38,8 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     """Build the backend of the runner's device.
 
     On a GPU prefill is left to SGLang's Triton backend, which reads the same rows.
+    Under ``--enable-deterministic-inference`` every forward of every server, with
+    speculation or without, is compiled for the same number of queries.
 
     Args:
         model_runner: SGLang's.
@@ -46,11 +52,13 @@ def create_backend(model_runner: ModelRunner) -> AttentionBackend:
 
         return SlotRunAttnBackend(model_runner)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.runtime_context import get_exec, get_spec
 
     from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
 
-    most_queries = get_spec().speculative_num_draft_tokens or 1
+    most, decode = get_spec().speculative_num_draft_tokens or 1, 1
+    if get_exec().deterministic.enable_deterministic_inference:
+        most = decode = DETERMINISTIC_QUERIES
     return RaggedAttnBackend(
-        model_runner, TritonAttnBackend(model_runner), most_queries
+        model_runner, TritonAttnBackend(model_runner), most, decode
     )

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from vericache_sglang.engine.segment_copies import joined
 from vericache_sglang.engine.segment_room import SegmentRoom
-from vericache_sglang.engine.stored_segments import store_report
 from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.segments import SEGMENT
-from vericache_sglang.store.keys import segment_names
-from vericache_sglang.store.tally import StoreCounters
+from vericache_sglang.prefix_cache.store.counters import StoreCounters
+from vericache_sglang.prefix_cache.store.keys import segment_names
 from vericache_sglang.tiers.index import SegmentIndex
 from vericache_sglang.tiers.segment import Part, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from array import array
+    from collections.abc import Callable, Iterator, Sequence
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.segment_copies import SegmentCopies
     from vericache_sglang.engine.segment_room import Identity
-    from vericache_sglang.engine.stored_segments import Found, Namespace, Tokens
+    from vericache_sglang.prefix_cache.store.segment_store import Found
     from vericache_sglang.tiers.prices import Prices
     from vericache_sglang.tiers.segment import Content
 
-
-NO_STORE = StoreCounters()
-"""What is reported where there is none."""
+    Namespace = tuple[str | None, ...]
+    Tokens = Sequence[int] | array[int]
 
 logger = logging.getLogger(__name__)
+
+MOST_LOGGED = 10
+"""Failures of the cache that are logged; all are counted."""
 
 
 class CachedSegments(SegmentRoom):
@@ -51,7 +54,8 @@ class CachedSegments(SegmentRoom):
         prices: Returns what moves and prefills cost now.
 
     Attributes:
-        active: There is a radix tree that fills it.
+        active: There is a radix tree that fills it, and all adds up.
+        strict: Raise what does not add up, as tests want it, instead of going on.
         kept: Tokens of a segment that stay where it is split, and then stored in two
             parts; 0: segments are not split.
         reprefill_tail: Last tokens of every prompt that are to run again.
@@ -68,8 +72,37 @@ class CachedSegments(SegmentRoom):
     ) -> None:
         super().__init__(copies, places, identity, free, prices)
         self.active = False
+        self.strict = True
+        self._abandoned = False
         self.kept = 0
         self.reprefill_tail = reprefill_tail
+
+    # -- what does not add up --------------------------------------------------
+
+    @contextmanager
+    def cache_only(self) -> Iterator[None]:
+        """Go on after a failure that can cost cached prefixes, and no token.
+
+        They are not used any more until SGLang's caches are flushed; what runs keeps
+        what it lists.
+        """
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self.strict:
+                raise
+            self.counters.inconsistencies += 1
+            if self.counters.inconsistencies <= MOST_LOGGED:
+                logger.exception("VeriCache: cached prefixes are dropped: %s", error)
+            self._abandoned = self._abandoned or self.active
+            self.active = False
+
+    def make_room(self, nbytes: int) -> None:
+        """See ``SegmentRoom.make_room``; without room a move is put off."""
+        with self.cache_only():
+            super().make_room(nbytes)
 
     # -- names, and how far they reach ----------------------------------------
 
@@ -96,27 +129,17 @@ class CachedSegments(SegmentRoom):
 
     # -- the radix tree tells -------------------------------------------------
 
-    def register(
-        self,
-        names: Sequence[str],
-        slots: torch.Tensor,
-        namespace: Namespace,
-        tokens: Tokens,
-    ) -> None:
+    def register(self, names: Sequence[str], slots: torch.Tensor) -> None:
         """Name a prefix that the tree owns now.
 
         Args:
             names: Of its whole segments.
             slots: [T] integers, its tokens in order; at least those segments.
-            namespace: What requests must have in common to share KV.
-            tokens: Token ids from the beginning, as many.
         """
         self._slots.enter(names, slots)
-        if self.stored is not None:
-            self.stored.describe(names, namespace, tokens)
-            if not self.kept:
-                for at, name in enumerate(names):
-                    self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
+        if not self.kept:
+            for at, name in enumerate(names):
+                self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
         now = time.monotonic()
         for at, name in enumerate(names):
             known = self._index.get(name)
@@ -127,28 +150,33 @@ class CachedSegments(SegmentRoom):
 
     def leaving(self, slots: torch.Tensor) -> None:
         """Copy the segments to the host that are about to lose a slot of the device."""
-        for name, parent, own in self._slots.leave(slots):
-            self.counters.evicted_device_tokens += SEGMENT
-            self._write(name, own)
-            if parent is not None and parent not in self._index:
-                self.forget(name)  # nothing leads to it any more
-                continue
-            if self.copies.restorable(name) or name in self.complements:
-                self._catch_up(name)
-                continue
-            if name not in self._index:
-                continue
-            self._index.pin([name])
-            saved = self._with_room(partial(self._save, name, own))
-            self._index.unpin([name])
-            if saved is None:
-                self.counters.refused_segments += 1
-                self.forget(name)
-            elif name in self.complements:
-                self.settle([name])
-            else:
-                with self._loosened(name):
-                    self._index.place(name, Part.COMPLEMENT, Tier.HOST)
+        with self.copies.together():
+            for segment in self._slots.leave(slots):
+                self._leave(*segment)
+
+    def _leave(self, name: str, parent: str | None, own: torch.Tensor) -> None:
+        """Copy a segment to the host where it is worth it; see ``leaving``."""
+        self.counters.evicted_device_tokens += SEGMENT
+        self._write(name, own)
+        if parent is not None and parent not in self._index:
+            self.forget(name)  # nothing leads to it any more
+            return
+        if self.copies.restorable(name) or name in self.complements:
+            self._catch_up(name)
+            return
+        if name not in self._index:
+            return
+        self._index.pin([name])
+        saved = self._with_room(partial(self._save, name, own))
+        self._index.unpin([name])
+        if saved is None:
+            self.counters.refused_segments += 1
+            self.forget(name)
+        elif name in self.complements:
+            self.settle([name])
+        else:
+            with self._loosened(name):
+                self._index.place(name, Part.COMPLEMENT, Tier.HOST)
 
     def _catch_up(self, name: str) -> None:
         """Have the index say where a segment is that has just left the device."""
@@ -162,30 +190,19 @@ class CachedSegments(SegmentRoom):
                 self.settle([name])
 
     def forget(self, name: str) -> None:
-        """See ``SegmentRoom.forget``; what it stands for is forgotten too."""
+        """See ``SegmentRoom.forget``; also that the store has it."""
         super().forget(name)
         if self.stored is not None and name not in self._slots:
             self.stored.forget(name)
 
-    def keep(
-        self,
-        names: Sequence[str],
-        first: int,
-        slots: torch.Tensor,
-        namespace: Namespace,
-        tokens: Tokens,
-    ) -> None:
+    def keep(self, names: Sequence[str], first: int, slots: torch.Tensor) -> None:
         """Copy segments to the host that the tree does not get.
 
         Args:
             names: Of a text's whole segments.
             first: The first of them that is new.
             slots: [n] int64, the new ones' tokens in order.
-            namespace: What requests must have in common to share KV.
-            tokens: Token ids from the beginning.
         """
-        if self.stored is not None:
-            self.stored.describe(names, namespace, tokens)
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
             if name in self._slots or self.copies.restorable(name):
@@ -225,7 +242,7 @@ class CachedSegments(SegmentRoom):
     def _write(self, name: str, slots: torch.Tensor) -> None:
         """Have a segment written to the store, where it is not."""
         if self.stored is not None and self.stored.wants(name):
-            self.stored.write_whole(name, self.copies.read_whole(slots))
+            self.stored.write(name, {"whole": self.copies.read_whole(slots)})
 
     def take_in(self, name: str, parent: str | None, found: Found) -> bool:
         """Take in what the store had of a segment.
@@ -233,7 +250,7 @@ class CachedSegments(SegmentRoom):
         Args:
             name: The segment.
             parent: The one before it, None for the first.
-            found: ``whole``, or ``draft`` and ``rest``.
+            found: What was read of it, checked.
 
         Returns:
             False without room, or where the one before it is not known.
@@ -244,20 +261,23 @@ class CachedSegments(SegmentRoom):
             return True
         if name in self.complements:  # somebody's, without a draft part
             return False
-        parts = {part: payload.tensors for part, payload in found.items()}
-        draft = found.get("draft")
+        parts, kept = found.parts, found.manifest.kept
         ours = self.stored is not None and self.stored.usable(found)
         # Of other pages another count may have been kept.
-        if ours and parts["draft"]["kept"].shape[2] == self.kept:
+        if ours and kept == self.kept:
             attempt = partial(
-                self.copies.take_split, name, parts["draft"], parts["rest"]
+                self.copies.take_split, name, parts["draft"], parts["residual"]
             )
-            content = self._content(parts["draft"]["kept"].shape[2], Tier.HOST)
+            content = self._content(kept, Tier.HOST)
         else:
-            whole = joined(parts["draft"], parts["rest"]) if draft else parts["whole"]
+            whole = parts.get("whole") or joined(parts["draft"], parts["residual"])
             attempt = partial(self.copies.take_whole, name, whole)
             content = self._on_host
-        taken = self._enter_host(name, parent, lambda: attempt() or None, content)
+        try:
+            taken = self._enter_host(name, parent, lambda: attempt() or None, content)
+        except Exception:
+            self.forget(name)  # what was copied before it failed
+            raise
         if taken:
             self.counters.match_store_tokens += SEGMENT
         return taken
@@ -329,10 +349,11 @@ class CachedSegments(SegmentRoom):
             with self._loosened(name):
                 self._know(name, parent, content)
                 self._index.place(name, Part.DRAFT, Tier.DEVICE)
-            if self.stored is not None and self.stored.wants_split(name):
+            if self.stored is not None and self.stored.wants(name, split=True):
                 parts = self.copies.read_parts(name)
                 if parts is not None:
-                    self.stored.write_split(name, *parts)
+                    draft, residual = parts
+                    self.stored.write(name, {"draft": draft, "residual": residual})
             self.copies.drop_copies(name)
 
     def close(self) -> None:
@@ -359,6 +380,7 @@ class CachedSegments(SegmentRoom):
         self._index = SegmentIndex()
         self._slots.clear()
         self._distrusted.clear()
+        self.active, self._abandoned = self.active or self._abandoned, False
 
     def report(self) -> dict[str, int | float]:
         """Return what each tier holds, and the counters."""
@@ -374,7 +396,7 @@ class CachedSegments(SegmentRoom):
             "cache_store_tokens": below.tokens,
             "cache_store_bytes": below.nbytes,
             "cache_complement_bytes": self.complements.used_bytes,
-            **(self.stored.report() if self.stored else store_report(NO_STORE)),
+            **(self.stored.report() if self.stored else StoreCounters().report()),
             **self.counters.report(),
         }
 

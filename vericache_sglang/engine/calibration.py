@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vericache_kernels.ragged_attention import RaggedRows, ragged_attention
 from vericache_kernels.run_attention import run_attention
 from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.complement import RawComplement
@@ -15,7 +16,7 @@ from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.iteration_model import Coefficients
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.memory.staging import Lease, StagingRegion
@@ -30,6 +31,9 @@ SHORT, LONG = 256, 4096
 LINK_SLOTS = (32, 2048)
 """Slots of the copies that time the link."""
 
+TIMED_ROWS = 16
+"""Rows whose reading is timed: enough that a GPU is busy with them."""
+
 REPEATS = 5
 LEAST_S = 1e-13
 
@@ -43,7 +47,8 @@ def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> N
         link: Takes both measurements.
     """
     for slots in LINK_SLOTS:
-        lease = region.take(slots) if slots <= region.free else None
+        room = places.host.fits(places.host.parked_bytes(slots))
+        lease = region.take(slots) if room and slots <= region.free else None
         if lease is None:
             continue
         try:
@@ -55,24 +60,54 @@ def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> N
 
 
 def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
-    host, geometry = places.host, places.geometry
-    image = RawComplement(geometry, lease.slots, 1, host.dtype)
-    image.kept.zero_()
+    host, pool = places.host, places.pool
+    image = RawComplement(places.geometry, lease.slots, 0, host.dtype, host.arena)
     blocks = (
-        (torch.zeros_like(image.keys[layer]), torch.zeros_like(image.values[layer]))
-        for layer in range(geometry.layers)
+        (keys.new_zeros(image.keys[0].shape), values.new_zeros(image.values[0].shape))
+        for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
     )
-    saved = places.transfers.save(blocks, image)
-    _wait(saved)
-    link.observe(saved.nbytes, saved.seconds, "out")
-    staged = places.transfers.start(image, lease, lambda layer: [])
-    _wait(staged)
-    link.observe(staged.nbytes, staged.seconds, "in")
+    try:
+        saved = places.transfers.save(blocks, image)
+        _wait(saved)
+        link.observe(saved.nbytes, saved.seconds, "out")
+        staged = places.transfers.start(image, lease, None)
+        _wait(staged)
+        link.observe(staged.nbytes, staged.seconds, "in")
+    finally:
+        image.free()
 
 
 def _wait(transfer: Transfer) -> None:
     while not transfer.done():
         time.sleep(1e-3)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Time something on the device it runs on; the host waits for it once.
+
+    Args:
+        run: Launches the work, the same each time.
+        device: What it is done by.
+
+    Returns:
+        Seconds; on a GPU those between two events, per run.
+    """
+    if device.type == "cpu":
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        return min(times)
+    run()  # compiles kernels, fills caches
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(REPEATS):
+        run()
+    last.record()
+    last.synchronize()
+    elapsed_ms: float = first.elapsed_time(last)
+    return 1e-3 * elapsed_ms / REPEATS
 
 
 def starting_coefficients(
@@ -89,32 +124,53 @@ def starting_coefficients(
         draft_length: Most drafts of a round.
 
     Returns:
-        Seconds per unit of work over all layers; the assumed ones where the pool is on
-        a GPU, or too small to tell.
+        Seconds per unit of work over all layers; the assumed ones where the pool is
+        too small to tell.
     """
-    keys, values = pool.k_buffer[0], pool.v_buffer[0]
-    long = min(LONG, keys.shape[0])
-    if keys.device.type != "cpu" or long < 2 * SHORT:
+    kv = pool.k_buffer[0], pool.v_buffer[0]
+    long = min(LONG, len(kv[0]))
+    if long < 2 * SHORT:
         return START_COEFFICIENTS
-    layer = layers[0]
+    most = draft_length + 1
 
     def seconds(queries: int, slots: int) -> float:
-        q = torch.zeros(queries, layer.tp_q_head_num, layer.head_dim, dtype=keys.dtype)
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            run_attention(q, keys, values, [(0, slots)], layer.scaling)
-            times.append(time.perf_counter() - began)
-        return min(times)
+        rows, attend = _attend(kv, layers[0], queries, most, slots)
+        return seconds_of(attend, kv[0].device) / rows
 
-    queries = draft_length + 1
-    one = (seconds(1, long) - seconds(1, SHORT)) / (long - SHORT)
-    many = (seconds(queries, long) - seconds(queries, SHORT)) / (long - SHORT)
-    product = max(LEAST_S, (many - one) / max(1, queries - 1))
+    def slot_s(queries: int) -> float:
+        """Return what one more slot takes, in a row of so many queries."""
+        return (seconds(queries, long) - seconds(queries, SHORT)) / (long - SHORT)
+
+    one, many = slot_s(1), slot_s(most)
+    product = max(LEAST_S, (many - one) / max(1, draft_length))
     read = max(LEAST_S, one - product)
     return Coefficients(
         START_COEFFICIENTS.base_s,
         START_COEFFICIENTS.per_token_s,
         read * len(layers),
         product * len(layers),
+    )
+
+
+def _attend(
+    kv: tuple[torch.Tensor, torch.Tensor],
+    layer: Any,
+    queries: int,
+    most_queries: int,
+    slots: int,
+) -> tuple[int, Callable[[], object]]:
+    """Return how many rows of ``slots`` slots are attended, and what attends them."""
+    keys, device = kv[0], kv[0].device
+    count = 1 if device.type == "cpu" else TIMED_ROWS
+    shape = (count * queries, layer.tp_q_head_num, layer.head_dim)
+    q = torch.zeros(shape, dtype=keys.dtype, device=device)
+    if device.type == "cpu":
+        return count, lambda: run_attention(q, *kv, [(0, slots)], layer.scaling)
+    listed = torch.arange(count * slots, device=device) % len(keys)
+    row = torch.arange(count + 1, device=device)
+    ends = torch.full_like(row[:-1], slots)
+    table = listed.to(torch.int32).view(count, slots)
+    rows = RaggedRows(table, row[:-1], row * queries, torch.zeros_like(ends), ends)
+    return count, lambda: ragged_attention(
+        q, kv, rows, layer.scaling, most_queries=most_queries
     )

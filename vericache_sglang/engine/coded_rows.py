@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -11,59 +10,48 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_kernels.packed_attention import (
+    DecodedStep,
     ExactRows,
-    KIVIStep,
-    PackedRows,
-    SplitPlanesStep,
     packed_attention,
 )
-from vericache_sglang.compression.codecs.kivi import KIVI
-from vericache_sglang.compression.codecs.split_planes import SplitPlanes
+from vericache_sglang.engine.calibration import TIMED_ROWS, seconds_of
+from vericache_sglang.engine.code_readers import DecodedRows, Images
+from vericache_sglang.engine.codec_steps import codec_step
 from vericache_sglang.engine.upload import upload
 from vericache_sglang.errors import CompressionError
-from vericache_sglang.memory.code_slots import ALIGN, CodeLayout
+from vericache_sglang.memory.segments import SEGMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_kernels.packed_attention import DecodeStep
     from vericache_kernels.ragged_attention import RaggedRows
-    from vericache_sglang.compression.codecs.base import Codec
+    from vericache_sglang.engine.code_readers import KV, CodeReader
+    from vericache_sglang.engine.codes import Codes
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.rows import ForwardRow
-    from vericache_sglang.memory.code_slots import Segment
+    from vericache_sglang.engine.state import RequestState
+
+TIMED_SEGMENTS = 1, 8
+"""Segments of a row whose reading is timed at boot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedRows:
-    """Which of R rows begin with codes and where these lie; on ``spec_info.coded``.
+    """Which of R rows begin with codes; on ``spec_info.coded``.
 
-    A coded row has one query token. Its codes lie in the same slots of every layer, but
-    anywhere in the pool, so each layer's are gathered first: the *image* of C slots has
-    2 * C rows of a slot's K or V, every segment's K rows and then its V rows. All
-    tensors are on the device.
+    A coded row has one query token.
 
     Attributes:
-        step: How the codec's fields become keys and values.
+        codes: What they begin with.
         begin: [R] int32, slots of codes a row begins with; 0: it has none.
         first: [R + 1] int32; row r has the segments ``first[r]`` to ``first[r + 1]``.
-        offsets: [S, F] int64, bytes from the start of the image to each field.
-        tokens: [S] int32, coded tokens of a segment.
-        slots: [C] int64, slots of the codes.
-        key_at: [C] int64, row of the image where a slot's K goes.
-        value_at: [C] int64, likewise its V.
         exact: At least as many as the coded rows have entries behind their codes, all
             rows together.
     """
 
-    step: DecodeStep
+    codes: CodeReader
     begin: torch.Tensor
     first: torch.Tensor
-    offsets: torch.Tensor
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    key_at: torch.Tensor
-    value_at: torch.Tensor
     exact: int
 
 
@@ -81,7 +69,7 @@ class CodedForward:
         coded: [T] bool, whether that row is coded.
     """
 
-    codes: CodedRows
+    codes: CodeReader
     segments: torch.Tensor
     slots: torch.Tensor
     first_slot: torch.Tensor
@@ -91,66 +79,62 @@ class CodedForward:
 
     def attend(
         self,
+        layer: int,
         queries: torch.Tensor,
-        kv: tuple[torch.Tensor, torch.Tensor],
+        kv: KV,
         scaling: float,
         others: torch.Tensor,
     ) -> torch.Tensor:
         """Attend the coded rows; the tokens of other rows keep what they have.
 
         Args:
+            layer: Layer index.
             queries: [T, Hq, D].
-            kv: K and V [slots, H, D] of the layer, contiguous.
+            kv: Of the layer.
             scaling: Factor on the scores.
             others: [T, Hq, D], of the rows without codes.
         """
-        image = self._image(kv)
-        packed = PackedRows(
-            image, image, self.codes.offsets, self.codes.tokens, self.segments
-        )
-        exact = ExactRows(*kv, self.slots, self.first_slot)
         asked = queries[self.query].unsqueeze(1)
-        found = packed_attention(asked, packed, exact, self.codes.step, scaling)
+        found = torch.zeros_like(asked)
+        step = self.codes.step
+        for rows, packed in self.codes.rows(layer, kv, self.segments):
+            exact = ExactRows(
+                *kv, self.slots, self.first_slot[rows.start : rows.stop + 1]
+            )
+            found[rows] = packed_attention(asked[rows], packed, exact, step, scaling)
         return torch.where(self.coded[:, None, None], found[self.row_of, 0], others)
-
-    def _image(self, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Gather one layer's codes, byte by byte: [*] uint8."""
-        codes = self.codes
-        keys, values = (buffer.view(torch.uint8).view(len(buffer), -1) for buffer in kv)
-        image = keys.new_empty(2 * len(codes.slots), keys.shape[1])
-        image[codes.key_at] = keys[codes.slots]
-        image[codes.value_at] = values[codes.slots]
-        return image.view(-1)
 
 
 class DraftCodes:
     """Lists the codes of a forward's draft rows; nothing waits for the device.
 
     Args:
-        codec: The server's, without an exact tail (``Codes.codec``).
+        codes: Of split requests.
         places: Pool and row table.
+        positions: Positions that tokens can stand at.
 
     Raises:
-        CompressionError: No kernel reads the codec, or not in the model's shapes.
+        CompressionError: K and V differ in width.
     """
 
-    def __init__(self, codec: Codec, places: Places) -> None:
-        self._codec, self._places = codec, places
+    def __init__(self, codes: Codes, places: Places, positions: int) -> None:
+        self._codes, self._places = codes, places
         geometry = places.geometry
-        self._step = step_of(codec)
-        try:
-            self._step.check(geometry.kv_heads, geometry.head_dim)
-        except ValueError as error:
-            raise CompressionError(str(error)) from error
         if geometry.head_dim != geometry.v_head_dim:
             raise CompressionError(
-                f"{codec.name}: the kernel needs K and V of one width, got "
+                f"{codes.codec.name}: the kernel needs K and V of one width, got "
                 f"{geometry.head_dim} and {geometry.v_head_dim}"
             )
+        self._step = codec_step(codes.codec, geometry, positions, places.device)
         self._slot_bytes = (
             geometry.kv_heads * geometry.head_dim * geometry.element_bytes
         )
-        self._layout = cache(self._new_layout)
+        self._fields = cache(self._fields_of)
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the attention decodes, rather than torch before it."""
+        return not isinstance(self._step.step, DecodedStep)
 
     def of(self, rows: Sequence[ForwardRow]) -> CodedRows | None:
         """Return the codes that rows begin with, for ``spec_info.coded``.
@@ -162,75 +146,138 @@ class DraftCodes:
         Returns:
             None where no row has codes.
         """
-        begins, counts, slots, exact = [], [], [], 0
-        offsets: list[int] = []
-        tokens: list[int] = []
-        key_at: list[int] = []
-        value_at: list[int] = []
-        for row in rows:
-            budget = row.packed.split.budget if row.packed is not None else None
-            begins.append(0 if budget is None else budget.code_slots)
-            if budget is None:
+        begins, counts, exact = [], [], 0
+        states: dict[int, RequestState] = {}
+        for i, row in enumerate(rows):
+            if row.packed is None:
+                begins.append(0)
                 counts.append(0)
                 continue
-            layout, fields = self._layout(budget.coded)
-            counts.append(len(layout.segments))
-            used = 0
-            for segment, places in zip(layout.segments, fields, strict=True):
-                at = len(key_at) + len(value_at)
-                offsets += [at * self._slot_bytes + place for place in places]
-                tokens.append(segment.tokens)
-                key_at += range(at, at + segment.slots)
-                value_at += range(at + segment.slots, at + 2 * segment.slots)
-                used += segment.slots
-            slots.append(self._places.table[row.table_row, :used])
+            states[i] = row.packed
+            budget = row.packed.split.budget
+            begins.append(budget.code_slots)
+            counts.append(len(self._codes.layout(budget.coded).segments))
             length = row.prefix + row.loose + len(row.columns)
             exact += length - budget.code_slots
-        if not slots:
+        if not states:
             return None
-        first = list(accumulate(counts, initial=0))
-        device = self._places.table.device
-        sent = upload(device, begins, first, offsets, tokens, key_at, value_at)
-        return CodedRows(
-            step=self._step,
-            begin=sent[0].to(torch.int32),
-            first=sent[1].to(torch.int32),
-            offsets=sent[2].view(-1, len(self._step.fields)),
-            tokens=sent[3].to(torch.int32),
-            slots=torch.cat(slots).to(torch.int64),
-            key_at=sent[4],
-            value_at=sent[5],
-            exact=exact,
+        if self.in_kernel:
+            parts = [state.split for state in states.values()]
+            codes: CodeReader = self._images(
+                [part.budget.coded for part in parts],
+                [self._places.table[rows[i].table_row] for i in states],
+                [part.coded for part in parts],
+            )
+        else:
+            codes = self._decoded(states)
+        first = accumulate(counts, initial=0)
+        sent = upload(self._places.device, begins, list(first))
+        begin, firsts = (column.to(torch.int32) for column in sent)
+        return CodedRows(codes, begin, firsts, exact)
+
+    def seconds_per_token(self) -> float:
+        """Time attention over codes in one layer; per coded token, in seconds.
+
+        What lies in the pool is taken for codes; it is only read. For codes that a
+        kernel decodes.
+        """
+        few, many = (self._seconds(count) for count in TIMED_SEGMENTS)
+        tokens = TIMED_ROWS * SEGMENT * (TIMED_SEGMENTS[1] - TIMED_SEGMENTS[0])
+        return max(0.0, many - few) / tokens
+
+    def _seconds(self, segments: int) -> float:
+        """Time attention of rows of whole segments, and one exact slot."""
+        geometry, device = self._places.geometry, self._places.device
+        heads, dim, rows = geometry.kv_heads, geometry.head_dim, TIMED_ROWS
+        coded = segments * SEGMENT
+        slots = torch.arange(rows * self._codes.layout(coded).slots, device=device)
+        pool = self._places.pool
+        kv = pool.k_buffer[0], pool.v_buffer[0]
+        where = torch.arange(coded, dtype=torch.int32, device=device)
+        row = torch.arange(rows + 1, device=device)
+        forward = CodedForward(
+            codes=self._images(
+                [coded] * rows,
+                (slots % len(kv[0])).chunk(rows),
+                [where.expand(geometry.layers, heads, coded)] * rows,
+            ),
+            segments=(row * segments).to(torch.int32),
+            slots=row[:-1].to(torch.int32),
+            first_slot=row.to(torch.int32),
+            query=row[:-1],
+            row_of=row[:-1],
+            coded=row[:-1] >= 0,
+        )
+        q = torch.zeros(rows, heads, dim, dtype=kv[0].dtype, device=device)
+        return seconds_of(lambda: forward.attend(0, q, kv, 1.0, q), device)
+
+    def _images(
+        self,
+        coded: Sequence[int],
+        slots: Sequence[torch.Tensor],
+        positions: Sequence[torch.Tensor],
+    ) -> Images:
+        """List codes that a kernel decodes.
+
+        Args:
+            coded: Coded tokens of each row.
+            slots: Slots of each row, those of its codes first.
+            positions: Of each row [L, H, coded] int32.
+        """
+        offsets: list[int] = []
+        tokens: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        for count, before in zip(coded, accumulate(coded, initial=0), strict=False):
+            segments = self._codes.layout(count).segments
+            at = sum(lengths) * self._slot_bytes
+            for segment, places in zip(segments, self._fields(count), strict=True):
+                offsets += [at + place for place in places]
+                tokens.append(segment.tokens)
+                starts.append(before + segment.start)
+            lengths.append(sum(segment.slots for segment in segments))
+        device = self._places.device
+        sent = upload(device, offsets, tokens, starts)
+        used = [row[:length] for row, length in zip(slots, lengths, strict=True)]
+        made = Images(
+            codec=self._step,
+            offsets=sent[0].view(-1, len(self._step.step.fields)),
+            tokens=sent[1].to(torch.int32),
+            slots=torch.cat(used).to(torch.int64),
+        )
+        if "positions" not in self._step.step.wants:
+            return made
+        heads = self._places.geometry.kv_heads
+        alike = all(each.stride(1) == 0 for each in positions)  # views of one head's
+        head = torch.arange(heads, device=device) * (0 if alike else sum(coded))
+        return replace(
+            made,
+            positions=[each[:, : 1 if alike else heads] for each in positions],
+            places=sent[2][:, None] + head,
         )
 
-    def _new_layout(self, coded: int) -> tuple[CodeLayout, list[list[int]]]:
-        """Return where ``coded`` tokens lie, and each segment's fields in its image."""
-        places = self._places
-        layout = CodeLayout(self._codec, places.geometry, places.host.dtype, coded)
-        return layout, [self._fields(segment) for segment in layout.segments]
+    def _decoded(self, states: dict[int, RequestState]) -> DecodedRows:
+        """List codes that torch decodes; by row, the request it is of."""
+        offsets: list[int] = []
+        tokens: list[int] = []
+        for state in states.values():
+            at = 0
+            for segment in self._codes.layout(state.split.budget.coded).segments:
+                size = segment.tokens * self._slot_bytes
+                offsets += [at, at + size]
+                tokens.append(segment.tokens)
+                at += 2 * size
+        sent = upload(self._places.device, offsets, tokens)
+        decode = {row: self._codes.segments(state) for row, state in states.items()}
+        return DecodedRows(decode, sent[0].view(-1, 2), sent[1].to(torch.int32))
 
-    def _fields(self, segment: Segment) -> list[int]:
-        """Return the byte offsets of a segment's fields, in the step's order."""
-        found, offset = {}, 0
-        for name, (dtype, shape) in self._codec.draft_layout(segment.extent).items():
-            found[name] = offset
-            size = dtype.itemsize * math.prod(shape)
-            offset += -(-size // ALIGN) * ALIGN
-        return [found[name] for name in self._step.fields]
-
-
-def step_of(codec: Codec) -> DecodeStep:
-    """Return how a kernel decodes a codec's draft parts.
-
-    Raises:
-        CompressionError: None does: there is no kernel, or it needs tables of every
-            request, which nobody builds.
-    """
-    if isinstance(codec, KIVI):
-        return KIVIStep(codec.bits, codec.group)
-    if isinstance(codec, SplitPlanes):
-        return SplitPlanesStep(codec.exponent_bits, codec.mantissa_bits, codec.block)
-    raise CompressionError(f"no attention on a GPU reads the codes of {codec.name}")
+    def _fields_of(self, coded: int) -> list[list[int]]:
+        """Return where fields lie among the codes of a row, in the step's order."""
+        found, layout = [], self._codes.layout(coded)
+        for segment in layout.segments:
+            at, offsets = segment.first * self._slot_bytes, layout.offsets(segment)
+            found.append([at + offsets[name] for name in self._step.step.fields])
+        return found
 
 
 def coded_forward(
@@ -262,7 +309,7 @@ def coded_forward(
     bounds = rows.first.to(torch.int64)
     row_of = torch.searchsorted(bounds[1:], token, right=True).clamp(max=count - 1)
     forward = CodedForward(
-        codes=coded,
+        codes=coded.codes,
         segments=segments.to(torch.int32),
         slots=rows.table[rows.row[owner].to(torch.int64), entry],
         first_slot=first.to(torch.int32),

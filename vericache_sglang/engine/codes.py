@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from vericache_kernels.join_planes import DraftPlanes
 from vericache_sglang.compression.budget import code_from
 from vericache_sglang.compression.codecs.base import Extent
+from vericache_sglang.engine.calibration import seconds_of
 from vericache_sglang.engine.state import Layout
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.memory.code_slots import CodeLayout
 from vericache_sglang.memory.segments import SEGMENT, segment_bounds
-from vericache_sglang.memory.splitting import pick
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.codecs.base import Codec, Part
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.state import Parts, RequestState
-    from vericache_sglang.memory.complement import DraftParts
-
-REPEATS = 3
+    from vericache_sglang.memory.host_image import DraftParts
 
 
 class Codes:
@@ -51,7 +49,7 @@ class Codes:
                 f"--vericache-compressor: {codec.name} packs {self.block} tokens "
                 f"together, which does not divide a segment of {SEGMENT}"
             )
-        self._layout = cache(self._new_layout)
+        self.layout = cache(self._new_layout)
 
     @property
     def transfer_fraction(self) -> float:
@@ -69,7 +67,7 @@ class Codes:
     def complete(self, budget: Budget) -> Budget:
         """Return a budget with as many tokens packed as fill whole blocks."""
         packed = code_from(budget, self.block)
-        slots = self._layout(packed.coded).slots
+        slots = self.layout(packed.coded).slots
         return replace(packed, code_slots=slots)
 
     def encode(
@@ -77,29 +75,28 @@ class Codes:
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        coded: torch.Tensor,
+        positions: torch.Tensor,
     ) -> list[Part]:
         """Pack one layer's tokens.
 
         Args:
             layer: Layer index.
-            keys: [B, H, D] of the prompt, in order.
-            values: [B, H, Dv].
-            coded: [H, coded] int64, which tokens.
+            keys: [coded, H, D] of these tokens.
+            values: [coded, H, Dv].
+            positions: [H, coded] integers, where they stand in the prompt.
 
         Returns:
             Draft parts, segment by segment.
         """
-        packed = [pick(entries, coded) for entries in (keys, values)]
         return [
-            self.codec.encode(
-                packed[0][start:stop].transpose(0, 1),
-                packed[1][start:stop].transpose(0, 1),
+            self.codec.encode_draft(
+                keys[start:stop].transpose(0, 1),
+                values[start:stop].transpose(0, 1),
                 layer=layer,
-                positions=coded[:, start:stop],
+                positions=positions[:, start:stop],
                 sinks=torch.empty(0, dtype=torch.int64),
-            )[0]
-            for start, stop in segment_bounds(coded.shape[1])
+            )
+            for start, stop in segment_bounds(positions.shape[1])
         ]
 
     def put(self, layer: int, slots: torch.Tensor, parts: list[Part]) -> None:
@@ -110,51 +107,46 @@ class Codes:
             slots: [code slots] int64.
             parts: As ``encode`` returned them.
         """
-        layout = self._layout(sum(part.extent.tokens for part in parts))
+        layout = self.layout(sum(part.extent.tokens for part in parts))
         for segment, part in zip(layout.segments, parts, strict=True):
-            layout.write(segment, self._buffers(layer), slots, part)
+            layout.write(segment, self.buffers(layer), slots, part)
 
     def drafts(self, state: RequestState) -> DraftParts:
         """Return a reader of a request's draft parts, where they are now."""
-        parts, slots = state.split, self._slots(state)
-
-        def read(layer: int) -> list[Part]:
-            return [
-                self._part(layer, parts, slots, i)
-                for i in range(len(self._layout(parts.budget.coded).segments))
-            ]
-
-        return read
+        return SlotDrafts(self, state.split, self._slots(state))
 
     def segments(self, state: RequestState) -> Callable[[int], list[Segment]]:
         """Return, by layer, what decodes each segment of a request's draft part."""
         parts, slots = state.split, self._slots(state)
-        count = len(self._layout(parts.budget.coded).segments)
+        count = len(self.layout(parts.budget.coded).segments)
 
         def decoded(layer: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.codec.decode(self._part(layer, parts, slots, i))
+            return self.codec.decode(self.part(layer, parts, slots, i))
 
         return lambda layer: [partial(decoded, layer, i) for i in range(count)]
 
     def seconds_per_token(self) -> float:
         """Time decoding one segment of one layer; per packed token, in seconds."""
-        geometry = self._places.geometry
+        geometry, device = self._places.geometry, self._places.device
         shape = (SEGMENT, geometry.kv_heads, geometry.head_dim)
-        keys = torch.zeros(shape, dtype=self._places.host.dtype)
-        where = torch.arange(SEGMENT).expand(geometry.kv_heads, SEGMENT)
+        keys = torch.zeros(shape, dtype=self._places.host.dtype, device=device)
+        where = torch.arange(SEGMENT, device=device).expand(geometry.kv_heads, SEGMENT)
         part = self.encode(0, keys, keys, where)[0]
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            self.codec.decode(part)
-            times.append(time.perf_counter() - began)
-        return min(times) / part.extent.tokens
+        return seconds_of(lambda: self.codec.decode(part), device) / SEGMENT
 
-    def _part(self, layer: int, parts: Parts, slots: torch.Tensor, i: int) -> Part:
-        layout = self._layout(parts.budget.coded)
+    def part(self, layer: int, parts: Parts, slots: torch.Tensor, i: int) -> Part:
+        """Return one layer's draft part of a segment.
+
+        Args:
+            layer: Layer index.
+            parts: Of the request.
+            slots: [code slots] int64.
+            i: Number of the segment.
+        """
+        layout = self.layout(parts.budget.coded)
         span = layout.segments[i]
         positions = parts.coded[layer, :, span.start : span.start + span.tokens]
-        return layout.read(span, self._buffers(layer), slots, layer, positions)
+        return layout.read(span, self.buffers(layer), slots, layer, positions)
 
     def _slots(self, state: RequestState) -> torch.Tensor:
         """Return a request's code slots: the first ones of its draft part."""
@@ -163,10 +155,61 @@ class Codes:
         row = self._places.row(state)
         return row[first : first + parts.budget.code_slots].to(torch.int64).clone()
 
-    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pool's keys and values of a layer."""
         pool = self._places.pool
         return pool.k_buffer[layer], pool.v_buffer[layer]
 
     def _new_layout(self, coded: int) -> CodeLayout:
         geometry, dtype = self._places.geometry, self._places.host.dtype
         return CodeLayout(self.codec, geometry, dtype, coded)
+
+
+class SlotDrafts:
+    """See ``DraftParts``; reads the slots a request had when this was made.
+
+    Args:
+        codes: Of the server.
+        parts: Of the request.
+        slots: [code slots] int64.
+    """
+
+    def __init__(self, codes: Codes, parts: Parts, slots: torch.Tensor) -> None:
+        self._codes, self._parts, self._slots = codes, parts, slots
+        self._layout = codes.layout(parts.budget.coded)
+
+    def __call__(self, layer: int) -> list[Part]:
+        """See ``DraftParts``."""
+        return [
+            self._codes.part(layer, self._parts, self._slots, i)
+            for i in range(len(self._layout.segments))
+        ]
+
+    def planes(self, layer: int) -> DraftPlanes:
+        """See ``DraftParts.planes``."""
+        images = self._layout.images(self._codes.buffers(layer), self._slots)
+        return DraftPlanes(*images, *self._where)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """See ``DraftParts.record_stream``."""
+        self._slots.record_stream(stream)
+
+    @cached_property
+    def _where(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the offsets of every segment's fields, and its tokens.
+
+        Made on the device, where numbers of the host would have to be waited for.
+        """
+        segments, device = self._layout.segments, self._slots.device
+        first, last = segments[0], segments[-1]
+        number = torch.arange(len(segments), device=device)
+        ends = self._layout.offsets(last)
+        columns = []
+        for name, offset in self._layout.offsets(first).items():
+            width = self._layout.widths[name.startswith("value")]
+            column = number * (first.slots * width) + offset
+            column[-1:].add_(ends[name] - offset)
+            columns.append(column)
+        tokens = torch.full_like(number, first.tokens, dtype=torch.int32)
+        tokens[-1:].fill_(last.tokens)
+        return torch.stack(columns, dim=1), tokens

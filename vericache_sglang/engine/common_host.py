@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from vericache_sglang.engine.agreement import EXACT
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
 from vericache_sglang.scheduling.plan import (
     Offload,
     Park,
@@ -65,14 +65,29 @@ class CommonHost:
         """Say whether every rank has room for a move; True where this one is alone.
 
         Raises:
-            TransferError: A rank's host copy is damaged; raised on all of them.
+            LostKVError: A rank's host copy is damaged; raised on all of them.
         """
         if self._agreement.alone:
             return True
         worst = self._agreement.most(self._obstacle(move, state))
         if worst == Obstacle.DAMAGED:
-            raise TransferError("a rank's host copy is damaged")
+            raise LostKVError("a rank's host copy is damaged")
         return worst == Obstacle.NONE
+
+    def settles(self, made: bool, lost: bool) -> bool:
+        """Say whether a move that every rank tried was made on all of them.
+
+        Args:
+            made: It was made here; what was refused changed nothing.
+            lost: The request's KV is not whole any more here.
+
+        Raises:
+            LostKVError: It was lost on a rank, or made on some of them only.
+        """
+        ranks = self._agreement.gather([float(made), float(lost)])
+        if any(row[1] for row in ranks) or len({row[0] for row in ranks}) > 1:
+            raise LostKVError("a copy of its KV could not be made on every rank")
+        return made
 
     def joins(self, state: RequestState) -> bool:
         """Say whether every rank can make a finished row whole, or none is asked."""

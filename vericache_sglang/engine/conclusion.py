@@ -53,23 +53,28 @@ class Conclusion:
             self._runtime.launched(state.rid, drafts)
         return Passenger(state, at, drafts, state.round, verifies)
 
-    def land(self, passenger: Passenger, tokens: list[int]) -> None:
+    def land(self, passenger: Passenger, tokens: list[int]) -> bool:
         """Record a row's outcome; that of a request that has left, or will, is nothing.
 
         Args:
             passenger: From ``launch``.
             tokens: The draft, or what was emitted.
+
+        Returns:
+            False where the request had ended before its results were known; they are
+            discarded and nothing was counted.
         """
         state = passenger.state
         if self._states.get(state.rid) is not state or state.lost:
-            return
+            return False
         if passenger.drafts < 0:
             if state.land_draft(tokens[0], passenger.round):
                 self._runtime.stop_drafted(state.rid)
-            return
+            return True
         if passenger.verifies:
             accepted = len(tokens) - 1
             self._residence.counters.note_round(passenger.drafts, accepted)
             state.figures.note_round(passenger.drafts, accepted)
             self._runtime.verified(state.rid, passenger.drafts, len(tokens))
         state.land_emission(tokens, passenger.drafts)
+        return True

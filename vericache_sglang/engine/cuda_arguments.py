@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.files import active_config
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.engine.attention_layer import BACKEND_NAME
-from vericache_sglang.engine.capture_sizes import batch_sizes
-from vericache_sglang.engine.coded_rows import step_of
-from vericache_sglang.errors import CompressionError, UnsupportedError
+from vericache_sglang.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
@@ -28,9 +28,15 @@ for full attention that say so (0.5.21, ``supports_ragged_verify_graph``)."""
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """SGLang's variable; "compact" has it key graphs by tokens and not by rows."""
 
+MAX_RUNNING = 64
+"""``--max-running-requests`` where the user gives none. SGLang takes 48 for its own
+speculative algorithms and thousands without one, which the block table, the graphs and
+their logits would all be sized for."""
+
 UNTRIED = (
-    "VeriCache: nothing of this has run on a GPU yet; --vericache-shadow-rate 0.1 "
-    "compares every tenth answer with plain decoding"
+    "VeriCache: nothing of this has run on a GPU yet; "
+    "--vericache-consistency-check-rate 0.1 compares every tenth answer with plain "
+    "decoding"
 )
 
 _BACKEND_FIELDS = (
@@ -48,7 +54,7 @@ def settle(args: Any) -> None:
             fields are declared.
 
     Raises:
-        UnsupportedError: The compressor's codes are read by no backend that may run.
+        UnsupportedError: The backend that was asked for does not read codes.
         ConfigError: The compressor's line is refused.
     """
     logger.warning(UNTRIED)
@@ -56,16 +62,26 @@ def settle(args: Any) -> None:
     compressor = create_compressor(config.compressor, config.seed)
     _choose_backend(args, compressor)
     _leave_out_graphs(args, compressor)
-    _size_graphs(args, config)
+    if args.max_running_requests is None:
+        args.max_running_requests = MAX_RUNNING
+    _size_graphs(args)
 
 
 def _choose_backend(args: Any, compressor: Compressor) -> None:
-    """Keep SGLang's choice where it can serve us, else take our own backend."""
+    """Keep SGLang's choice where it can serve us, else take our own backend.
+
+    Raises:
+        UnsupportedError: See ``settle``.
+    """
     given = [args._raw_input.get(field) for field in _BACKEND_FIELDS]
     asked = next((name for name in given if name is not None), None)
     codec = compressor.codec
-    if codec is not None:
-        _check_codec(codec, asked)
+    if codec is not None and asked not in (None, BACKEND_NAME):
+        raise UnsupportedError(
+            f"--attention-backend {asked}: only {BACKEND_NAME} reads the codes of "
+            f"--vericache-compressor {codec.name}; leave --attention-backend out, or "
+            "use a compressor without a codec"
+        )
     if asked is None and (
         codec is not None or args.attention_backend not in STOCK_BACKENDS
     ):
@@ -74,34 +90,19 @@ def _choose_backend(args: Any, compressor: Compressor) -> None:
         args.prefill_attention_backend = args.decode_attention_backend = None
 
 
-def _check_codec(codec: Any, backend: str | None) -> None:
-    """Refuse codes that nothing on a GPU reads.
-
-    Raises:
-        UnsupportedError: See ``settle``.
-    """
-    if backend not in (None, BACKEND_NAME):
-        raise UnsupportedError(
-            f"--attention-backend {backend}: only {BACKEND_NAME} reads the codes of "
-            f"--vericache-compressor {codec.name}; leave --attention-backend out, or "
-            "use a compressor without a codec"
-        )
-    try:
-        step_of(codec.without_tail())
-    except CompressionError as error:
-        raise UnsupportedError(
-            f"--vericache-compressor: {error}; use another codec, or --device cpu"
-        ) from error
-
-
 def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
     """Have run in Python what must: a replayed graph calls none of our hooks."""
     needs = compressor.selector.needs if compressor.selector is not None else None
     lora = args.enable_lora or bool(args.lora_paths)
     watched = needs and (needs.q_tail or needs.q_stream or needs.hidden or needs.probes)
+    ours = BACKEND_NAME in (getattr(args, field) for field in _BACKEND_FIELDS)
     reasons = {
         # The hook on RadixAttention.forward is not called at a graph's break either.
-        Phase.PREFILL: "the compressor looks at queries" if watched else "",
+        Phase.PREFILL: "the compressor looks at queries"
+        if watched
+        else f"they are untried with attention backend {BACKEND_NAME}"
+        if ours
+        else "",
         Phase.DECODE: "LoRA's batches have rows of one length"
         if lora
         else "the compressor scores tokens while they are decoded"
@@ -116,19 +117,35 @@ def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
             )
 
 
-def _size_graphs(args: Any, config: VeriCacheConfig) -> None:
-    """Have graphs captured by tokens, for the sizes of mixed batches.
+def _size_graphs(args: Any) -> None:
+    """Have graphs of decodes captured as for a server without speculation.
 
-    A list of the user's is kept; so is SGLang's limit, by memory, on the rows.
+    Their largest batch is also that of mixed batches, whose graphs follow from it
+    (``graph_runner.py``). A list of the user's is kept; so is SGLang's limit, by
+    memory, on the rows.
+
+    Raises:
+        UnsupportedError: SGLang's mode of ragged verifications is another one.
     """
     decode = args.cuda_graph_config.decode
     if decode.backend == Backend.DISABLED:
         return
-    os.environ.setdefault(RAGGED_MODE, "compact")
+    mode = os.environ.setdefault(RAGGED_MODE, "compact")
+    if mode != "compact":
+        raise UnsupportedError(
+            f"{RAGGED_MODE}={mode}: mixed batches have graphs in mode compact only; "
+            "unset it, or use --disable-cuda-graph"
+        )
     if (Phase.DECODE, "bs") in args._cuda_graph_config_locked:
         return
-    rows = min(decode.max_bs, args.max_running_requests or decode.max_bs)
-    sizes = batch_sizes(rows, config.draft_length, config.max_verifies)
+    rows = min(decode.max_bs, args.max_running_requests)
+    alone = SimpleNamespace(
+        disable_cuda_graph_padding=args.disable_cuda_graph_padding,
+        speculative_algorithm=None,
+    )
     args.cuda_graph_config = with_phase(
-        args.cuda_graph_config, Phase.DECODE, bs=list(sizes), max_bs=rows
+        args.cuda_graph_config,
+        Phase.DECODE,
+        bs=generate_decode_cuda_graph_batch_sizes(alone, rows),
+        max_bs=rows,
     )

@@ -48,6 +48,9 @@ class RaggedAttnBackend(AttentionBackend):
         model_runner: SGLang's; its pools are read on every forward.
         prefill: Serves EXTEND and MIXED.
         most_queries: Most query tokens of a verified row, the draft length plus one.
+        decode_queries: What decodes are compiled for. With ``most_queries`` a token's
+            attention has the same bits in a decode and in a verification; with 1 a
+            decode costs what it costs without speculation.
 
     Raises:
         ValueError: The pool keeps KV of sliding-window layers apart.
@@ -61,7 +64,11 @@ class RaggedAttnBackend(AttentionBackend):
     forward_metadata: RaggedMetadata | None
 
     def __init__(
-        self, model_runner: ModelRunner, prefill: AttentionBackend, most_queries: int
+        self,
+        model_runner: ModelRunner,
+        prefill: AttentionBackend,
+        most_queries: int,
+        decode_queries: int = 1,
     ) -> None:
         super().__init__()
         refuse_pool(model_runner)
@@ -69,7 +76,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._prefill = prefill
-        self._most_queries = most_queries
+        self._most_queries, self._decode_queries = most_queries, decode_queries
         self._static: RaggedRows | None = None
 
     # -- before the layers --------------------------------------------------------
@@ -193,15 +200,17 @@ class RaggedAttnBackend(AttentionBackend):
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
         )
+        decodes = forward_batch.forward_mode.is_decode()
         out = ragged_attention(
             queries,
             kv,
             metadata.rows,
             layer.scaling,
-            most_queries=self._most_queries,
+            most_queries=self._decode_queries if decodes else self._most_queries,
         )
         if metadata.coded is not None:
-            out = metadata.coded.attend(queries, kv, layer.scaling, out)
+            coded = metadata.coded
+            out = coded.attend(layer.layer_id, queries, kv, layer.scaling, out)
         return out.view(len(out), -1)
 
     # -- rows of a batch ----------------------------------------------------------

@@ -12,7 +12,7 @@ from vericache_sglang.engine.plain import run_plain, samples_as_sglang
 from vericache_sglang.engine.row_edit import room
 from vericache_sglang.engine.state import Layout, RequestState
 from vericache_sglang.engine.upload import upload
-from vericache_sglang.errors import TransferError
+from vericache_sglang.errors import CompressionError, LostKVError
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, Move, Plain, Plan, Wait, World
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.mixed import MixedForward
     from vericache_sglang.engine.residence import Residence
     from vericache_sglang.engine.token_board import TokenBoard
-    from vericache_sglang.engine.watch import Watch
+    from vericache_sglang.observability.iteration_reporter import IterationReporter
     from vericache_sglang.scheduling.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ class Decoding:
         conclusion: Is told of plain rows.
         watch: Is told of every iteration.
         max_running: Most requests SGLang runs.
-        eager: Forwards replay no CUDA graph, so that one may wait for a layer.
     """
 
     states: dict[str, RequestState]
@@ -73,11 +72,9 @@ class Decoding:
     board: TokenBoard
     flights: Flights
     conclusion: Conclusion
-    watch: Watch
+    watch: IterationReporter
     max_running: int
-    eager: bool
     _launched: float = field(default=0.0, init=False)
-    _stood_still: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
 
     def interrupt(self) -> None:
@@ -124,9 +121,10 @@ class Decoding:
             if self._work is None:
                 time.sleep(IDLE_SECONDS)
         moves = self._make_moves(plan, batch)
-        if moves:
+        if plan.moves:
             # They edit rows and the free list behind the event at which SGLang takes
-            # them for read; without it the scheduler waits for all that was launched.
+            # them for read, also those that are given up half way; without the event
+            # the scheduler's stream waits for all that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
         self._publish(result, seats, len(batch.reqs))
         self.watch.end(moves)
@@ -135,9 +133,7 @@ class Decoding:
     def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
         reloads = self.residence.reloads
         self.residence.poll_outgoing()
-        seconds = self.agreement.measured.iteration.iteration_s.value
-        progress = reloads.progress(seconds if self.eager else 0.0, rows)
-        heard = self.agreement.hear(self.residence.host_slots, progress)
+        heard = self.agreement.hear(self.residence.host_slots, reloads.progress())
         arrived, failed = reloads.poll(heard.reloads)
         for rid in failed:
             self._note_failure(rid)
@@ -167,9 +163,9 @@ class Decoding:
 
         Read by the hook on the scheduler (patches: managers_scheduler_retraction).
         """
-        logger.error("VeriCache: %s prefills again, its host copy is lost", state.rid)
         self.runtime.leave(state.rid)
-        self.residence.segments.distrust(state.split.segments)
+        if state.parts is not None:
+            self.residence.segments.distrust(state.parts.segments)
         state.lost = True
         state.req.vericache_lost = True
         state.req.vericache_distrusted = True
@@ -186,8 +182,10 @@ class Decoding:
                 continue
             try:
                 made = self.residence.make(move, state, batch.tree_cache)
-            except TransferError as error:
+            except (LostKVError, CompressionError) as error:
                 logger.error("VeriCache: %s: %s", state.rid, error)
+                if isinstance(error, CompressionError):
+                    self.residence.guard.give_up(state.rid)
                 self._lose(state)
                 continue
             if not made:
@@ -215,12 +213,10 @@ class Decoding:
     def _observe_last(self) -> None:
         """Learn from the last iteration, launch to launch, if it was a decode too."""
         now = time.perf_counter()
-        stood_still = self.residence.counters.stood_still_seconds
         if self._work is not None:
-            seconds = now - self._launched - (stood_still - self._stood_still)
-            self.agreement.measured.iteration.observe(self._work, seconds)
+            self.agreement.measured.iteration.observe(self._work, now - self._launched)
             self._work = None
-        self._launched, self._stood_still = now, stood_still
+        self._launched = now
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState]

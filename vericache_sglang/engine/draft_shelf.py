@@ -19,7 +19,8 @@ class DraftPart:
 
     Attributes:
         slots: [n] int64, where they are; in whole pages.
-        kept: [L, H, n] int32 on the CPU, which tokens of the segment they are.
+        kept: [L, H, n] int32 on the pool's device, which tokens of the segment they
+            are.
         users: Requests whose rows list the slots.
     """
 

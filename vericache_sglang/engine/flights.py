@@ -77,14 +77,16 @@ class Flights:
     ended, so ranks that launch the same learn the same.
 
     Args:
-        conclude: Takes a passenger and its tokens.
-        landed: Takes the accepted count of every request of a decoding forward's batch.
+        conclude: Takes a passenger and its tokens; returns False where its request had
+            ended and the results are discarded.
+        landed: Takes the accepted count of every request of a decoding forward's batch,
+            and the positions whose results were discarded.
     """
 
     def __init__(
         self,
-        conclude: Callable[[Passenger, list[int]], None],
-        landed: Callable[[Callable[[], list[int]]], None],
+        conclude: Callable[[Passenger, list[int]], bool],
+        landed: Callable[[Callable[[], list[int]], frozenset[int]], None],
     ) -> None:
         self._conclude = conclude
         self._landed = landed
@@ -121,9 +123,12 @@ class Flights:
         _, flight = self._air.popleft()
         if flight.passengers:
             runs, counts = flight.outcome()
-            for passenger, tokens in zip(flight.passengers, runs, strict=True):
-                self._conclude(passenger, tokens)
+            discarded = frozenset(
+                passenger.at
+                for passenger, tokens in zip(flight.passengers, runs, strict=True)
+                if not self._conclude(passenger, tokens)
+            )
             if flight.decode:
-                self._landed(lambda: counts)
+                self._landed(lambda: counts, discarded)
         elif flight.decode:
-            self._landed(lambda: flight.outcome()[1])
+            self._landed(lambda: flight.outcome()[1], frozenset())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from vericache_sglang.config.schema import resolve_host
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.memory.arena import Arena
+from vericache_sglang.memory.host_limit import available_host_bytes
 from vericache_sglang.memory.transfers import GIB
 
 if TYPE_CHECKING:
@@ -21,7 +22,16 @@ def open_arena(config: VeriCacheConfig, ranks: int) -> Arena:
     Args:
         config: Its ``host_gb``; 0 takes a part of what is free now.
         ranks: Ranks on this machine, >= 1.
+
+    Raises:
+        ConfigError: So much cannot be page-locked: the machine or the container has
+            less, and would end the process.
     """
-    free = psutil.virtual_memory().available
+    free, pinned = available_host_bytes(), torch.cuda.is_available()
     size = int(resolve_host(config, free, ranks) * GIB)
-    return Arena(size, torch.cuda.is_available())
+    if pinned and size > free:
+        raise ConfigError(
+            f"--vericache-host-gb: {size / GIB:.1f} GiB asked for, but the machine, or "
+            f"the container's limit, leaves {free / GIB:.1f} GiB"
+        )
+    return Arena(size, pinned)

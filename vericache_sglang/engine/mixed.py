@@ -9,15 +9,14 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from vericache_kernels.board_commit import DRAFT, EMIT, BoardRows
-from vericache_sglang.engine.coded_rows import DraftCodes
 from vericache_sglang.engine.flights import Flight
-from vericache_sglang.engine.graph_forward import present
+from vericache_sglang.engine.graph_runner import present
 from vericache_sglang.engine.rows import ForwardRow, MixedRows, build_forward
 from vericache_sglang.engine.sampling.logprobs import LogprobTable
 from vericache_sglang.engine.sampling.query import Query, RowQueries
 from vericache_sglang.engine.sampling.sampler import RowSampler
 from vericache_sglang.engine.upload import upload
-from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,9 +65,6 @@ class MixedForward:
         self._conclusion = conclusion
         self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
-        self._draft_codes: DraftCodes | None = None
-        if residence.codes is not None and not str(self._device).startswith("cpu"):
-            self._draft_codes = DraftCodes(residence.codes.codec, residence.places)
 
     def run(
         self,
@@ -87,7 +83,8 @@ class MixedForward:
             The result, whose ``accept_lens`` are right on the device; and the work
             done, None where every request waited.
         """
-        if not all(state.late for state in seats.values()):
+        late = all(state.late for state in seats.values())
+        if not late:
             self._flights.land_all()
         rows = MixedRows(self._residence)
         for i, state in seats.items():
@@ -99,25 +96,19 @@ class MixedForward:
         work = rows.work()
         inputs = rows.inputs(self._board)
         forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
-        if self._draft_codes is None:
+        draft_codes = self._residence.draft_codes
+        if draft_codes is None:
             forward.spec_info.packed = self._packed(rows.rows)
         else:
-            forward.spec_info.coded = self._draft_codes.of(rows.rows)
+            forward.spec_info.coded = draft_codes.of(rows.rows)
         present(forward, self._worker.model_runner)
-        reloads = self._residence.reloads
-        verified = [s.rid for i, s in seats.items() if isinstance(actions[i], Verify)]
-        gate = reloads.gate(verified)
-        with gate.over(self._residence.places.pool):
-            run = self._worker.forward_batch_generation(
-                batch=None, forward_batch=forward, is_verify=True
-            )
-        thrown = reloads.thrown(gate, verified)
-        if thrown:  # again without them: the other rows write the same once more
-            waits = {i: Wait(s.rid) for i, s in seats.items() if s.rid in thrown}
-            return self.run(batch, seats, {**actions, **waits})
-        logits = run.logits_output.next_token_logits
+        run = self._worker.forward_batch_generation(
+            batch=None, forward_batch=forward, is_verify=True
+        )
+        # Behind them are those of the tokens that fill up a graph.
+        logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
         asked = _queries(rows, seats, actions)
-        if all(row.state.late for row in asked):
+        if late:
             target = self._sampler.targets(batch, asked, logits, inputs.positions)
             result = self._leave_on_device(batch, rows, asked, target)
         else:
@@ -203,16 +194,15 @@ class MixedForward:
         logprobs = None
         if batch.return_logprob:  # SGLang reads it also where nobody emits
             logprobs = (table or LogprobTable()).pack(requests)
-        where = self._device if emitted is None else "cpu"
-        padded = torch.zeros(requests, stride, dtype=torch.int64, device=where)
-        counts = torch.zeros(requests, dtype=torch.int32, device=where)
+        padded, counts = [0] * (requests * stride), [0] * requests
         for i, tokens in (emitted or {}).items():
-            padded[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            padded[i * stride : i * stride + len(tokens)] = tokens
             counts[i] = len(tokens)
+        ids, lengths = upload(self._device, padded, counts)
         return GenerationBatchResult(
             logits_output=logprobs,
-            next_token_ids=padded.flatten().to(self._device),
-            accept_lens=counts.to(self._device),
+            next_token_ids=ids,
+            accept_lens=lengths.to(torch.int32),
             speculative_num_draft_tokens=stride,
             num_non_draft_tokens_per_req=0,
         )

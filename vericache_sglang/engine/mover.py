@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_kernels.split_segment import Cut, join_segment
-from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.engine.row_edit import (
     allocate,
     cached_prefix,
@@ -17,16 +16,17 @@ from vericache_sglang.engine.row_edit import (
     relist,
 )
 from vericache_sglang.engine.state import Layout, Parts, RequestState
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
+from vericache_sglang.memory.host_image import Target
 from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import pick_rest
+from vericache_sglang.memory.splitting import dropped_by_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.prompt_watch import PromptWatch
-    from vericache_sglang.memory.complement import Complement, DraftParts
+    from vericache_sglang.memory.host_image import DraftParts
     from vericache_sglang.memory.transfers import Transfer
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Mover:
     def __init__(
         self,
         places: Places,
-        drafts: Callable[[RequestState], DraftParts],
+        drafts: Callable[[RequestState], DraftParts | None],
         watch: PromptWatch,
     ) -> None:
         self._drafts = drafts
@@ -62,6 +62,9 @@ class Mover:
 
         Returns:
             The copy; None when the host budget does not allow it.
+
+        Raises:
+            TransferError: It could not be made; nothing changed.
         """
         parts, row = state.split, self._places.row(state)
         budget = parts.budget
@@ -69,16 +72,21 @@ class Mover:
             return None
         complement = self._host.open(state.rid, budget)
         body = row[: budget.offered].to(torch.int64).clone()
+        complement.describe(parts.kept, parts.coded)
         if parts.layout is Layout.PERMUTED:
             out = body[budget.slots :]
-            transfer = self._transfers.save(
-                self._permuted(out, parts, complement), complement
-            )
+            blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, out)
         else:
-            transfer = self._transfers.save(
-                self._beside(body, parts, complement), complement
+            away = dropped_by_layer(parts.kept, budget.offered)
+            blocks = (
+                self._places.pick(layer, body, index)
+                for layer, index in enumerate(away)
             )
-        self._host.settle(state.rid)
+        try:
+            transfer = self._transfers.save(blocks, complement)
+        except TransferError:
+            self._host.drop(state.rid)
+            raise
         self.give_up_complement(state, tree_cache)
         return transfer
 
@@ -106,7 +114,7 @@ class Mover:
             False when there is no room.
 
         Raises:
-            TransferError: The host copy is damaged.
+            LostKVError: The host copy is damaged.
         """
         parts, row = state.split, self._places.row(state)
         budget = parts.budget
@@ -119,11 +127,11 @@ class Mover:
             if packed:  # codes stay codes, so the whole KV goes beside them
                 self._write_whole(state, draft[budget.code_slots :], fresh)
             else:
-                for layer, entries in enumerate(self._away(state, fresh)):
-                    self._places.put(layer, fresh, *entries)
-        except BaseException:
+                complement = self._host.complement(state.rid)
+                self._transfers.place(complement, Target(fresh))
+        except TransferError as error:
             free(tree_cache, fresh)
-            raise
+            raise LostKVError(str(error)) from error
         head = [fresh, draft] if packed else [draft, fresh]
         relist(row, state.req.kv, budget.slots, torch.cat(head))
         parts.layout = Layout.BESIDE if packed else Layout.PERMUTED
@@ -148,6 +156,9 @@ class Mover:
         Returns:
             The copy; None when the host budget does not allow it, or no page is free
             for a row that has none of its own.
+
+        Raises:
+            TransferError: It could not be made; nothing changed.
         """
         parts, row, kv = state.split, self._places.row(state), state.req.kv
         held = state.row_length + state.loose + state.drafted
@@ -166,7 +177,13 @@ class Mover:
         slots = row[:held].to(torch.int64).clone()
         self._noted[state.rid] = self._watch.noted(slots[parts.head :])
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
-        transfer = self._transfers.save(blocks, image)
+        try:
+            transfer = self._transfers.save(blocks, image)
+        except TransferError:
+            self._host.drop_parked(state.rid)
+            self._noted.pop(state.rid)
+            free(tree_cache, taken)
+            raise
         # SGLang takes a row without slots for one it has released already, and a parked
         # request may be aborted: the first page of its own stays.
         free(tree_cache, own[self._page :])
@@ -184,7 +201,7 @@ class Mover:
             False when there is no room.
 
         Raises:
-            TransferError: The host copy is damaged.
+            LostKVError: The host copy is damaged.
         """
         parts, row, kv = state.split, self._places.row(state), state.req.kv
         pages = -(-parts.parked_slots // self._page) * self._page
@@ -196,12 +213,10 @@ class Mover:
             raise InvariantError(f"{state.rid} is not parked")
         slots = torch.cat([row[: self._page].to(torch.int64), fresh])
         try:
-            image.restore(
-                self._pool.k_buffer, self._pool.v_buffer, slots[: parts.parked_slots]
-            )
-        except BaseException:
+            self._transfers.place(image, Target(slots[: parts.parked_slots]))
+        except TransferError as error:
             free(tree_cache, fresh)
-            raise
+            raise LostKVError(str(error)) from error
         committed = kv.kv_committed_len
         relist(row, kv, self._page, slots)
         parts.layout = Layout.KEPT
@@ -279,46 +294,19 @@ class Mover:
         Raises:
             TransferError: The host copy is damaged.
         """
-        parts = state.split
-        away = self._places.row(state)[parts.budget.slots : parts.head]
-        for layer, others in enumerate(self._away(state, away.to(torch.int64).clone())):
-            kept = parts.kept[layer].to(whole.device, torch.int64)
-            buffers = (self._pool.k_buffer[layer], self._pool.v_buffer[layer])
-            cut = Cut(whole, kept, complement_indices(kept, len(whole)))
-            join_segment(buffers, cut, exact, others, in_place=True)
-
-    def _away(
-        self, state: RequestState, slots: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's entries that are not exact in the draft part.
-
-        Raises:
-            TransferError: The host copy is damaged.
-        """
-        if state.layout is not Layout.KEPT:
-            yield from gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
+        parts, pool = state.split, self._pool
+        if parts.layout is Layout.KEPT:
+            complement = self._host.complement(state.rid)
+            target = Target(whole, parts.kept, exact)
+            self._transfers.place(complement, target, self._drafts(state))
             return
-        complement, drafts = self._host.complement(state.rid), self._drafts(state)
-        for layer in range(self._geometry.layers):
-            complement.verify(layer)
-            keys, values = complement.entries(layer, drafts)
-            yield keys.to(slots.device), values.to(slots.device)
-
-    def _permuted(
-        self, out: torch.Tensor, parts: Parts, complement: Complement
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, out)
-        for layer, block in enumerate(blocks):
-            complement.describe(layer, parts.kept[layer], parts.coded[layer])
-            yield block
-
-    def _beside(
-        self, body: torch.Tensor, parts: Parts, complement: Complement
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
-        for layer, (keys, values) in enumerate(blocks):
-            complement.describe(layer, parts.kept[layer], parts.coded[layer])
-            yield pick_rest(keys, values, parts.kept[layer])
+        away = self._places.row(state)[parts.budget.slots : parts.head]
+        blocks = gathered(pool.k_buffer, pool.v_buffer, away.to(torch.int64).clone())
+        dropped = dropped_by_layer(parts.kept, len(whole))
+        for layer, others in enumerate(blocks):
+            cut = Cut(whole, parts.kept[layer].contiguous(), next(dropped))
+            buffers = (pool.k_buffer[layer], pool.v_buffer[layer])
+            join_segment(buffers, cut, exact, others, in_place=True)
 
     @property
     def _page(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vericache_kernels.head_entries import pick_entries
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
@@ -38,6 +39,29 @@ class Places:
     def row(self, state: RequestState) -> torch.Tensor:
         """Return a request's own row of the table, [width] int32."""
         return self.table[state.req.kv.req_pool_idx]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        device: torch.device = self.pool.k_buffer[0].device
+        return device
+
+    def pick(
+        self, layer: int, slots: torch.Tensor, index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather entries of one layer from the pool, per head, bit by bit.
+
+        Args:
+            layer: Layer index.
+            slots: [T] int64, where the tokens lie.
+            index: [H, n] int32 or int64, tokens in [0, T).
+
+        Returns:
+            Keys [n, H, D] and values [n, H, Dv].
+        """
+        buffers = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
+        keys, values = pick_entries(buffers, index, slots)
+        return keys, values
 
     def put(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_sglang.compression.base import Seen, Step
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.engine.query_tails import QueryTails, attention_layers
 from vericache_sglang.errors import CompressionError
 
@@ -36,7 +37,7 @@ class PromptWatch:
     def __init__(self, selector: Selector | None, places: Places) -> None:
         self._selector = selector
         self._geometry = places.geometry
-        self._slots = len(places.pool.k_buffer[0])
+        self._pool = places.pool
         self.tails = QueryTails(selector.needs.q_tail if selector else 0)
         self._noted: torch.Tensor | None = None
         self._hidden: dict[int, torch.Tensor] = {}
@@ -142,7 +143,8 @@ class PromptWatch:
             scores: As ``noted`` returned them.
         """
         if scores:  # also the first ones, of a prefix that comes from the store
-            self._table()[:, :, slots] = torch.stack(scores)
+            table = self._table()
+            table[:, :, slots] = placed(torch.stack(scores), table.device)
 
     def forget(self, rid: str) -> None:
         """Drop what is kept by request; nothing happens when there is nothing."""
@@ -195,8 +197,9 @@ class PromptWatch:
     def _table(self) -> torch.Tensor:
         """Return scores [L, H, slots], NaN where nobody scored; made at first use."""
         if self._noted is None:
-            shape = (self._geometry.layers, self._geometry.kv_heads, self._slots)
-            self._noted = torch.full(shape, torch.nan)
+            keys = self._pool.k_buffer[0]
+            shape = (self._geometry.layers, self._geometry.kv_heads, len(keys))
+            self._noted = torch.full(shape, torch.nan, device=keys.device)
         return self._noted
 
 
@@ -211,15 +214,15 @@ def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module
     ]
 
 
-def _extents(batch: Any) -> tuple[list[int], list[int]]:
-    """Return the new tokens of each request, and the position of its first one."""
-    if batch.forward_mode.is_decode():
-        lengths = [1] * len(batch.rids)
-    else:
-        lengths = batch.extend_seq_lens_cpu
-    starts, at = [], 0
-    positions = batch.positions.tolist()
-    for count in lengths:
-        starts.append(positions[at] if count else 0)
-        at += count
-    return list(lengths), starts
+def _extents(batch: Any) -> tuple[list[int], list[int | None]]:
+    """Return the new tokens of each request, and the position of its first one.
+
+    From the host's lists; it does not know yet where decoded tokens stand.
+    """
+    mode, requests = batch.forward_mode, len(batch.rids)
+    if mode.is_decode():
+        return [1] * requests, [None] * requests
+    lengths = list(batch.extend_seq_lens_cpu)
+    if mode.is_target_verify():
+        return lengths, [None] * requests
+    return lengths, list(batch.extend_prefix_lens_cpu)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.engine.figures import KEY
-from vericache_sglang.errors import ConfigError
+from vericache_sglang.errors import QUOTED, ConfigError, quoted
+from vericache_sglang.observability.request_stats import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,9 @@ def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestO
         ConfigError: A field is unknown, or its value is; the message names it.
     """
     if custom_params is not None and not isinstance(custom_params, dict):
-        raise ConfigError(f"custom_params must be an object, got {custom_params!r}")
+        raise ConfigError(
+            f"custom_params must be an object, got {quoted(custom_params)}"
+        )
     given = (custom_params or {}).get(KEY, {})
     where = f"custom_params.{KEY}"
     if not isinstance(given, dict):
@@ -48,19 +50,21 @@ def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestO
     unknown = [str(name) for name in given if name not in FIELDS]
     if unknown:
         raise ConfigError(
-            f"{where}.{unknown[0]} is not known; it has {', '.join(FIELDS)}"
+            f"{where}.{unknown[0][:QUOTED]} is not known; it has {', '.join(FIELDS)}"
         )
     switches = {"enabled": True, "report": False}
     for name, default in switches.items():
         switches[name] = value = given.get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{where}.{name} must be true or false, got {value!r}")
+            raise ConfigError(
+                f"{where}.{name} must be true or false, got {quoted(value)}"
+            )
     length = given.get("draft_length", most)
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ConfigError(f"{where}.draft_length must be >= 1, got {length!r}")
+        raise ConfigError(f"{where}.draft_length must be >= 1, got {quoted(length)}")
     if length > most:
         raise ConfigError(
             f"{where}.draft_length must be at most {most}, the server's "
-            f"--vericache-draft-length, got {length}"
+            f"--vericache-draft-length, got {quoted(length)}"
         )
     return RequestOptions(**switches, draft_length=length)

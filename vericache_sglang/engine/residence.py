@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vericache_sglang.compression.guard import CompressorGuard
 from vericache_sglang.engine.calibration import measure_link
+from vericache_sglang.engine.coded_rows import DraftCodes
 from vericache_sglang.engine.codes import Codes
 from vericache_sglang.engine.common_host import CommonHost
-from vericache_sglang.engine.counters import Counters
 from vericache_sglang.engine.host_arena import open_arena
-from vericache_sglang.engine.link_log import LinkLog
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.prompt_watch import PromptWatch
 from vericache_sglang.engine.reloads import Reloads
-from vericache_sglang.engine.row_table import most_kept, widen
 from vericache_sglang.engine.segment_setup import open_segments
 from vericache_sglang.engine.splitter import Splitter
 from vericache_sglang.engine.state import Layout, RequestState
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import (
+    CompressionError,
+    InvariantError,
+    LostKVError,
+    TransferError,
+)
 from vericache_sglang.memory.geometry import KVGeometry
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.ledger import Account, Ledger
 from vericache_sglang.memory.staging import StagingRegion
 from vericache_sglang.memory.transfers import open_transfers
+from vericache_sglang.observability.counters import Counters
+from vericache_sglang.observability.link_log import LinkLog
 from vericache_sglang.scheduling.plan import (
     Move,
     Offload,
@@ -45,8 +52,11 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.engine.agreement import Agreement
-    from vericache_sglang.memory.complement import DraftParts
+    from vericache_sglang.engine.block_table import BlockTablePool
+    from vericache_sglang.memory.host_image import DraftParts
     from vericache_sglang.memory.transfers import Transfer
+
+logger = logging.getLogger(__name__)
 
 PLAIN_ROOM = 3
 """Slots a plain row uses before the next allocation: a late token and two more."""
@@ -58,22 +68,24 @@ class Residence:
     Args:
         config: Frozen settings.
         agreement: Of the ranks; its measurements learn the speed of link and splits.
-        req_to_token_pool: SGLang's row pool; its table is replaced by a wider one.
+        req_to_token_pool: The pool of block-table rows.
         allocator: SGLang's slot allocator over a pool with a staging region.
         compressor: Bound to the model.
-        server_args: SGLang's, for the store; None: there is none.
+        runner: SGLang's ``ModelRunner``: its arguments, for the store, and the stream
+            of its forwards; None: there is no store, and one stream.
     """
 
     def __init__(
         self,
         config: VeriCacheConfig,
         agreement: Agreement,
-        req_to_token_pool: Any,
+        req_to_token_pool: BlockTablePool,
         allocator: Any,
         compressor: Compressor,
-        server_args: Any = None,
+        runner: Any = None,
     ) -> None:
         pool = allocator.get_kvcache()
+        server_args = getattr(runner, "server_args", None)
         page = allocator.page_size
         self._config = config
         self._agreement = agreement
@@ -87,21 +99,27 @@ class Residence:
             element_bytes=pool.store_dtype.itemsize,
             page_size=page,
         )
-        rows = req_to_token_pool.req_to_token.shape[0]
-        self.table = widen(
-            req_to_token_pool, config, page, most_kept(config, compressor)
-        )
-        self.verify_rows = range(rows, rows + config.max_verifies)
-        self._draft_rows = list(range(self.verify_rows.stop, self.table.shape[0]))
+        self.table: torch.Tensor = req_to_token_pool.req_to_token
+        self.verify_rows = req_to_token_pool.shape.verify_rows
+        self._draft_rows = list(req_to_token_pool.shape.draft_rows)
         self.ledger = Ledger()
         selector, codec = compressor.selector, compressor.codec
         if codec is not None:
             codec = codec.without_tail()  # recent tokens are kept exact by the splitter
+        self.guard = CompressorGuard(compressor.line, self.geometry.kv_heads)
+        for part in (selector, codec):
+            if part is not None:
+                self.guard.watch(part)
         self.arena = open_arena(config, getattr(server_args, "tp_size", 1))
         self.host = HostStore(self.geometry, pool.store_dtype, self.arena, codec)
         self._common = CommonHost(self._agreement, self.host, self.budget)
         self.link_log = LinkLog(estimates.link)
-        transfers = open_transfers(pool.k_buffer, pool.v_buffer, config.link_gbps)
+        transfers = open_transfers(
+            pool.k_buffer,
+            pool.v_buffer,
+            config.link_gbps,
+            getattr(runner, "forward_stream", None),
+        )
         self.places = Places(self.geometry, pool, self.table, self.host, transfers)
         self.segments, self.shared = open_segments(
             config,
@@ -113,14 +131,14 @@ class Residence:
         )
         self.watch = self.segments.copies.scores = PromptWatch(selector, self.places)
         self.codes = None if codec is None else Codes(codec, self.places)
+        # What reads codes in a forward; None: the CPU's attention decodes them.
+        self.draft_codes: DraftCodes | None = None
+        if self.codes is not None and self.places.device.type != "cpu":
+            longest = req_to_token_pool.max_context_len
+            self.draft_codes = DraftCodes(self.codes, self.places, longest)
         self.splitter = Splitter(config, selector, self.codes, self.places)
         self._mover = Mover(self.places, self.drafts, self.watch)
-        self._read_weight = 1.0
-        if self.codes is not None:
-            slot_s = estimates.iteration.coefficients
-            exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
-            weight = self.codes.seconds_per_token() / exact_s
-            self._read_weight += self._agreement.first(weight)
+        self._read_weight = self._agreement.first(self._weigh_codes())
         self.reloads = Reloads(
             StagingRegion(pool.staging_start, pool.staging_tokens, page),
             transfers,
@@ -152,14 +170,23 @@ class Residence:
         """Carry out one move of a plan.
 
         Returns:
-            False when there is no room for it after all; nothing changed.
+            False when there is no room for it after all, or a copy to the host could
+            not be made; nothing changed.
 
         Raises:
-            TransferError: The host copy it needs is damaged, on this rank or another.
+            LostKVError: The host copy it needs is damaged, on this rank or another.
+            CompressionError: The compressor failed for it, on this rank or another.
         """
+        lost = False
         made = self._common.permits(move, state)
-        with self._agreement.carried_out():
-            made = made and self._make(move, state, tree_cache)
+        if made:
+            try:
+                with self.guard.request(state.rid):
+                    made = self._make(move, state, tree_cache)
+            except TransferError as error:
+                logger.error("VeriCache: %s: %s", state.rid, error)
+                made, lost = False, isinstance(error, LostKVError)
+            made = self._common.settles(made, lost)
         self.counters.note_move(move, made)
         if made:
             self._book(state)
@@ -167,6 +194,8 @@ class Residence:
             self.counters.peak_host_bytes = max(
                 self.counters.peak_host_bytes, self.host.used_bytes
             )
+        if not self._agreement.every(self.guard.sound(state.rid)):
+            raise CompressionError("its compressor failed")
         return made
 
     def staging_key(self, rid: str) -> str:
@@ -178,9 +207,9 @@ class Residence:
         key = self.staging_key(state.rid)
         return self.reloads.start(state.rid, key, self.drafts(state))
 
-    def drafts(self, state: RequestState) -> DraftParts:
-        """Return a reader of a request's packed draft part; of nothing without one."""
-        return (lambda layer: []) if self.codes is None else self.codes.drafts(state)
+    def drafts(self, state: RequestState) -> DraftParts | None:
+        """Return a reader of a request's packed draft part; None: nothing is packed."""
+        return None if self.codes is None else self.codes.drafts(state)
 
     def join(self, state: RequestState, tree_cache: Any) -> None:
         """Make a finished row whole for the prefix tree; see ``Mover.join``."""
@@ -198,7 +227,7 @@ class Residence:
 
     def release(self, state: RequestState) -> None:
         """Give back all a request holds; its row itself is SGLang's to free."""
-        for holder in (self.watch, self._mover, self._common):
+        for holder in (self.watch, self._mover, self._common, self.guard):
             holder.forget(state.rid)
         self.reloads.end(state.rid)
         self.host.drop(state.rid)
@@ -210,21 +239,35 @@ class Residence:
         """Learn from copies to the host that have ended."""
         travelling = []
         for rid, transfer in self._outgoing:
-            if transfer.done():
-                self.link_log.note(rid, "out", transfer)
-            else:
+            try:
+                done = transfer.done()
+            except TransferError as error:
+                # What it was to bring is not sealed, so its reload fails.
+                logger.error("VeriCache: a copy of %s to the host: %s", rid, error)
+                continue
+            if not done:
                 travelling.append((rid, transfer))
+                continue
+            self.link_log.note(rid, "out", transfer)
+            self.counters.offloaded_bytes += transfer.nbytes
+            self.host.settle(rid)
         self._outgoing = travelling
 
+    def close(self) -> None:
+        """End what copies, and unlock host memory; the process ends."""
+        self.places.transfers.close()
+        self.arena.close()
+
     def check(self, living: Collection[str]) -> None:
-        """Balance the ledger against the region and recount the host store.
+        """Balance the ledger against the region and recount host store and segments.
 
         Raises:
-            InvariantError: Something does not balance.
+            InvariantError: Something does not balance, and ``segments.strict``.
         """
-        self.ledger.check({*living, *self.reloads.keys}, self.reloads.region.used)
-        self.host.check(living, self.segments.copies.held_bytes)
-        self.segments.check()
+        with self.segments.cache_only():
+            self.ledger.check({*living, *self.reloads.keys}, self.reloads.region.used)
+            self.host.check(living, self.segments.copies.held_bytes)
+            self.segments.check()
 
     def report(self) -> dict[str, int | float]:
         """Return counters and current holdings."""
@@ -232,6 +275,7 @@ class Residence:
         return {
             **self.counters.report(),
             **self.segments.report(),
+            **self.guard.report(),
             **held,
             "staging_bytes": self.reloads.region.used * self.geometry.token_bytes,
             "host_bytes": self.host.held_bytes,
@@ -281,7 +325,8 @@ class Residence:
         plain = self.splitter.budget(state.prompt)
         if plain is None:
             return None
-        share = self.watch.share(self._body(state, plain))
+        with self.guard.request(state.rid):
+            share = self.watch.share(self._body(state, plain))
         if share is not None:  # every rank has as many heads, so this is theirs of all
             share = self._agreement.mean(share)
         return self.splitter.budget(state.prompt, share)
@@ -349,7 +394,6 @@ class Residence:
     def _note_saved(self, state: RequestState, transfer: Transfer | None) -> None:
         if transfer is not None:
             self._outgoing.append((state.rid, transfer))
-            self.counters.offloaded_bytes += transfer.nbytes
 
     def _note_offload(self, state: RequestState, transfer: Transfer) -> None:
         self._note_saved(state, transfer)
@@ -379,6 +423,16 @@ class Residence:
         elif parts.layout is Layout.KEPT or parts.shadow >= 0:
             # One round may be committed late (overlap), the next one is written.
             req.vericache_room = 2 * (self._config.draft_length + 1)
+
+    def _weigh_codes(self) -> float:
+        """Time what reading a coded token takes, in exact slots."""
+        if self.codes is None:
+            return 1.0
+        slot_s = self._agreement.measured.iteration.coefficients
+        exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
+        if self.draft_codes is not None and self.draft_codes.in_kernel:
+            return self.draft_codes.seconds_per_token() / exact_s
+        return 1.0 + self.codes.seconds_per_token() / exact_s
 
     def _take_shadow(self, state: RequestState) -> None:
         """List the draft part in a row of its own; the own row lists more."""

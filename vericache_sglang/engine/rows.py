@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
 from vericache_sglang.engine.state import Layout
 from vericache_sglang.engine.upload import upload
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
 
@@ -236,11 +237,21 @@ def build_forward(
         lengths with the query tokens included. Tensors on the device are exact; its
         lists of lengths on the host are, too, where the device is the host, and upper
         bounds elsewhere.
+
+    Raises:
+        InvariantError: A row is longer than the model's context. SGLang's backends give
+            every row as many columns of their page tables and write them by its length
+            (``build_trtllm_mha_page_table``): the next row's would be overwritten.
     """
     device, lengths, prefixes = batch.device, inputs.lengths, inputs.bounds
     if inputs.prefixes.device.type == "cpu":
         prefixes = inputs.prefixes.tolist()
     totals = [prefix + n for prefix, n in zip(prefixes, lengths, strict=True)]
+    if max(totals) > model_runner.model_config.context_len:
+        raise InvariantError(
+            f"a block-table row of {max(totals)} KV slots, the context holds "
+            f"{model_runner.model_config.context_len}"
+        )
     (queries,) = upload(device, lengths)
     batch.reqs = [batch.reqs[i] for i in inputs.batch_indices]
     batch.forward_mode = ForwardMode.TARGET_VERIFY

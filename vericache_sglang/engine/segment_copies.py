@@ -4,27 +4,57 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.engine.draft_shelf import DraftPart, DraftShelf
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.memory.joined_images import JoinedImages
 from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import as_bits, join_layer, pick_rest
+from vericache_sglang.memory.splitting import as_bits, join_layer, rest_of
+from vericache_sglang.memory.stream_transfer import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.prompt_watch import PromptWatch
     from vericache_sglang.memory.complement import RawComplement
+    from vericache_sglang.memory.host_image import HostImage
     from vericache_sglang.memory.segment_complements import SegmentComplements
     from vericache_sglang.memory.segment_pool import SegmentPool
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     Tensors = Mapping[str, torch.Tensor]
+
+TOGETHER = 1 << 28
+"""Bytes that are gathered on the device for one save: enough for the launches of one
+gather a layer to serve several segments, and a small part of what is free there."""
+
+
+class Save(NamedTuple):
+    """Entries on their way from the pool to an image.
+
+    Attributes:
+        name: Of the segment.
+        image: Where they go.
+        slots: [T] int64 on the pool's device, a segment's tokens.
+        kept: [L, H, n] int32, those of them that do not go; None: all go.
+        drop: Takes the image back where the copy cannot be made.
+        hold: Keeps the image's bytes where they are until the copy does.
+    """
+
+    name: str
+    image: HostImage
+    slots: torch.Tensor
+    kept: torch.Tensor | None
+    drop: Callable[[], object]
+    hold: Held
 
 
 class SegmentCopies:
@@ -51,6 +81,36 @@ class SegmentCopies:
         self._places = places
         self._pool = pool
         self._kept_back: Counter[str] = Counter()
+        self._saves: list[Save] = []
+        self._collecting = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Gather what is saved meanwhile in the launches of one, at the end.
+
+        Slots must stay as they are until then, and images where they are: who drops
+        one calls ``flush`` first.
+        """
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            self.flush()
+
+    def flush(self) -> None:
+        """Queue the copies that were collected so far."""
+        groups, self._saves = list(_groups(self._saves)), []
+        for at, group in enumerate(groups):
+            try:
+                self._copy(group)
+            except BaseException:
+                for each in chain.from_iterable(groups[at:]):
+                    each.hold.let_go()
+                    each.drop()
+                raise
+            for each in group:
+                each.hold.let_go()
 
     def has_whole(self, name: str) -> bool:
         """Say whether a whole copy is on the host."""
@@ -120,10 +180,10 @@ class SegmentCopies:
     def read(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies on the host: keys [L, n, H, D] and values of these slots."""
         pool = self._places.pool
-        slots = slots.to(pool.k_buffer[0].device)
-        blocks = gathered(pool.k_buffer, pool.v_buffer, slots)
-        keys, values = zip(*((k.cpu(), v.cpu()) for k, v in blocks), strict=True)
-        return {"keys": torch.stack(keys), "values": torch.stack(values)}
+        slots = placed(slots, self._places.device)
+        pairs = list(gathered(pool.k_buffer, pool.v_buffer, slots))
+        keys, values = (torch.stack(side).cpu() for side in zip(*pairs, strict=True))
+        return {"keys": keys, "values": values}
 
     def scores_of(self, slots: torch.Tensor) -> torch.Tensor | None:
         """Return the scores [L, H, n] of the tokens in these slots, where there are."""
@@ -142,7 +202,7 @@ class SegmentCopies:
         noted = self._saved_scores(name)
         draft = {
             **self.read(part.slots),
-            "kept": part.kept.clone(),
+            "kept": part.kept.to("cpu", copy=True),
             **_named(None if noted is None else noted.clone()),
         }
         return draft, {"keys": rest.keys.clone(), "values": rest.values.clone()}
@@ -150,23 +210,10 @@ class SegmentCopies:
     def save_whole(self, name: str, slots: torch.Tensor) -> bool:
         """Copy a segment from its slots to the host; False without room.
 
-        The slots may be used again at once; who reads the copy waits until it is there.
+        The slots may be used again at once, or after ``together``; who reads the copy
+        waits until it is there.
         """
-        pool, more = self._places.pool, _named(self.scores_of(slots))
-        dtype = pool.k_buffer[0].dtype
-        geometry = self._places.geometry
-        image = self._pool.open(_whole(name), geometry, len(slots), dtype, more)
-        if image is None:
-            return False
-        slots = slots.to(pool.k_buffer[0].device)
-        try:
-            self._places.transfers.save(
-                gathered(pool.k_buffer, pool.v_buffer, slots), image
-            )
-        except BaseException:
-            self._pool.drop(_whole(name))
-            raise
-        return True
+        return self._save_all(_whole(name), slots, _named(self.scores_of(slots)))
 
     def take_whole(self, name: str, tensors: Tensors) -> bool:
         """Take a whole segment in that was stored; False without room."""
@@ -182,8 +229,8 @@ class SegmentCopies:
         if complement is None:
             self._pool.drop(_draft(name))
             return False
+        complement.describe(kept, kept[..., :0])
         for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
-            describe(complement, layer, kept[layer])
             complement.write(layer, *pair)
         self.save_scores(name, draft.get("noted"))
         return True
@@ -231,13 +278,13 @@ class SegmentCopies:
         """Move a draft part nobody lists from the shelf to the host.
 
         Returns:
-            Its slots, the caller's now; None without room, and it stays.
+            Its slots, the caller's now, to be used again as for ``save_whole``; None
+            without room, and it stays.
         """
         part = self.shelf.get(name)
         if part is None:
             raise InvariantError(f"no draft part of segment {name}")
-        tensors = {**self.read(part.slots), "kept": part.kept}
-        if not self._pool.put(_draft(name), tensors):
+        if not self._save_all(_draft(name), part.slots, {"kept": part.kept}):
             return None
         return self.shelf.remove(name).slots
 
@@ -253,19 +300,58 @@ class SegmentCopies:
         complement = self.open_complement(name, len(slots) - n, n)
         if complement is None:
             return False
-        self.save_scores(name, self.scores_of(slots))
-        pool = self._places.pool
-        slots = slots.to(pool.k_buffer[0].device)
-
-        def leaving() -> Iterator[Pair]:
-            blocks = gathered(pool.k_buffer, pool.v_buffer, slots)
-            for layer, pair in enumerate(blocks):
-                kept = part.kept[layer]
-                describe(complement, layer, kept)
-                yield pick_rest(*pair, kept)
-
-        self._places.transfers.save(leaving(), complement)
+        complement.describe(part.kept, part.kept[..., :0])
+        self._save(
+            Save(
+                name,
+                complement,
+                slots,
+                part.kept,
+                partial(self.complements.drop, name),
+                Held([complement.extent]),
+            )
+        )
         return True
+
+    def _save_all(self, copy: str, slots: torch.Tensor, more: Tensors) -> bool:
+        """Copy the entries of slots under a name; False without room."""
+        pool, geometry = self._places.pool, self._places.geometry
+        dtype = pool.k_buffer[0].dtype
+        image = self._pool.open(copy, geometry, len(slots), dtype, more)
+        if image is None:
+            return False
+        drop = partial(self._pool.drop, copy)
+        self._save(Save(copy, image, slots, None, drop, Held([image.extent])))
+        return True
+
+    def _save(self, save: Save) -> None:
+        self._saves.append(save)
+        if not self._collecting:
+            self.flush()
+
+    def _copy(self, saves: Sequence[Save]) -> None:
+        """Queue the copies of saves of one kind: of all entries, or of what is left."""
+        places, slots = self._places, torch.cat([each.slots for each in saves])
+        image = JoinedImages([each.image for each in saves])
+        kept = [each.kept for each in saves if each.kept is not None]
+        blocks: Iterator[Pair]
+        if kept:
+            self._keep_scores(saves, slots)
+            tokens = len(saves[0].slots)
+            starts = range(0, len(slots), tokens)
+            index = rest_of(kept, tokens, starts)
+            blocks = (places.pick(layer, slots, own) for layer, own in enumerate(index))
+        else:
+            blocks = gathered(places.pool.k_buffer, places.pool.v_buffer, slots)
+        places.transfers.save(blocks, image)
+
+    def _keep_scores(self, saves: Sequence[Save], slots: torch.Tensor) -> None:
+        """Keep the scores of segments' tokens beside them, where there are any."""
+        noted = self.scores_of(slots)
+        if noted is not None:
+            parts = noted.cpu().split([len(each.slots) for each in saves], dim=2)
+            for each, part in zip(saves, parts, strict=True):
+                self.save_scores(each.name, part)
 
     def restore(self, name: str, skip: int, slots: torch.Tensor) -> None:
         """Write a segment's tokens from ``skip`` on into slots, bit by bit.
@@ -278,6 +364,7 @@ class SegmentCopies:
         Raises:
             TransferError: A copy is damaged.
         """
+        slots = placed(slots, self._places.device)
         if self.has_whole(name):
             found = self._read(_whole(name))
             noted = found.get("noted")
@@ -288,13 +375,14 @@ class SegmentCopies:
         extents = [rest.extent] if rest is not None else []
         copies = (_whole(name), _draft(name))
         extents += [self._pool.extent(copy) for copy in copies if copy in self._pool]
-        self.give_scores(slots, None if noted is None else noted[:, :, skip:])
         wanted = ((keys[skip:], values[skip:]) for keys, values in pairs)
-        slots = slots.to(self._places.pool.k_buffer[0].device)
         self._places.transfers.bring(wanted, slots, extents)
+        # Behind the forwards the transfer waited for: they score slots too.
+        self.give_scores(slots, None if noted is None else noted[:, :, skip:])
 
     def drop_host(self, name: str) -> None:
         """Forget what the host has of a segment and no request refers to."""
+        self.flush()
         self.drop_copies(name)
         if name in self.complements and not self.complements.is_held(name):
             self.complements.drop(name)
@@ -302,6 +390,7 @@ class SegmentCopies:
 
     def drop_copies(self, name: str) -> None:
         """Forget the copies on the host of what other forms hold."""
+        self.flush()
         for copy in (_whole(name), _draft(name)):
             if copy in self._pool:
                 self._pool.drop(copy)
@@ -327,15 +416,15 @@ class SegmentCopies:
             found = self._read(_draft(name))
             kept = found["kept"]
             drafts = zip(found["keys"], found["values"], strict=True)
+        device = self._places.device
+        kept = placed(kept, device)
         for layer, draft in enumerate(drafts):
             complement.verify(layer)
             rest = complement.keys[layer], complement.values[layer]
-            device = pool.k_buffer[0].device
-            where = kept[layer].to(device, torch.int64)
             keys, values = (
                 _in_order(
                     own.to(device, non_blocking=True),
-                    where,
+                    kept[layer],
                     other.to(device, non_blocking=True),
                 )
                 for own, other in zip(draft, rest, strict=True)
@@ -378,9 +467,17 @@ def _in_order(
     return join_layer(as_bits(own), kept, as_bits(other)).view(own.dtype)
 
 
-def describe(complement: RawComplement, layer: int, kept: torch.Tensor) -> None:
-    """Say which tokens [H, n] of a layer stay; nothing of a segment is packed."""
-    complement.describe(layer, kept, kept[:, :0])
+def _groups(saves: Sequence[Save]) -> Iterator[list[Save]]:
+    """Cut saves into groups of one kind, of ``TOGETHER`` bytes or a single one."""
+    group: list[Save] = []
+    for each in saves:
+        full = sum(own.image.nbytes for own in group) + each.image.nbytes > TOGETHER
+        if group and (full or (group[0].kept is None) is not (each.kept is None)):
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
 
 
 def _named(noted: torch.Tensor | None) -> dict[str, torch.Tensor]:

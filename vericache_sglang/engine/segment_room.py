@@ -6,6 +6,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from vericache_sglang.engine.segment_slots import SegmentSlots
 from vericache_sglang.engine.tier_counters import TierCounters
 from vericache_sglang.memory.segments import SEGMENT
@@ -16,13 +18,11 @@ from vericache_sglang.tiers.segment import Content, Held, Part, Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
-
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.segment_copies import SegmentCopies
-    from vericache_sglang.engine.stored_segments import StoredSegments
     from vericache_sglang.memory.complement import RawComplement
-    from vericache_sglang.store.keys import Fingerprint
+    from vericache_sglang.prefix_cache.store.keys import Fingerprint
+    from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
     from vericache_sglang.tiers.prices import Prices
 
 
@@ -74,7 +74,7 @@ class SegmentRoom:
         self._prices = prices
         self._free = free
         self._index = SegmentIndex()
-        self._slots = SegmentSlots(len(places.pool.k_buffer[0]))
+        self._slots = SegmentSlots(len(places.pool.k_buffer[0]), places.device)
         every = SEGMENT * self._token_bytes
         self._on_device = Content(tokens=SEGMENT, complement=Held(every, Tier.DEVICE))
         self._on_host = Content(tokens=SEGMENT, complement=Held(every, Tier.HOST))
@@ -227,12 +227,10 @@ class SegmentRoom:
         for kind in (Part.COMPLEMENT, Part.DRAFT):
             if kind is Part.COMPLEMENT or self._is_split(name):
                 self._index.place(name, kind, Tier.STORE)
-        if self.stored is not None:
-            self.stored.leave(name)
 
     def _hear_store(self) -> None:
         """Learn what the store has now, and what it has no more."""
-        for name, there in self.stored.news() if self.stored is not None else ():
+        for name, there in self.stored.changes() if self.stored is not None else ():
             segment = self._index.get(name)
             if segment is None:
                 continue
@@ -256,14 +254,18 @@ class SegmentRoom:
         Returns:
             Slots that became free.
         """
-        freed = 0
-        for name in self._idle_drafts():
-            if freed >= slots:
-                break
-            part = self.shelf.get(name)
-            if part is not None and not part.users:
-                freed += self._evict_draft(name)
-        return freed
+        before = self.shelf.idle_slots
+        left: list[torch.Tensor] = []
+        with self.copies.together():
+            for name in self._idle_drafts():
+                if before - self.shelf.idle_slots >= slots:
+                    break
+                part = self.shelf.get(name)
+                if part is not None and not part.users:
+                    left += self._evict_draft(name)
+        if left:
+            self._free(torch.cat(left))
+        return before - self.shelf.idle_slots
 
     def _idle_drafts(self) -> Iterator[str]:
         """Yield whose draft parts may leave the device, those the index lacks first."""
@@ -276,23 +278,23 @@ class SegmentRoom:
         for _, moves in ranked(self._index, Tier.DEVICE, now, prices):
             yield from (move.name for move in moves if move.part is Part.DRAFT)
 
-    def _evict_draft(self, name: str) -> int:
-        """Move one draft part to the host where its complement is, or let it go."""
-        slots = None
-        if self._is_split(name):
-            self._index.pin([name])
-            slots = self._with_room(lambda: self.copies.save_draft(name))
-            self._index.unpin([name])
-            if slots is None:
-                before = self.shelf.idle_slots
-                self._lose_draft(name)
-                return before - self.shelf.idle_slots
-            with self._loosened(name):
-                self._index.place(name, Part.DRAFT, Tier.HOST)
-        else:
-            slots = self.shelf.remove(name).slots
-        self._free(slots)
-        return len(slots)
+    def _evict_draft(self, name: str) -> list[torch.Tensor]:
+        """Move one draft part to the host where its complement is, or let it go.
+
+        Returns:
+            Its slots, to be freed; none where they are.
+        """
+        if not self._is_split(name):
+            return [self.shelf.remove(name).slots]
+        self._index.pin([name])
+        slots = self._with_room(lambda: self.copies.save_draft(name))
+        self._index.unpin([name])
+        if slots is None:
+            self._lose_draft(name)
+            return []
+        with self._loosened(name):
+            self._index.place(name, Part.DRAFT, Tier.HOST)
+        return [slots]
 
     def _with_room(self, attempt: Callable[[], Any]) -> Any:
         """Return what ``attempt`` does, tried again with more room if need be."""

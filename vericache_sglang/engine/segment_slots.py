@@ -18,7 +18,7 @@ class OnDevice(NamedTuple):
     Attributes:
         name: Its name.
         parent: That of the segment before it, None for the first one.
-        slots: [SEGMENT] int64 on the CPU, its tokens in order.
+        slots: [SEGMENT] int64 on the pool's device, its tokens in order.
     """
 
     name: str
@@ -29,12 +29,16 @@ class OnDevice(NamedTuple):
 class SegmentSlots:
     """Names the segments the radix tree holds, by slot.
 
+    Which slot is whose is known where the pool is, so that naming a prefix does not
+    have the host wait for a GPU; giving slots up does, once.
+
     Args:
         slots: Slots of the KV pool.
+        device: Where it is.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._id_of = torch.full((slots,), -1, dtype=torch.int64)
+    def __init__(self, slots: int, device: torch.device | str = "cpu") -> None:
+        self._id_of = torch.full((slots,), -1, dtype=torch.int64, device=device)
         self._known: dict[int, OnDevice] = {}
         self._ids: dict[str, int] = {}
         self._next = 0
@@ -57,7 +61,7 @@ class SegmentSlots:
         news = [i for i, name in enumerate(names) if name not in self._ids]
         if not news:
             return
-        slots = slots.to("cpu", torch.int64)
+        slots = slots.to(torch.int64)
         for i in news:
             own = slots[i * SEGMENT : (i + 1) * SEGMENT].clone()
             self._known[self._next] = OnDevice(
@@ -73,11 +77,12 @@ class SegmentSlots:
         Args:
             slots: [n] integers, slots the tree gives up.
         """
-        ids = self._id_of[slots.to("cpu", torch.int64)].unique().tolist()
+        ids = sorted(set(self._id_of[slots.to(torch.int64)].tolist()))
         left = [self._known.pop(i) for i in ids if i >= 0]
         for segment in left:
             del self._ids[segment.name]
-            self._id_of[segment.slots] = -1
+        if left:
+            self._id_of[torch.cat([segment.slots for segment in left])] = -1
         return left
 
     def all(self) -> list[OnDevice]:

@@ -17,22 +17,23 @@ from vericache_sglang.engine.row_edit import (
 )
 from vericache_sglang.engine.segment_writer import Missing, SegmentWriter, Tail
 from vericache_sglang.engine.state import Layout, Parts, RequestState
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.segmented import SegmentedComplement
 from vericache_sglang.memory.segments import SEGMENT
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from vericache_sglang.compression.base import Seen, Selector
+    from vericache_sglang.compression.base import Selector
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.engine.cached_segments import CachedSegments
+    from vericache_sglang.engine.choosing import Look
     from vericache_sglang.engine.places import Places
     from vericache_sglang.memory.transfers import Transfer
 
-    Look = Callable[[int], Seen]
+    Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class SegmentSplitter:
@@ -160,13 +161,19 @@ class SegmentSplitter:
                 return False, None
             if fresh is not None:
                 self._writer.place(missing, fresh[:drafted])
-            transfer = self._writer.write(state, missing, body, look)
+            waiting: list[Pair] = []
+            try:
+                transfer = self._writer.write(state, missing, body, look, waiting)
+            except TransferError:
+                self._close_complements(missing)
+                free(tree_cache, body[:0] if fresh is None else fresh)
+                raise
             self._save_scores(state, missing, body)
             leave_tree(req, tree_cache)
             free(tree_cache, body[owned:])
             if fresh is None:
                 fresh = self._taken_back(tree_cache, slots)
-                self._writer.put_waiting(missing, fresh[:drafted])
+                self._writer.put_waiting(missing, fresh[:drafted], waiting)
             tail.put(self._places, self._segments.copies, row, fresh[drafted:])
             self._shelve(missing)
         self._segments.settle(names)
@@ -225,11 +232,16 @@ class SegmentSplitter:
             if not self._open_complements(missing):
                 free(tree_cache, fresh)
                 return False, None
+            try:
+                if state.layout is Layout.PERMUTED:
+                    transfer = self._writer.save_permuted(state, missing, body)
+                else:
+                    transfer = self._writer.write(state, missing, body, None)
+            except TransferError:
+                self._close_complements(missing)
+                free(tree_cache, fresh)
+                raise
             tail.put(self._places, self._segments.copies, row, fresh)
-            if state.layout is Layout.PERMUTED:
-                transfer = self._writer.save_permuted(state, missing, body)
-            else:
-                transfer = self._writer.write(state, missing, body, None)
             self._save_scores(state, missing, body)
         self._segments.settle(names)
         self._refer(state, names)
@@ -248,11 +260,10 @@ class SegmentSplitter:
         first = parts.budget.offered // SEGMENT
         if not parts.insertable or len(tokens) // SEGMENT <= first:
             return
-        namespace = (req.extra_key, req.cache_salt)
-        names = self._segments.names(namespace, tokens)
+        names = self._segments.names((req.extra_key, req.cache_salt), tokens)
         row = self._places.row(state)
         added = row[parts.head : parts.head + (len(names) - first) * SEGMENT]
-        self._segments.keep(names, first, added.to(torch.int64), namespace, tokens)
+        self._segments.keep(names, first, added.to(torch.int64))
 
     def _tail(self, state: RequestState, budget: Budget) -> Tail:
         """Read what the tree owns behind the last segment; the row needs its own."""
@@ -292,8 +303,7 @@ class SegmentSplitter:
                 Missing(
                     at=at,
                     name=name,
-                    kept=self._blank() if kept is None else kept,
-                    chosen=kept is not None,
+                    kept=kept,
                     drafted=part is None,
                     wanted=rest,
                 )
@@ -305,7 +315,8 @@ class SegmentSplitter:
         if part is not None:
             return part.kept
         rest = self._segments.complements.get(name)
-        return None if rest is None else rest.kept.clone()
+        # The copy waits for the device: the host's memory may be another's soon.
+        return None if rest is None else rest.kept.to(self._places.device, copy=True)
 
     def _known(self, state: RequestState, at: int) -> torch.Tensor | None:
         """Return what a request kept of a segment when it was split before."""
@@ -313,10 +324,6 @@ class SegmentSplitter:
             return None
         n = self._each.kept
         return state.parts.kept[:, :, at * n : (at + 1) * n] - at * SEGMENT
-
-    def _blank(self) -> torch.Tensor:
-        shape = (self._places.geometry.layers, self._places.geometry.kv_heads)
-        return torch.empty(*shape, self._each.kept, dtype=torch.int32)
 
     def _open_complements(self, missing: list[Missing]) -> bool:
         """Allocate host memory; on refusal nothing is allocated."""
@@ -330,6 +337,12 @@ class SegmentSplitter:
         for each in missing:
             each.rest = opened.get(each.name)
         return True
+
+    def _close_complements(self, missing: list[Missing]) -> None:
+        """Give host memory back that was not filled."""
+        for each in missing:
+            if each.rest is not None:
+                self._segments.complements.drop(each.name)
 
     def _save_scores(
         self, state: RequestState, missing: list[Missing], body: torch.Tensor
@@ -350,6 +363,7 @@ class SegmentSplitter:
             known = state.parts.noted
             noted = torch.stack(known) if known else None
         if noted is not None:
+            noted = noted.cpu()
             for each in opened:
                 self._segments.save_scores(each.name, noted[:, :, each.tokens])
 
@@ -367,7 +381,7 @@ class SegmentSplitter:
         """Put new draft parts on the shelf."""
         for each in missing:
             if each.drafted and each.slots is not None:
-                part = DraftPart(each.slots, each.kept.contiguous())
+                part = DraftPart(each.slots, each.chosen.contiguous())
                 self._segments.shelf.add(each.name, part)
 
     def _enter(

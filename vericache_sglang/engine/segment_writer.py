@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_sglang.compression.budget import keep_indices
-from vericache_sglang.engine.segment_copies import describe
-from vericache_sglang.errors import CompressionError, InvariantError
+from vericache_sglang.engine.choosing import Chooser, Stretch
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.parked import gathered
 from vericache_sglang.memory.segmented import SegmentedComplement
 from vericache_sglang.memory.segments import SEGMENT
-from vericache_sglang.memory.splitting import pick, pick_rest
+from vericache_sglang.memory.splitting import rest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from vericache_sglang.compression.base import Seen, Selector
+    from vericache_sglang.compression.base import Selector
     from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.engine.choosing import Look
     from vericache_sglang.engine.places import Places
     from vericache_sglang.engine.segment_copies import SegmentCopies
     from vericache_sglang.engine.state import RequestState
     from vericache_sglang.memory.complement import RawComplement
     from vericache_sglang.memory.transfers import Transfer
 
-    Look = Callable[[int], Seen]
-    """What was collected of a prompt, by layer."""
+    Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,29 +36,37 @@ class Missing:
     Attributes:
         at: Its number in the prompt.
         name: Its name.
-        kept: [L, H, n] int32 on the CPU, its tokens that stay.
-        chosen: They are known already.
+        kept: [L, H, n] int32 on the pool's device, its tokens that stay; None: they are
+            to be chosen.
         drafted: Its draft part has to be written.
         wanted: Its complement has to be written.
         slots: [n] int64 where its draft part goes; None: it is there, or it waits.
         rest: Where its complement goes; None: it is on the host.
-        waiting: Per layer kept keys and values, for slots that are not free yet.
     """
 
     at: int
     name: str
-    kept: torch.Tensor
-    chosen: bool
+    kept: torch.Tensor | None
     drafted: bool
     wanted: bool
     slots: torch.Tensor | None = None
     rest: RawComplement | None = None
-    waiting: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def tokens(self) -> slice:
         """Its tokens in the prompt."""
         return slice(self.at * SEGMENT, (self.at + 1) * SEGMENT)
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """Its tokens that stay.
+
+        Raises:
+            InvariantError: They were not chosen.
+        """
+        if self.kept is None:
+            raise InvariantError(f"what stays of segment {self.name} is not chosen")
+        return self.kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +102,9 @@ class Tail:
 class SegmentWriter:
     """Chooses what stays of segments, and copies their parts where they belong.
 
+    All segments of a prompt are gathered together, so that the launches are those of
+    one.
+
     Args:
         each: Counts of one segment; ``sinks`` holds for a prompt's first one only.
         selector: Bound to the model; None: nothing is ever chosen.
@@ -103,7 +113,7 @@ class SegmentWriter:
 
     def __init__(self, each: Budget, selector: Selector | None, places: Places) -> None:
         self._each = each
-        self._selector = selector
+        self._chooser = None if selector is None else Chooser(selector, places)
         self._places = places
 
     def place(self, missing: list[Missing], fresh: torch.Tensor) -> None:
@@ -120,89 +130,77 @@ class SegmentWriter:
         missing: list[Missing],
         body: torch.Tensor,
         look: Look | None,
+        waiting: list[Pair] | None = None,
     ) -> Transfer | None:
-        """Choose, copy draft parts to their slots and complements to the host."""
+        """Choose, copy draft parts to their slots and complements to the host.
+
+        Args:
+            state: The request.
+            missing: What is made of its segments.
+            body: [B] int64, its prompt's slots, in order.
+            look: What was collected of it; None: all was chosen before.
+            waiting: Where draft parts without slots are to be put, layer by layer.
+        """
         if not missing:
             return None
-        blocks = self._split_layers(state, missing, body, look)
-        opened = [each.rest for each in missing if each.rest is not None]
+        if any(each.kept is None for each in missing):
+            self._choose(state.rid, missing, body, look)
+        opened = describe(missing)
+        blocks = self._split_layers(missing, body, waiting)
         if opened:
-            image = SegmentedComplement(opened)
-            return self._places.transfers.save(blocks, image)
+            return self._places.transfers.save(blocks, SegmentedComplement(opened))
         for _ in blocks:
             pass
         return None
 
-    def _split_layers(
-        self,
-        state: RequestState,
-        missing: list[Missing],
-        body: torch.Tensor,
-        look: Look | None,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each layer's complement entries, in prompt order."""
-        pool = self._places.pool
-        choosing = not all(each.chosen for each in missing)
-        blocks = gathered(pool.k_buffer, pool.v_buffer, body)
-        for layer, (keys, values) in enumerate(blocks):
-            if choosing:
-                self._choose(state.rid, layer, keys, values, missing, look)
-            leaving = []
-            for each in missing:
-                own = keys[each.tokens], values[each.tokens]
-                kept = each.kept[layer].to(keys.device, torch.int64)
-                if each.drafted:
-                    self._put(layer, each, pick(own[0], kept), pick(own[1], kept))
-                if each.rest is not None:
-                    describe(each.rest, layer, each.kept[layer])
-                    leaving.append(pick_rest(*own, kept))
-            if leaving:
-                yield (
-                    torch.cat([k for k, _ in leaving]),
-                    torch.cat([v for _, v in leaving]),
-                )
-            else:
-                yield keys[:0], values[:0]
-
     def _choose(
         self,
         rid: str,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         missing: list[Missing],
+        body: torch.Tensor,
         look: Look | None,
     ) -> None:
-        if look is None or self._selector is None:
+        if look is None or self._chooser is None:
             raise InvariantError(f"{rid} was not split before")
-        scores = self._selector.scores(
-            rid, layer, keys.transpose(0, 1), values.transpose(0, 1), look(layer)
-        )
-        if scores.dim() != 2 or scores.shape[1] != len(keys):
-            raise CompressionError(
-                f"scores must be [heads, {len(keys)}], got {tuple(scores.shape)}"
-            )
+        others = replace(self._each, sinks=0)
+        count = len(body) // SEGMENT
+        stretches = [Stretch(0, 1, self._each), Stretch(SEGMENT, count - 1, others)]
+        first, rest = self._chooser.choose(rid, body, look, stretches)
         for each in missing:
-            if not each.chosen:
-                sinks = self._each.sinks if each.at == 0 else 0
-                budget = replace(self._each, sinks=sinks)
-                kept = keep_indices(scores[:, each.tokens], budget)
-                each.kept[layer].copy_(kept)
+            if each.kept is None:
+                kept = rest[:, :, each.at - 1] if each.at else first[:, :, 0]
+                each.kept = kept.contiguous()
 
-    def _put(
-        self, layer: int, each: Missing, keys: torch.Tensor, values: torch.Tensor
+    def _split_layers(
+        self, missing: list[Missing], body: torch.Tensor, waiting: list[Pair] | None
+    ) -> Iterator[Pair]:
+        """Yield each layer's complement entries, in prompt order."""
+        places = self._places
+        drafted = [each for each in missing if each.drafted]
+        opened = [each for each in missing if each.rest is not None]
+        kept = [each.chosen + each.at * SEGMENT for each in drafted]
+        index = torch.cat(kept, dim=2) if drafted else None
+        slots = [each.slots for each in drafted if each.slots is not None]
+        target = torch.cat(slots) if slots else None
+        starts = [each.at * SEGMENT for each in opened]
+        away = rest_of([each.chosen for each in opened], SEGMENT, starts)
+        for layer in range(places.geometry.layers):
+            draft = None if index is None else places.pick(layer, body, index[layer])
+            rest = places.pick(layer, body, next(away)) if opened else None
+            if draft is not None and target is not None:
+                places.put(layer, target, *draft)
+            elif draft is not None and waiting is not None:
+                waiting.append(draft)
+            if rest is not None:
+                yield rest
+
+    def put_waiting(
+        self, missing: list[Missing], fresh: torch.Tensor, waiting: list[Pair]
     ) -> None:
-        if each.slots is None:
-            each.waiting.append((keys, values))
-        else:
-            self._places.put(layer, each.slots, keys, values)
-
-    def put_waiting(self, missing: list[Missing], fresh: torch.Tensor) -> None:
         """Write the draft parts for which our own prompt had to give way."""
         self.place(missing, fresh)
-        for each in missing:
-            for layer, (keys, values) in enumerate(each.waiting):
-                self._put(layer, each, keys, values)
+        for layer, (keys, values) in enumerate(waiting):
+            self._places.put(layer, fresh, keys, values)
 
     def save_permuted(
         self, state: RequestState, missing: list[Missing], body: torch.Tensor
@@ -219,14 +217,17 @@ class SegmentWriter:
             ]
         )
         pool = self._places.pool
+        blocks = gathered(pool.k_buffer, pool.v_buffer, slots)
+        return self._places.transfers.save(
+            blocks, SegmentedComplement(describe(missing))
+        )
 
-        def leaving() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            blocks = gathered(pool.k_buffer, pool.v_buffer, slots)
-            for layer, block in enumerate(blocks):
-                for each in opened:
-                    if each.rest is not None:
-                        describe(each.rest, layer, each.kept[layer])
-                yield block
 
-        image = SegmentedComplement([e.rest for e in opened if e.rest is not None])
-        return self._places.transfers.save(leaving(), image)
+def describe(missing: list[Missing]) -> list[RawComplement]:
+    """Say of every complement to be written which tokens stay; return them."""
+    opened = []
+    for each in missing:
+        if each.rest is not None:
+            each.rest.describe(each.chosen, each.chosen[..., :0])
+            opened.append(each.rest)
+    return opened

@@ -43,6 +43,8 @@ class VeriCacheSpecInput(SpecInput):
         self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
         # The same on a GPU; None where no row begins with codes.
         self.coded: CodedRows | None = None
+        # Why no CUDA graph serves the forward; None where one does.
+        self.eager: str | None = None
         self.future_indices: torch.Tensor | None = None
         self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
         self.topk_p = None

@@ -11,8 +11,8 @@ from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
     coded_rows,
-    keep_indices,
 )
+from vericache_sglang.engine.choosing import Chooser, Stretch
 from vericache_sglang.engine.row_edit import (
     allocate,
     free,
@@ -21,27 +21,24 @@ from vericache_sglang.engine.row_edit import (
     relist,
 )
 from vericache_sglang.engine.state import Layout, Parts, RequestState
-from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.parked import gathered
-from vericache_sglang.memory.splitting import pick, pick_rest
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
+from vericache_sglang.memory.splitting import dropped_by_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from vericache_sglang.compression.base import Seen, Selector
+    from vericache_sglang.compression.base import Selector
     from vericache_sglang.compression.codecs.base import Part
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.engine.choosing import Look
     from vericache_sglang.engine.codes import Codes
     from vericache_sglang.engine.places import Places
     from vericache_sglang.memory.transfers import Transfer
 
-    Look = Callable[[int], Seen]
-    """What was collected of a prompt, by layer."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """What stays of a prompt; int32, on the CPU.
+    """What stays of a prompt; int32, on the pool's device.
 
     Attributes:
         exact: [L, H, n] prompt positions.
@@ -86,6 +83,7 @@ class Splitter:
     ) -> None:
         self._config = config
         self._selector = selector
+        self._chooser = None if selector is None else Chooser(selector, places)
         self._codes = codes
         self._places = places
         self._geometry = places.geometry
@@ -131,6 +129,10 @@ class Splitter:
         Returns:
             The copy to the host; None when device or host memory does not allow it
             now, and nothing changed.
+
+        Raises:
+            TransferError: The copy could not be made; nothing changed.
+            LostKVError: Nor are the prompt's own slots whole any more.
         """
         req = state.req
         if not self._host.fits_complement(budget):
@@ -143,22 +145,14 @@ class Splitter:
             target = allocate(tree_cache, budget.slots)
         if target is None and not own_lock_covers(req, tree_cache, budget.slots):
             return None
-        complement = self._host.open(state.rid, budget)
-        chosen = self._chosen(state, budget)
+        chosen = self._chosen(state, body, budget, look)
         waiting: list[DraftLayer] = []
-
-        def leaving() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for layer, keys, values in self._layers(state, body, budget, chosen, look):
-                complement.describe(layer, chosen.exact[layer], chosen.coded[layer])
-                draft = self._draft(layer, keys, values, chosen)
-                yield pick_rest(keys, values, chosen.exact[layer])
-                if target is None:
-                    waiting.append(draft)
-                else:
-                    self._put(layer, target, budget, draft)
-
-        transfer = self._places.transfers.save(leaving(), complement)
-        self._host.settle(state.rid)
+        try:
+            transfer = self._save(state, body, budget, chosen, target, waiting)
+        except TransferError:
+            if owned and target is not None:
+                free(tree_cache, target)
+            raise
         leave_tree(req, tree_cache)
         free(tree_cache, body[owned:] if owned else body[budget.slots :])
         if target is None:
@@ -170,6 +164,52 @@ class Splitter:
         relist(row, req.kv, budget.offered, target)
         self._enter(state, budget, chosen, Layout.KEPT)
         return transfer
+
+    def _save(
+        self,
+        state: RequestState,
+        body: torch.Tensor,
+        budget: Budget,
+        chosen: Chosen,
+        target: torch.Tensor | None,
+        waiting: list[DraftLayer],
+    ) -> Transfer:
+        """Copy the complement of a whole row to the host, and the draft part away.
+
+        Args:
+            state: The request.
+            body: [B] int64, slots of its prompt.
+            budget: Counts of its prompt.
+            chosen: What stays.
+            target: [n] int64, slots of the draft part; None: it goes to ``waiting``.
+            waiting: See there.
+
+        Raises:
+            TransferError: See ``to_host``.
+        """
+        complement = self._host.open(state.rid, budget)
+        complement.describe(chosen.exact, chosen.coded)
+        put = False
+
+        def leaving() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            nonlocal put
+            away = dropped_by_layer(chosen.exact, budget.offered)
+            for layer, index in enumerate(away):
+                draft = self._draft(layer, body, chosen)
+                yield self._places.pick(layer, body, index)
+                if target is None:
+                    waiting.append(draft)
+                else:
+                    self._put(layer, target, budget, draft)
+                    put = True
+
+        try:
+            return self._places.transfers.save(leaving(), complement)
+        except TransferError as error:
+            self._host.drop(state.rid)
+            if put and not state.req.kv.cache_protected_len:  # in its own slots
+                raise LostKVError(str(error)) from error
+            raise
 
     def on_device(
         self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
@@ -189,11 +229,13 @@ class Splitter:
         target = allocate(tree_cache, budget.slots) if beside else body[: budget.slots]
         if target is None:
             return False
-        chosen = self._chosen(state, budget)
-        for layer, keys, values in self._layers(state, body, budget, chosen, look):
-            self._put(layer, target, budget, self._draft(layer, keys, values, chosen))
-            if not beside:
-                rest = pick_rest(keys, values, chosen.exact[layer])
+        chosen = self._chosen(state, body, budget, look)
+        away = dropped_by_layer(chosen.exact, budget.offered)
+        for layer in range(self._geometry.layers):
+            draft = self._draft(layer, body, chosen)
+            rest = None if beside else self._places.pick(layer, body, next(away))
+            self._put(layer, target, budget, draft)
+            if rest is not None:
                 self._places.put(layer, body[budget.slots :], *rest)
         if beside:
             relist(row, req.kv, budget.offered, torch.cat([body, target]))
@@ -216,59 +258,30 @@ class Splitter:
         # The row no longer lists token i at place i: the tree must not key it.
         req.skip_radix_cache_insert = True
 
-    def _chosen(self, state: RequestState, budget: Budget) -> Chosen:
-        """Return room for a choice, or what was chosen when it was split before."""
+    def _chosen(
+        self, state: RequestState, body: torch.Tensor, budget: Budget, look: Look
+    ) -> Chosen:
+        """Choose what stays of a prompt, or return what was chosen before."""
         if state.parts is not None:
             return Chosen(state.parts.kept, state.parts.coded)
-        shape = (self._geometry.layers, self._geometry.kv_heads)
-        exact = torch.empty(*shape, budget.exact, dtype=torch.int32)
-        return Chosen(exact, torch.empty(*shape, budget.coded, dtype=torch.int32))
+        if self._chooser is None:
+            every = torch.arange(budget.offered, dtype=torch.int32, device=body.device)
+            shape = (self._geometry.layers, self._geometry.kv_heads, -1)
+            exact, coded = coded_rows(every, budget)
+            return Chosen(exact.expand(shape), coded.expand(shape))  # views
+        stretch = Stretch(0, 1, budget)
+        (kept,) = self._chooser.choose(state.rid, body, look, [stretch])
+        return Chosen(*coded_rows(kept[:, :, 0], budget))
 
-    def _layers(
-        self,
-        state: RequestState,
-        body: torch.Tensor,
-        budget: Budget,
-        chosen: Chosen,
-        look: Look,
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (layer, keys [B, H, D], values), gathered copies; fills ``chosen``."""
-        blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, body)
-        for layer, (keys, values) in enumerate(blocks):
-            if state.parts is None:
-                kept = self._kept(state.rid, layer, keys, values, budget, look)
-                exact, coded = coded_rows(kept, budget)
-                chosen.exact[layer].copy_(exact)
-                chosen.coded[layer].copy_(coded)
-            yield layer, keys, values
-
-    def _kept(
-        self,
-        rid: str,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        budget: Budget,
-        look: Look,
-    ) -> torch.Tensor:
-        """Choose the kept tokens of one layer: [H, kept] int64."""
-        if self._selector is None:
-            every = torch.arange(budget.offered, device=keys.device)
-            return every.expand(keys.shape[1], -1)
-        scores = self._selector.scores(
-            rid, layer, keys.transpose(0, 1), values.transpose(0, 1), look(layer)
-        )
-        return keep_indices(scores, budget)
-
-    def _draft(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, chosen: Chosen
-    ) -> DraftLayer:
-        exact = chosen.exact[layer].to(keys.device, torch.int64)
+    def _draft(self, layer: int, body: torch.Tensor, chosen: Chosen) -> DraftLayer:
         packed: list[Part] = []
         if self._codes is not None:
-            coded = chosen.coded[layer].to(keys.device, torch.int64)
-            packed = self._codes.encode(layer, keys, values, coded)
-        return DraftLayer(pick(keys, exact), pick(values, exact), packed)
+            coded = chosen.coded[layer]
+            packed = self._codes.encode(
+                layer, *self._places.pick(layer, body, coded), coded
+            )
+        pair = self._places.pick(layer, body, chosen.exact[layer])
+        return DraftLayer(*pair, packed)
 
     def _put(
         self, layer: int, target: torch.Tensor, budget: Budget, draft: DraftLayer

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
+from sglang.srt.runtime_context import get_server_args
 
 from vericache_sglang.compression.catalog import create_compressor
-from vericache_sglang.config.files import active_config, is_disabled
-from vericache_sglang.config.schema import VeriCacheConfig, resolve_staging
-from vericache_sglang.engine.algorithm import NAME
-from vericache_sglang.errors import ConfigError
+from vericache_sglang.config.schema import STAGING_SHARE, resolve_staging
+from vericache_sglang.engine.algorithm import served_config
 
 
-def staging_slots() -> int:
+def staging_slots(pool: int | None = None) -> int:
     """Return the slots to allocate behind SGLang's KV pool; 0 where VeriCache is off.
 
-    Read once, when the pool is built, in the process that builds it.
+    Args:
+        pool: KV slots of the device, these included, where they bound the buffer; None
+            where the pool is sized by flag.
     """
-    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
+    config = served_config()
+    if config is None:
         return 0
     context: int = model_config_of(get_server_args()).context_len
-    config = active_config() or VeriCacheConfig()
     compressor = create_compressor(config.compressor, config.seed)
     # Packed tokens come back whole for a verification.
-    return resolve_staging(config, context, 0.0 if compressor.codec else None)
+    exact = 0.0 if compressor.codec else None
+    return resolve_staging(config, context, exact, pool)
 
 
-def staging_bytes(configurator: Any, budget: int) -> int:
-    """Return the bytes of the staging region on this rank.
+def with_staging(slots: int) -> int:
+    """Return at most the slots of a device of which ``slots`` are SGLang's own.
 
-    Args:
-        configurator: SGLang's ``KVCacheConfigurator``; names heads, layers and dtype.
-        budget: Bytes there are for slots of any kind.
-
-    Raises:
-        ConfigError: Nothing would be left for SGLang's own slots.
+    The bound of ``resolve_staging`` on the automatic size, solved for the whole and
+    rounded down, so that no more is allocated than was set aside.
     """
-    slots = staging_slots()
-    model, parallel = configurator.model_config, get_parallel()
-    heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    slot = heads * (model.head_dim + model.v_head_dim)
-    slot *= configurator.kv_cache_dtype.itemsize
-    needed: int = slots * slot * configurator.layer_info.num_effective_layers
-    if needed >= budget:
-        raise ConfigError(
-            f"--vericache-staging-tokens: a region of {slots} slots takes "
-            f"{needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB are left for all KV; "
-            "set it lower, or raise --mem-fraction-static"
-        )
-    return needed
+    return max(0, slots * STAGING_SHARE // (STAGING_SHARE - 1) - 1)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.compression.budget import Budget
-    from vericache_sglang.engine.figures import Figures
     from vericache_sglang.engine.sampling.grammar import GrammarCursor
     from vericache_sglang.engine.sampling.penalties import Penalties
     from vericache_sglang.engine.sampling.profile import Profile
+    from vericache_sglang.observability.request_stats import RequestStats
 
 
 class Layout(Enum):
@@ -49,8 +49,9 @@ class Parts:
 
     Attributes:
         budget: Counts.
-        kept: [L, H, n] int32 on the CPU, the prompt positions that stayed exact.
-        coded: [L, H, coded] int32 on the CPU, those a codec packed.
+        kept: [L, H, n] int32 on the pool's device, the prompt positions that stayed
+            exact.
+        coded: [L, H, coded] int32, likewise those a codec packed.
         layout: How the row lists them.
         insertable: ``Req.skip_radix_cache_insert`` as it was, negated: whether the
             finished request may enter the prefix tree once its row is whole again.
@@ -140,7 +141,7 @@ class RequestState:
     eligible: bool
     stops: frozenset[int]
     longest: int
-    figures: Figures
+    figures: RequestStats
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
     late: bool = False

@@ -18,6 +18,7 @@ class TierCounters:
         evicted_host_tokens: Left the host.
         checksum_failures: Segments found damaged and dropped, in segments.
         refused_segments: Segments that found no room on the host, in segments.
+        inconsistencies: Times that what is cached was found not to add up.
     """
 
     match_host_tokens: int = 0
@@ -28,6 +29,7 @@ class TierCounters:
     evicted_host_tokens: int = 0
     checksum_failures: int = 0
     refused_segments: int = 0
+    inconsistencies: int = 0
 
     def note_restored(self, tokens: int, nbytes: int, seconds: float) -> None:
         """Record tokens brought back from the host."""

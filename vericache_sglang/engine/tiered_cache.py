@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from vericache_sglang.engine.row_edit import allocate, free
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.observability.consistency_check import is_replay
 
 if TYPE_CHECKING:
     from array import array
@@ -75,8 +76,9 @@ class TieredCache(UnifiedRadixCache):
         result = super().match_prefix(params)
         if params.req is None or not self.segments.active:
             return result
-        found = len(result.device_indices)
-        stop = self.segments.reach(self._names(params.req, params.key), found)
+        stop = found = len(result.device_indices)
+        with self.segments.cache_only():
+            stop = self.segments.reach(self._names(params.req, params.key), found)
         return (
             result if stop <= found else result._replace(host_hit_length=stop - found)
         )
@@ -96,15 +98,24 @@ class TieredCache(UnifiedRadixCache):
         begin = len(req.prefix_indices)
         stop = begin + params.host_hit_length
         key = _key_of(req, req.full_untruncated_fill_ids[:stop])
-        names = self._names(req, key)
-        with self.segments.kept_back(names[begin // SEGMENT :]):
-            slots = allocate(self, stop - begin)
-            if slots is None:
-                return self.tree_core.empty_match_result.device_indices, req.last_node
-            damaged = self.segments.restore(names, begin, slots)
-        if damaged is not None:
+        if not self.segments.active:
+            return None
+        slots: torch.Tensor | None = None
+        whole = False
+        with self.segments.cache_only():
+            names = self._names(req, key)
+            with self.segments.kept_back(names[begin // SEGMENT :]):
+                slots = allocate(self, stop - begin)
+                if slots is None:
+                    nothing = self.tree_core.empty_match_result.device_indices
+                    return nothing, req.last_node
+                damaged = self.segments.restore(names, begin, slots)
+            if damaged is not None:
+                self.segments.forget(damaged)
+            whole = damaged is None
+        if slots is not None and not whole:
             free(self, slots)
-            self.segments.forget(damaged)
+        if slots is None or not whole:
             return None
         self.insert(
             InsertParams(
@@ -133,9 +144,9 @@ class TieredCache(UnifiedRadixCache):
     ) -> None:
         """See ``BasePrefixCache``; as for ``insert_req``.
 
-        The prompt of a shadow check stays out of the tree, as without a cache.
+        The prompt of a consistency check stays out of the tree, as without a cache.
         """
-        if getattr(req, "vericache_shadow", False):
+        if is_replay(req.rid):
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
             req.prefix_indices = row[: len(req.get_fill_ids())].long()
             return
@@ -183,7 +194,8 @@ class TieredCache(UnifiedRadixCache):
         result = super()._evict(params, available_size_targets)
         missing = params.num_tokens - result.num_tokens_evicted
         if missing > 0 and self.segments.shelf.idle_slots:
-            result.num_tokens_evicted += self.segments.evict_drafts(missing)
+            with self.segments.cache_only():
+                result.num_tokens_evicted += self.segments.evict_drafts(missing)
         return result
 
     def _free_values(
@@ -193,8 +205,9 @@ class TieredCache(UnifiedRadixCache):
     ) -> None:
         """Save the segments an eviction cuts into; their slots are intact till then."""
         leaving = device_frees.get(ComponentType.FULL)
-        if leaving:
-            self.segments.leaving(torch.cat(leaving))
+        if leaving and self.segments.active:
+            with self.segments.cache_only():
+                self.segments.leaving(torch.cat(leaving))
         super()._free_values(device_frees, host_frees)
 
     # -- the store; SGLang asks while a request waits ---------------------------------
@@ -222,14 +235,21 @@ class TieredCache(UnifiedRadixCache):
         before = matched_prefix_tokens
         tokens = new_input_tokens if before is None else before + new_input_tokens
         if self.segments.stored is not None and self.segments.active:
-            names = self.segments.names((extra_key, cache_salt or None), tokens)
-            there = len(tokens) - len(new_input_tokens)
-            self.segments.stored.fetch(request.rid, names, there)
+            with self.segments.cache_only():
+                names = self.segments.names((extra_key, cache_salt or None), tokens)
+                there = len(tokens) - len(new_input_tokens)
+                self.segments.stored.fetch(request.rid, names, there)
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Say whether a request need not wait for the store any longer."""
         stored = self.segments.stored
-        return stored is None or stored.fetched(request.rid)
+        if stored is None:
+            return True
+        waits = False
+        with self.segments.cache_only():
+            found = stored.found(request.rid)
+            waits = found is None or not stored.take(request.rid, found)
+        return not waits
 
     def pop_prefetch_loaded_span(
         self, handle: CacheRequestHandle
@@ -248,9 +268,9 @@ class TieredCache(UnifiedRadixCache):
 
     def _register(self, req: Req, key: RadixKey, slots: torch.Tensor) -> None:
         """Have a prefix that the tree owns known by name."""
-        namespace = (key.extra_key, key.cache_salt)
-        names = self._names(req, key)[: len(slots) // SEGMENT]
-        self.segments.register(names, slots, namespace, key.raw_token_ids())
+        with self.segments.cache_only():
+            names = self._names(req, key)[: len(slots) // SEGMENT]
+            self.segments.register(names, slots)
 
     def release_host_resources(self) -> None:
         """See ``BasePrefixCache``; what is not in the store is written first."""
@@ -280,7 +300,7 @@ def register() -> None:
 
 def _create(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     """Return the cache SGLang would make, with our segments below a radix tree."""
-    segments = getattr(ctx.params.req_to_token_pool, "vericache_segments", None)
+    segments = getattr(ctx.params.req_to_token_pool, "segments", None)
     if ctx.disable_radix_cache or segments is None:
         return default_radix_cache_factory(ctx)
 

@@ -1,4 +1,4 @@
-"""Numbers the host has decided, on their way to the device without a wait."""
+"""Numbers on their way to the device without a wait, and back with one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,20 @@ def upload(
     """
     lengths = [len(column) for column in columns]
     numbers = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
+    parts: tuple[torch.Tensor, ...] = send(numbers, device).split(lengths)
+    return parts
+
+
+def send(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a tensor of the CPU to a device in one copy that waits for nothing."""
     if torch.device(device).type == "cuda":
         numbers = numbers.pin_memory()
-    parts: tuple[torch.Tensor, ...]
-    parts = numbers.to(device, non_blocking=True).split(lengths)
-    return parts
+    return numbers.to(device, non_blocking=True)
+
+
+def download(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copy tensors of one device to the host, and wait once for all of them."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.current_stream().synchronize()
+    return copies

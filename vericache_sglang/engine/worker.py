@@ -6,6 +6,7 @@ import atexit
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
@@ -13,22 +14,25 @@ from vericache_sglang.engine.agreement import open_agreement
 from vericache_sglang.engine.arrival import Arrivals
 from vericache_sglang.engine.calibration import starting_coefficients
 from vericache_sglang.engine.conclusion import Conclusion
+from vericache_sglang.engine.control_gate import ControlGate
 from vericache_sglang.engine.decoding import Decoding
 from vericache_sglang.engine.departure import keep_last_token
 from vericache_sglang.engine.entrance import Entrance
 from vericache_sglang.engine.flights import Flight, Flights, Passenger
-from vericache_sglang.engine.graph_forward import graph_figures
+from vericache_sglang.engine.graph_runner import eager_reasons, graph_figures
 from vericache_sglang.engine.mixed import MixedForward
 from vericache_sglang.engine.model_services import ModelServices
-from vericache_sglang.engine.observers import open_observers
 from vericache_sglang.engine.probing import Probing
 from vericache_sglang.engine.query_tails import attention_layers
 from vericache_sglang.engine.residence import PLAIN_ROOM, Residence
 from vericache_sglang.engine.runtime_settings import runtime_settings
-from vericache_sglang.engine.shadow import Shadow
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
 from vericache_sglang.engine.token_board import TokenBoard
-from vericache_sglang.engine.watch import Watch
+from vericache_sglang.observability.consistency_check import is_replay
+from vericache_sglang.observability.counters import Totals
+from vericache_sglang.observability.guard import Guard
+from vericache_sglang.observability.iteration_reporter import IterationReporter
+from vericache_sglang.observability.sinks import open_sinks
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel
 from vericache_sglang.scheduling.runtime import Runtime
@@ -83,8 +87,10 @@ class VeriCacheWorker(BaseSpecWorker):
             deterministic=server_args.enable_deterministic_inference,
         )
         self._states: dict[str, RequestState] = {}
-        # Called by the hooks on the scheduler (patches: managers_scheduler_shadow).
-        self.shadow = Shadow(config.shadow_rate, config.seed, self._new_weights)
+        self._guard = Guard()
+        self._totals = Totals()
+        # Called by the hook on the scheduler (patches: managers_scheduler).
+        self.control_gate = ControlGate(self._new_weights)
 
     @property
     def draft_worker(self) -> None:
@@ -110,15 +116,18 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         services = ModelServices(self.model_runner, self._server_args)
         compressor = create_compressor(self._config.compressor, self._config.seed)
-        compressor = compressor.bind(services, ranks=tp_size)
+        compressor = compressor.bind(services)
         self.residence = Residence(
             self._config,
             self._agreement,
             req_to_token_pool,
             token_to_kv_pool_allocator,
             compressor,
-            self._server_args,
+            self.model_runner,
         )
+        strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get()
+        self.residence.segments.strict = strict > 0
+        self.residence.guard.vocabulary = self.model_runner.model_config.vocab_size
         self._agreement.hear(self.residence.host_slots, ())
         self.runtime = Runtime(
             runtime_settings(self._config, self.residence), self._agreement.estimates
@@ -134,9 +143,12 @@ class VeriCacheWorker(BaseSpecWorker):
             self.residence, probing, self.runtime, overlap=self._overlap
         )
         leads = self._agreement.leads
-        observers = open_observers(self._config, self._figures) if leads else []
-        self._watch = Watch(self.runtime, self.residence.link_log, observers)
+        sinks = open_sinks(self._config, self._figures) if leads else {}
+        self._watch = IterationReporter(
+            self.runtime, self.residence.link_log, sinks, self._guard
+        )
         atexit.register(self._watch.close)
+        atexit.register(self.residence.close)
         self._board = TokenBoard(
             self.residence.table.shape[0], self._config.draft_length, self.device
         )
@@ -163,13 +175,9 @@ class VeriCacheWorker(BaseSpecWorker):
             conclusion=conclusion,
             watch=self._watch,
             max_running=req_to_token_pool.size,
-            eager=self._server_args.disable_cuda_graph or self.device == "cpu",
         )
-        self.residence.reloads.gather = self._agreement.gather
-        # Read by the radix cache as SGLang creates it (``TieredCache``).
-        req_to_token_pool.vericache_segments = self.residence.segments
-        # Called by the hook on ReqToTokenPool.free (patches: mem_cache_memory_pool).
-        req_to_token_pool.vericache_on_free = self.release
+        req_to_token_pool.segments = self.residence.segments
+        req_to_token_pool.on_free = self.release
 
     def init_attention_backends(self) -> None:
         """See ``BaseSpecWorker``; from here on the layers report their queries."""
@@ -209,7 +217,8 @@ class VeriCacheWorker(BaseSpecWorker):
 
         Looked up by name in ``batch_result_processor.py``, right before the release.
         """
-        self.shadow.note_finished(req)
+        if is_replay(req.rid):
+            req.skip_radix_cache_insert = True
         state = self._states.get(req.rid)
         if state is None or state.lost:
             return
@@ -246,17 +255,27 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def report(self) -> dict[str, Any]:
         """Return counters and what is held now, for ``GET /get_server_info``."""
-        return {**self._figures(), **self._watch.report(self._states)}
+        return self._guard.call(
+            "report",
+            lambda: {
+                **self._figures(),
+                "eager_reasons": eager_reasons(self.model_runner),
+                **self._watch.report(self._states),
+            },
+            {},
+        )
 
     def _figures(self) -> dict[str, int | float]:
-        return {
-            **self.residence.report(),
-            **self.runtime.report(),
-            **self.shadow.report(),
-            **graph_figures(self.model_runner),
-            "kv_read_bytes_per_s": self._read_rate(),
-            "running": len(self._states),
-        }
+        return self._totals.over(
+            {
+                **self.residence.report(),
+                **self.runtime.report(),
+                **graph_figures(self.model_runner),
+                "answer_epoch": self.control_gate.epoch,
+                "kv_read_bytes_per_s": self._read_rate(),
+                "running": len(self._states),
+            }
+        )
 
     def _read_rate(self) -> float:
         """Return the rate at which forwards read KV, as the iterations show it."""
@@ -292,6 +311,7 @@ class VeriCacheWorker(BaseSpecWorker):
     def _arrive(self, req: Req, length: int) -> RequestState:
         """Begin a request's state; a middle chunk's is replaced by the next chunk's."""
         fits = self.residence.splitter.budget(length) is not None
+        fits = fits and not self.residence.guard.off
         state = self._arrivals.state_of(req, length, fits)
         self._agreement.same_noise(state)
         self._states[req.rid] = state

@@ -1,9 +1,10 @@
-"""Servers that do not keep the promise, for comparison: lossy, or accepting by dice.
+"""Servers that a benchmark changes: lossy, accepting by dice, timed, at fixed lengths.
 
-A server is altered only if a benchmark started it: ``environment`` writes the entry
-point that makes SGLang load ``install`` into a folder of the benchmark's own, and names
-the alteration in ``ENV``. Neither exists anywhere else. An altered server says so in
-its log and in its counters (``KEY``), and the benchmark compares that with its label.
+The first two do not keep the promise and are there for comparison; the others answer
+as ever. A server is altered only if a benchmark started it: ``environment`` writes the
+entry point that makes SGLang load ``install`` into a folder of the benchmark's own, and
+names the alteration in ``ENV``. Neither exists anywhere else. An altered server says so
+in its log and counters (``KEY``), and the benchmark compares that with its label.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import logging
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.evaluation import timers
 from vericache_sglang.evaluation.dice import by_dice, on_board
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 ENV = "VERICACHE_ALTERED"
-"""What to alter: ``lossy``, or ``accept=P`` with a probability."""
+"""What to alter: ``lossy``, ``accept=P`` with a probability, ``longest`` (drafts are as
+long as a request allows, whatever pays) and ``timed=FILE`` (see ``timers``); several
+with commas between."""
 
 KEY = "altered"
 """The server's counter that says what is altered; and, in a request's
@@ -32,16 +36,21 @@ KEY = "altered"
 
 LOSSY = "lossy"
 ACCEPT = "accept="
+LONGEST = "longest"
+TIMED = "timed="
 
-WARNING = "VeriCache ALTERED (%s): answers of this server are not the model's"
+WARNING = "VeriCache ALTERED by a benchmark: %s"
 
 
-def environment(folder: Path, alteration: str) -> dict[str, str]:
+def environment(
+    folder: Path, alteration: str, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return what makes a server altered, for its environment.
 
     Args:
         folder: Of the caller's own; the entry point is written into it.
-        alteration: ``LOSSY``, or ``simulated(p)``.
+        alteration: See ``ENV``.
+        given: Its ``PYTHONPATH`` is added to.
     """
     info = folder / "vericache_altered-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -49,7 +58,7 @@ def environment(folder: Path, alteration: str) -> dict[str, str]:
     (info / "METADATA").write_text(text, encoding="utf-8")
     entry = f"[sglang.srt.plugins]\nvericache-altered = {__name__}:install\n"
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(folder), *filter(None, [given.get("PYTHONPATH")])]
     return {ENV: alteration, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -71,12 +80,17 @@ def install() -> None:
         ConfigError: ``ENV`` names nothing that can be altered.
     """
     alteration = os.environ.get(ENV, "")
-    if alteration == LOSSY:
-        _emit_drafts()
-    elif alteration.startswith(ACCEPT):
-        _throw_dice(float(alteration.removeprefix(ACCEPT)))
-    else:
-        raise ConfigError(f"{ENV} must be {LOSSY} or {ACCEPT}P, got {alteration!r}")
+    for part in alteration.split(","):
+        if part == LOSSY:
+            _emit_drafts()
+        elif part == LONGEST:
+            _draft_longest()
+        elif part.startswith(ACCEPT):
+            _throw_dice(float(part.removeprefix(ACCEPT)))
+        elif part.startswith(TIMED):
+            timers.install(Path(part.removeprefix(TIMED)))
+        else:
+            raise ConfigError(f"{ENV} {part!r}: must be {LOSSY}, {ACCEPT}P, ...")
     _confess(alteration)
     logger.warning(WARNING, alteration)
 
@@ -121,10 +135,10 @@ def _emit_drafts() -> None:
         return launch(self, state, at, verifies=verifies, emits=emits)
 
     def settled(self: Any, batch: Any, asked: Any, chosen: Any, table: Any) -> Any:
-        told = [
+        chosen = [
             _forced(row.state) or run for row, run in zip(asked, chosen, strict=True)
         ]
-        return settle(self, batch, asked, told, table)
+        return settle(self, batch, asked, chosen, table)
 
     _put(mixed, "_queries", asked)
     _put(mixed.MixedForward, "_settle", settled)
@@ -152,6 +166,19 @@ def _throw_dice(acceptance: float) -> None:
 
     _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
     _put(token_board, "board_commit", on_board(acceptance, seed=0))
+
+
+def _draft_longest() -> None:
+    """Have every cycle draft as many tokens as its request allows."""
+    from vericache_sglang.scheduling.throughput import Throughput
+
+    best = Throughput.best
+
+    def longest(self: Any, track: Any, *args: Any, **named: Any) -> Any:
+        most = min(self._settings.draft_length, track.shape.longest)
+        return replace(best(self, track, *args, **named), length=most)
+
+    _put(Throughput, "best", longest)
 
 
 def _confess(alteration: str) -> None:

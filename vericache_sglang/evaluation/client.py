@@ -1,4 +1,4 @@
-"""An asyncio client: streams every answer and writes down when its tokens came."""
+"""An asyncio client: streams every answer and records when its tokens came."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 LINE_BYTES = 1 << 24
 """Longest event: SGLang repeats the whole answer in each."""
@@ -59,7 +59,7 @@ def closed_loop(
     url: str,
     requests: Sequence[dict[str, Any]],
     clients: int,
-    told: Callable[[], None],
+    answered: Callable[[], None],
     timeout: float,
 ) -> Pass:
     """Answer ``requests`` with ``clients`` at once, each sending one after another.
@@ -68,17 +68,17 @@ def closed_loop(
         url: Of the server.
         requests: Bodies of ``POST /generate``.
         clients: Most requests at once, >= 1.
-        told: Called after every answer.
+        answered: Called after every answer.
         timeout: Most seconds of one answer.
     """
-    return asyncio.run(_closed(_Asker(url, told, timeout), requests, clients))
+    return asyncio.run(_closed(_Asker(url, answered, timeout), requests, clients))
 
 
 def open_loop(
     url: str,
     requests: Sequence[dict[str, Any]],
     arrivals: Sequence[float],
-    told: Callable[[], None],
+    answered: Callable[[], None],
     timeout: float,
 ) -> Pass:
     """Answer ``requests``, each sent at its time, however many are running.
@@ -87,26 +87,21 @@ def open_loop(
         url: Of the server.
         requests: Bodies of ``POST /generate``.
         arrivals: Seconds after the start, as many as requests.
-        told: Called after every answer.
+        answered: Called after every answer.
         timeout: Most seconds of one answer.
     """
-    return asyncio.run(_open(_Asker(url, told, timeout), requests, arrivals))
+    return asyncio.run(_open(_Asker(url, answered, timeout), requests, arrivals))
 
 
 class _Asker:
-    def __init__(self, url: str, told: Callable[[], None], timeout: float) -> None:
+    def __init__(self, url: str, answered: Callable[[], None], timeout: float) -> None:
         self.began = 0.0
         self._url = f"{url}/generate"
-        self._told = told
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._answered = answered
+        self._timeout = timeout
 
     def session(self) -> aiohttp.ClientSession:
-        """Open a session for as many connections as there are requests."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=self._timeout,
-            read_bufsize=LINE_BYTES,
-        )
+        return open_session(self._timeout)
 
     def now(self) -> float:
         return time.perf_counter() - self.began
@@ -121,10 +116,7 @@ class _Asker:
             async with session.post(self._url, json={**body, "stream": True}) as reply:
                 if reply.status != 200:
                     error = f"HTTP {reply.status}: {(await reply.text())[:300]}"
-                async for line in reply.content:
-                    event = _event(line)
-                    if event is None:
-                        continue
+                async for event in events_of(reply):
                     if "error" in event:
                         error = str(event["error"])[:300]
                         break
@@ -134,16 +126,31 @@ class _Asker:
                         times.append((self.now(), tokens))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"[:300]
-        self._told()
+        self._answered()
         return _answer(sent, times, self.now(), last, error)
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    text = line.strip().removeprefix(b"data: ")
-    if not text.startswith(b"{"):
-        return None
-    event: dict[str, Any] = json.loads(text)
-    return event
+def open_session(timeout: float) -> aiohttp.ClientSession:
+    """Open a session for any number of connections, each for one request.
+
+    Args:
+        timeout: Most seconds of one answer.
+    """
+    return aiohttp.ClientSession(
+        # A server closes idle connections (SGLang's after 5 s): a request that is sent
+        # at that moment on one of them would have no answer.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        read_bufsize=LINE_BYTES,
+    )
+
+
+async def events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a ``/generate`` stream."""
+    async for line in reply.content:
+        text = line.strip().removeprefix(b"data: ")
+        if text.startswith(b"{"):
+            yield json.loads(text)
 
 
 def _answer(

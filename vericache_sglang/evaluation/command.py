@@ -1,28 +1,49 @@
-"""``python -m vericache_sglang.bench``: measures; writes JSON, page and picture."""
+"""``python -m vericache_sglang.bench [NAME]``: the table of benchmarks."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vericache_sglang.errors import ConfigError, VeriCacheError
-from vericache_sglang.evaluation.experiment import Experiment
-from vericache_sglang.evaluation.fleet import Fleet
-from vericache_sglang.evaluation.options import check, draw_requests, label, parser
-from vericache_sglang.evaluation.picture import draw, require_matplotlib
-from vericache_sglang.evaluation.provenance import provenance
-from vericache_sglang.evaluation.report import as_json, page
+from vericache_sglang.errors import VeriCacheError
+from vericache_sglang.evaluation import compare
+from vericache_sglang.evaluation.benchmarks.chats import CHATS
+from vericache_sglang.evaluation.benchmarks.compress_cost import COMPRESS_COST
+from vericache_sglang.evaluation.benchmarks.compressors import COMPRESSORS
+from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
+from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
+from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
+from vericache_sglang.evaluation.benchmarks.sampling import SAMPLING
+from vericache_sglang.evaluation.benchmarks.scheduling import SCHEDULING
+from vericache_sglang.evaluation.benchmarks.shared_prefix import SHARED_PREFIX
+from vericache_sglang.evaluation.benchmarks.soak import SOAK
+from vericache_sglang.evaluation.benchmarks.tool_calls import TOOL_CALLS
+from vericache_sglang.evaluation.benchmarks.turns import OVERSUBSCRIBED, PACING
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
-    from vericache_sglang.evaluation.systems import System
+    from vericache_sglang.evaluation.benchmark import Benchmark
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "decode": DECODE,
+    "sweep": SWEEP,
+    "pacing": PACING,
+    "shared-prefix": SHARED_PREFIX,
+    "chats": CHATS,
+    "oversubscribed": OVERSUBSCRIBED,
+    "soak": SOAK,
+    "tool-calls": TOOL_CALLS,
+    "lossless": LOSSLESS,
+    "sampling": SAMPLING,
+    "compressors": COMPRESSORS,
+    "compress-cost": COMPRESS_COST,
+    "scheduling": SCHEDULING,
+    "fuzz": FUZZ,
+}
+"""Benchmarks of the demo models, by name; without a name, systems are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,56 +53,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program; None takes the process's own.
 
     Returns:
-        0; 1 where a system was left out, a request failed, or an answer of a system
-        that is not lossy differs from plain's; 2 for a wrong flag.
+        0; 1 where something is not as it must be: an answer differs from plain
+        SGLang's, a request failed, a system was left out; 2 for a wrong flag.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser().parse_args(arguments)
+    name = ""
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+    if name and name not in BENCHMARKS:
+        print(f"error: no benchmark {name}; {known()}", file=sys.stderr)
+        return 2
     try:
-        systems = check(options)
-        require_matplotlib()
-        report = measure(options, systems, arguments)
-        text = page(report)
-        publish(options.out / "bench.json", json.dumps(report, indent=1) + "\n")
-        publish(options.out / "bench.md", text)
-        if any(row["tokens_per_s"] for row in report["systems"].values()):
-            draw(report, options.out / "bench.png")
+        with ended_in_order():
+            if name:
+                return BENCHMARKS[name].run(name, arguments)
+            return compare.main(arguments, known())
     except VeriCacheError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(text)
-    return 1 if any(map(_is_bad, report["systems"].values())) else 0
 
 
-def measure(
-    options: argparse.Namespace, systems: Sequence[System], argv: list[str]
-) -> dict[str, Any]:
-    """Run every system and return the report, of plain values.
-
-    Args:
-        options: Checked.
-        systems: What ``check`` returned.
-        argv: The command line, for the report.
-
-    Raises:
-        ConfigError: The requests cannot be read or drawn.
-    """
-    requests = draw_requests(options)
-    origin = provenance(argv)
-    if label(options):
-        print(label(options), file=sys.stderr)
-    fleet = Fleet(options)
-    experiment = Experiment(options, systems, requests, fleet)
-    with _ended_in_order():
-        try:
-            experiment.run()
-        finally:
-            fleet.close()
-    return as_json(options, systems, experiment.results(), origin)
+def known() -> str:
+    """Return one sentence that names the benchmarks."""
+    return f"named benchmarks: {', '.join(BENCHMARKS)}; bench NAME --help"
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
+def ended_in_order() -> Iterator[None]:
     """Have SIGTERM run what stops the servers: they are in sessions of their own."""
 
     def end(number: int, _: object) -> None:
@@ -92,22 +90,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def publish(file: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    part = file.with_suffix(file.suffix + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, file)
-    except OSError as error:
-        raise ConfigError(f"--out: {file} cannot be written: {error}") from error
-
-
-def _is_bad(row: Mapping[str, Any]) -> bool:
-    differs = bool(row["mismatches"]) and not row["lossy"]
-    return bool(row["skipped"] or row["failed_requests"] or differs)

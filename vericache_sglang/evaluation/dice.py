@@ -45,7 +45,7 @@ def on_board(
 
     Args:
         acceptance: See ``by_dice``.
-        seed: Of the dice, which are thrown on the board's device.
+        seed: Of the dice, which are rolled on the board's device.
     """
     dice: dict[torch.device, torch.Generator] = {}
 

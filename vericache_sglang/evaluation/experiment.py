@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vericache_sglang.evaluation.workload import Request
 
     Loop = Callable[..., Pass]
-    """``closed_loop`` or ``open_loop``, still to be told the URL and the requests."""
+    """``closed_loop`` or ``open_loop``, without the URL and the requests."""
 
 COUNTED = (
     *("accepted_per_verify", "moved_bytes_per_token"),
@@ -98,7 +98,7 @@ class Experiment:
     # -- one turn ---------------------------------------------------------------
 
     def _turns(self, shift: int) -> Iterator[System]:
-        """Yield who is still there, beginning with another one each time."""
+        """Yield the systems that are left, beginning with another one each time."""
         shift %= len(self._systems)
         for system in (*self._systems[shift:], *self._systems[:shift]):
             if system.name not in self.skipped:
@@ -150,7 +150,7 @@ class Experiment:
             closed_loop(server.url, first, 1, lambda: None, self._options.timeout)
         before = server.counters()
         with tqdm(total=len(self._bodies), desc=name, unit="request") as bar:
-            done = loop(server.url, self._bodies, told=bar.update)
+            done = loop(server.url, self._bodies, answered=bar.update)
         after = server.counters()
         return done, pass_figures(done, before, after, self._options.memory_gbps)
 

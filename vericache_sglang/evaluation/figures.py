@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +16,20 @@ SHARES = (10, 50, 90, 99)
 """Percentiles that are reported."""
 
 TOTALS = (
-    *("drafted", "accepted", "rounds", "draft_rows", "verify_rows", "plain_rows"),
-    *("waits", "staged_bytes", "offloaded_bytes", "stage_seconds", "splits"),
-    *("steps_aside", "iterations", "failed_reloads", "reprefills"),
+    *("iterations", "mixed_iterations", "draft_rows", "verify_rows", "plain_rows"),
+    *("waits", "drafted", "accepted", "rounds", "splits", "joins", "unsplits"),
+    *("offloads", "pins", "parks", "resumes", "shared_reloads", "slips"),
+    *("staged_bytes", "offloaded_bytes", "stage_seconds", "steps_aside"),
+    *("failed_reloads", "reprefills"),
 )
 """Counters of a server that only grow."""
 
 DEFINITIONS: Mapping[str, str] = {
     "tokens_per_s": "output tokens of answers without error / seconds from the first "
     "request sent to the last answer ended; prefill and queueing included",
+    "decode_tokens_per_s": "tokens after the last request's first token and before the "
+    "first request's end / that time, in which all are decoding; none without such a "
+    "time",
     "ttft_s": "from sending a request (open loop: from its arrival time) to the first "
     "event with a token",
     "itl_s": "waits between a request's tokens: an event with k tokens after s seconds "
@@ -48,34 +53,22 @@ DEFINITIONS: Mapping[str, str] = {
 """What each figure of the results is."""
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` percent lie, linear between two.
-
-    Args:
-        values: In ascending order, at least one.
-        share: 0 to 100.
-    """
-    at = (len(values) - 1) * share / 100
-    low = math.floor(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (at - low)
-
-
 def spread(values: Iterable[float]) -> dict[str, float] | None:
     """Return mean, percentiles, greatest value and count; None for no value."""
-    ordered = sorted(values)
-    if not ordered:
+    found = np.fromiter(values, float)
+    if not len(found):
         return None
-    named = {f"p{share}": percentile(ordered, share) for share in SHARES}
-    mean = statistics.fmean(ordered)
-    return {"mean": mean, **named, "max": ordered[-1], "n": len(ordered)}
+    shares = np.percentile(found, SHARES).tolist()
+    named = {f"p{share}": value for share, value in zip(SHARES, shares, strict=True)}
+    most, count = float(found.max()), len(found)
+    return {"mean": float(found.mean()), **named, "max": most, "n": count}
 
 
 def middle(values: Sequence[float]) -> dict[str, float] | None:
     """Return median, least and greatest of repeats; None for no value."""
     if not values:
         return None
-    median = statistics.median(values)
+    median = float(np.median(values))
     return {"median": median, "min": min(values), "max": max(values)}
 
 
@@ -89,6 +82,24 @@ def token_waits(times: Sequence[tuple[float, int]]) -> list[float]:
     for (before, had), (after, has) in pairwise(times):
         waits += [after - before, *[0.0] * (has - had - 1)]
     return waits
+
+
+def decode_rate(answers: Sequence[Answer]) -> float | None:
+    """Return output tokens a second while all are decoding; None: they never are.
+
+    Args:
+        answers: Of requests that were sent together; failed ones left out.
+    """
+    times = [answer.times for answer in answers if answer.times]
+    if not times:
+        return None
+    begin = max(events[0][0] for events in times)
+    end = min(events[-1][0] for events in times)
+    if end <= begin:
+        return None
+    had = [max((n for at, n in events if at <= begin), default=0) for events in times]
+    has = [max(n for at, n in events if at <= end) for events in times]
+    return (sum(has) - sum(had)) / (end - begin)
 
 
 def latencies(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -136,6 +147,7 @@ def pass_figures(
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
         "cached_prompt_tokens": sum(answer.cached_tokens for answer in good),
         "tokens_per_s": tokens / done.seconds if done.seconds > 0 else 0.0,
+        "decode_tokens_per_s": decode_rate(good),
         "errors": sorted({answer.error for answer in done.answers if answer.error}),
         "failed_requests": len(done.answers) - len(good),
         **latencies(done.answers),
@@ -150,16 +162,30 @@ def _counted(
     after: Mapping[str, Any],
     memory_gbps: float | None,
 ) -> dict[str, Any]:
-    grown = {key: after[key] - before.get(key, 0) for key in TOTALS if key in after}
+    grown = growth(before, after)
     moved = grown.get("staged_bytes", 0) + grown.get("offloaded_bytes", 0)
     read = after.get("kv_read_bytes_per_s")
     known = bool(grown) and seconds > 0
     return {
         "counters": grown,
-        "accepted_per_verify": _ratio(grown.get("accepted", 0), grown.get("rounds", 0)),
+        "accepted_per_verify": per_verify(grown)["accepted_per_verify"],
         "moved_bytes_per_token": _ratio(moved, tokens),
         "link_share": grown["stage_seconds"] / seconds if known else None,
         "kv_read_share": read / (memory_gbps * 1e9) if read and memory_gbps else None,
+    }
+
+
+def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a server's ``TOTALS`` grew by; empty without VeriCache."""
+    return {key: after[key] - before.get(key, 0) for key in TOTALS if key in after}
+
+
+def per_verify(grown: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return drafts drafted and accepted per verification; None without any."""
+    verified = grown.get("rounds", 0)
+    return {
+        f"{what}_per_verify": _ratio(grown.get(what, 0), verified)
+        for what in ("drafted", "accepted")
     }
 
 

@@ -1,12 +1,15 @@
-"""Has the server of each system running when its turn comes."""
+"""The servers of systems: one started for a while, or a fleet of them kept running."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vericache_sglang.evaluation.altered import LOSSY, environment, simulated
+from vericache_sglang.evaluation import altered
 from vericache_sglang.evaluation.server import (
     OwnServer,
     Server,
@@ -17,8 +20,88 @@ from vericache_sglang.evaluation.systems import command, words
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
+    from vericache_sglang.evaluation.server import Starter
     from vericache_sglang.evaluation.systems import System
+
+BOOT_SECONDS = 600.0
+
+QUIET = (
+    *("--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
+    *("--max-total-tokens", "196608", "--max-running-requests", "16"),
+)
+"""Flags of servers that a named benchmark starts, before a system's own. An idle server
+must not take the cores of the one that is measured."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""On a shared machine of 2 cores a second OpenMP thread spins at each barrier: the same
+requests took 2.2 s with one and 31 s with two. Compiling SGLang's seeded sampler for a
+CPU takes 20 s at its first use."""
+
+CHECKED = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+"""SGLang's own accounting, asserted after every scheduler iteration."""
+
+
+@contextmanager
+def served(
+    system: System,
+    model: Path,
+    *,
+    checked: bool = False,
+    start: Starter | None = None,
+) -> Iterator[OwnServer]:
+    """Serve a system for as long as the context lasts.
+
+    Args:
+        system: How to serve; not running yet.
+        model: Folder of the model.
+        checked: With SGLang's strict memory checks, which take time.
+        start: How to start the server's command; None starts a process.
+
+    Raises:
+        ServerError: The server does not start or does not answer; the message ends with
+            the end of its log.
+    """
+    strict = CHECKED if checked else {}
+    system = replace(system, environment={**ONE_THREAD, **strict, **system.environment})
+    with tempfile.TemporaryDirectory(prefix="vericache-bench-") as name:
+        folder, port = Path(name), free_port()
+        shared = [*QUIET, "--nccl-port", str(free_port())]
+        server = OwnServer(
+            command(system, str(model), port, shared, ()),
+            port,
+            environment_of(system, folder),
+            folder / "server.log",
+            start,
+        )
+        try:
+            server.wait(BOOT_SECONDS)
+            if system.has_vericache:
+                server.require(system.alteration)
+            yield server
+        except ServerError as error:
+            tail = server.output()[-6000:]
+            raise ServerError(f"{system.name}: {error}\n{tail}") from error
+        finally:
+            server.close(at_once=True)
+
+
+def environment_of(system: System, folder: Path) -> dict[str, str]:
+    """Return the variables of a system's server beyond this process's.
+
+    Args:
+        system: To be started.
+        folder: Of the caller's own, kept as long as the server runs.
+    """
+    environment = dict(system.environment)
+    if system.alteration:
+        given = {**os.environ, **environment}
+        environment |= altered.environment(folder, system.alteration, given)
+    return environment
 
 
 class Fleet:
@@ -35,12 +118,12 @@ class Fleet:
 
     def alteration(self, system: System) -> str:
         """Return how a system's server is to be altered; "" for not at all."""
-        if system.lossy:
-            return LOSSY
+        if system.alteration:
+            return system.alteration
         accept = self._options.simulated_acceptance
         if accept is None or not system.has_vericache:
             return ""
-        return simulated(accept)
+        return altered.simulated(accept)
 
     def ready(self, system: System) -> tuple[Server, bool]:
         """Return a system's server, up, and whether this has just started it.
@@ -91,17 +174,12 @@ class Fleet:
         if system.url:
             return Server(system.url)
         options, port = self._options, free_port()
-        alteration = self.alteration(system)
+        changed = replace(system, alteration=self.alteration(system))
         folder = Path(self._folder.name, system.name)
+        shared, ours = words("--engine", options.engine), options.vericache
         return OwnServer(
-            command(
-                system,
-                options.model,
-                port,
-                words("--engine", options.engine),
-                words("--vericache", options.vericache),
-            ),
+            command(system, options.model, port, shared, words("--vericache", ours)),
             port,
-            environment(folder, alteration) if alteration else {},
+            environment_of(changed, folder),
             options.out / f"{system.name}.log",
         )

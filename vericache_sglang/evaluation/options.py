@@ -1,12 +1,14 @@
-"""The command line of a benchmark, checked before anything starts."""
+"""Options of benchmarks, and those of the comparison checked before it starts."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.altered import simulated
@@ -18,8 +20,12 @@ from vericache_sglang.evaluation.workload import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vericache_sglang.evaluation.systems import System
     from vericache_sglang.evaluation.workload import Request
+
+PROGRAM = "python -m vericache_sglang.bench"
 
 LABEL = "SIMULATED ACCEPTANCE"
 """First words of everything a run with ``--simulated-acceptance`` writes."""
@@ -35,11 +41,55 @@ POSITIVE = ("rates", "memory_gbps", "boot_seconds", "timeout")
 """Flags of numbers above 0."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser; what values mean is checked by ``check``."""
+OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "model": (str, "served by every system that is started"),
+    "systems": (
+        "plain,vericache",
+        f"with commas between; known: {', '.join(BUILT_IN)}",
+    ),
+    "system": ([], "NAME=FLAGS: one more, by flags of launch_server"),
+    "base-url": ([], "NAME=URL: a system whose server runs already"),
+    "engine": ("", "SGLang flags of every server, quoted; one word needs --engine=..."),
+    "vericache": ("", "VeriCache flags of every system that drafts, before its own"),
+    "one-at-a-time": (False, "start a server for every turn: a device holds only one"),
+    "boot-seconds": (600.0, "most, for one server"),
+    "simulated-acceptance": (
+        float,
+        "accept drafts with this probability: for weights that make no sense; "
+        f"everything written says {LABEL}",
+    ),
+    "requests": (Path, "JSON lines with prompt or input_ids"),
+    "random-prompts": (False, "of random tokens"),
+    "count": (8, "prompts drawn"),
+    "context": ([4000], "tokens of drawn prompts, in turn"),
+    "output": (128, "tokens of each answer"),
+    "end-early": (False, "answers may end where they end"),
+    "seed": (0, "of prompts and arrivals"),
+    "concurrency": ([4], "clients at once; of several, each system gets its fastest"),
+    "repeats": (3, "rounds in which all take a turn"),
+    "rates": ([float], "also an open loop: Poisson arrivals a second"),
+    "prefill": (
+        ("timed", "cached"),
+        "cached: prompts are in the prefix cache before the clock starts",
+    ),
+    "kl-requests": (4, "compared with a lossy system's"),
+    "top-k": (20, "log-probabilities compared"),
+    "memory-gbps": (float, "the device's memory, for kv_read_share"),
+    "timeout": (3600.0, "seconds of one answer"),
+}
+"""Of the comparison; see ``Benchmark.options``."""
+
+
+def parser(epilog: str = "") -> argparse.ArgumentParser:
+    """Build the parser; what values mean is checked by ``check``.
+
+    Args:
+        epilog: Last words of ``--help``.
+    """
     made = argparse.ArgumentParser(
-        prog="python -m vericache_sglang.bench",
+        prog=PROGRAM,
         description="Compare systems on one list of requests, taking turns.",
+        epilog=epilog,
         allow_abbrev=False,
     )
     made.add_argument(
@@ -49,109 +99,61 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="gets bench.json, bench.md, bench.png and the servers' logs",
     )
-    _add_systems(made.add_argument_group("systems"))
-    _add_requests(made.add_argument_group("requests"))
-    _add_load(made.add_argument_group("load"))
+    add_options(made, OPTIONS)
     return made
 
 
-def _add_systems(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model", metavar="DIR", help="served by every system that is started")
-    add(
-        "--systems",
-        default="plain,vericache",
-        metavar="NAMES",
-        help=f"with commas between; known: {', '.join(BUILT_IN)}",
-    )
-    add(
-        "--system",
-        action="append",
-        default=[],
-        metavar="NAME=FLAGS",
-        help="one more, by flags of launch_server",
-    )
-    add(
-        "--base-url",
-        action="append",
-        default=[],
-        metavar="NAME=URL",
-        help="a system whose server runs already",
-    )
-    add(
-        "--engine",
-        default="",
-        metavar="FLAGS",
-        help="SGLang flags of every server, quoted; one word needs --engine=...",
-    )
-    add(
-        "--vericache",
-        default="",
-        metavar="FLAGS",
-        help="VeriCache flags of every system that drafts, before its own",
-    )
-    add(
-        "--one-at-a-time",
-        action="store_true",
-        help="start and stop a server for every turn: a device that holds only one",
-    )
-    add("--boot-seconds", type=float, default=600.0, help="most, for one server")
-    add(
-        "--simulated-acceptance",
-        type=float,
-        metavar="P",
-        help="accept drafts by dice: for weights that make no sense; everything "
-        f"written says {LABEL}",
-    )
+def add_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, tuple[Any, str]]
+) -> None:
+    """Add options to a parser.
+
+    Args:
+        parser: Gets them.
+        options: Name -> default and help. Of the default: a list takes several values
+            (of the type it holds, where that is all it holds), an empty one a value
+            each time the option is given; a tuple holds the choices, False is a switch,
+            a type stands for None.
+    """
+    for name, (default, text) in options.items():
+        told = "" if _is_unset(default) else f"; default: {_spelled(default)}"
+        add = partial(parser.add_argument, f"--{name}", help=text + told)
+        if default is False:
+            add(action="store_true")
+        elif default == []:
+            add(action="append", default=[])
+        elif isinstance(default, tuple):
+            add(choices=default, default=default[0])
+        elif isinstance(default, list):
+            kind, values = _kind(default[0])
+            add(nargs="+", type=kind, default=[] if values is None else default)
+        else:
+            kind, value = _kind(default)
+            add(type=kind, default=value)
 
 
-def _add_requests(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--requests", type=Path, metavar="JSONL", help="prompt or input_ids a line")
-    add("--random-prompts", action="store_true", help="of random tokens")
-    add("--count", type=int, default=8, help="prompts drawn")
-    add(
-        "--context",
-        type=int,
-        nargs="+",
-        default=[4000],
-        metavar="N",
-        help="tokens of drawn prompts, in turn",
-    )
-    add("--output", type=int, default=128, help="tokens of each answer")
-    add("--end-early", action="store_true", help="answers may end where they end")
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
+def _is_unset(default: Any) -> bool:
+    """Return whether an option has no value where it is not given."""
+    first = default[0] if isinstance(default, list) and default else default
+    return first is False or first in ("", []) or isinstance(first, type)
 
 
-def _add_load(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--concurrency",
-        type=int,
-        nargs="+",
-        default=[4],
-        metavar="N",
-        help="clients at once; of several, each system gets its fastest",
-    )
-    add("--repeats", type=int, default=3, help="rounds in which all take a turn")
-    add(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="R",
-        help="also an open loop: Poisson arrivals a second",
-    )
-    add(
-        "--prefill",
-        choices=("timed", "cached"),
-        default="timed",
-        help="cached: prompts are in the prefix cache before the clock starts",
-    )
-    add("--kl-requests", type=int, default=4, help="compared with a lossy system's")
-    add("--top-k", type=int, default=20, help="log-probabilities compared")
-    add("--memory-gbps", type=float, help="the device's memory, for kv_read_share")
-    add("--timeout", type=float, default=3600.0, help="seconds of one answer")
+def _spelled(default: Any) -> str:
+    """Spell an option's value as it would be given."""
+    if isinstance(default, tuple):
+        return str(default[0])
+    if isinstance(default, Path):
+        return default.name
+    if isinstance(default, list):
+        return shlex.join(map(str, default))
+    return str(default)
+
+
+def _kind(default: Any) -> tuple[type, Any]:
+    """Return the type of an option's value, and its default."""
+    if isinstance(default, type):
+        return default, None
+    return Path if isinstance(default, Path) else type(default), default
 
 
 def check(options: argparse.Namespace) -> tuple[System, ...]:

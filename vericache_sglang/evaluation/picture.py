@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+    from matplotlib.figure import Figure
 
 Systems = dict[str, dict[str, Any]]
 
@@ -31,9 +34,7 @@ def require_matplotlib() -> None:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG with a panel for each kind of figure the report has.
-
-    A label is in the picture and, as its title, in the file.
+    """Write a PNG of ``figure_of``; a label is its title in the file too.
 
     Args:
         report: See ``as_json``.
@@ -41,6 +42,20 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
+    """
+    figure = figure_of(report)
+    try:
+        title = {"Title": report["label"] or "Benchmark"}
+        figure.savefig(path, format="png", dpi=120, metadata=title)
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error}") from error
+
+
+def figure_of(report: Mapping[str, Any]) -> Figure:
+    """Return a figure with a panel for each kind of figure the report has.
+
+    Raises:
+        ConfigError: matplotlib is missing.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -59,13 +74,63 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     for panel, axis in zip(panels, axes, strict=False):
         panel(axis, systems)
     for axis in axes[len(panels) :]:
-        _notes(axis, report)
+        axis.set_axis_off()
     figure.suptitle(_title(report), fontsize=11)
+    return figure
+
+
+def draw_sweep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write an SVG of the speed over plain SGLang's by context length.
+
+    Args:
+        rows: With ``context`` (tokens), ``requests`` and ``ratios`` of the pairs.
+        path: Of the SVG.
+
+    Raises:
+        ConfigError: matplotlib is missing, or ``path`` cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    axis = figure.subplots()
+    lines: dict[int, list[tuple[int, list[float]]]] = {}
+    for row in rows:
+        lines.setdefault(row["requests"], []).append((row["context"], row["ratios"]))
+    for i, (requests, points) in enumerate(sorted(lines.items())):
+        points.sort()
+        middle = [median(ratios) for _, ratios in points]
+        below = [
+            at - min(ratios) for at, (_, ratios) in zip(middle, points, strict=True)
+        ]
+        above = [
+            max(ratios) - at for at, (_, ratios) in zip(middle, points, strict=True)
+        ]
+        contexts = [context for context, _ in points]
+        label = f"{requests} at once"
+        axis.errorbar(
+            contexts,
+            middle,
+            [below, above],
+            marker="o",
+            capsize=3,
+            color=f"C{i}",
+            label=label,
+        )
+    axis.axhline(1.0, color="grey", linewidth=0.8)
+    axis.set_xscale("log")
+    ticks = sorted({context for points in lines.values() for context, _ in points})
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set(xlabel="prompt tokens", ylabel="decoding speed / plain SGLang's")
+    axis.legend(fontsize=8)
     try:
-        said = {"Title": report["label"] or "Benchmark"}
-        figure.savefig(path, format="png", dpi=120, metadata=said)
+        # The same figures make the same file.
+        with rc_context({"svg.hashsalt": "vericache"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error}") from error
+        raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -175,27 +240,3 @@ def _name(axis: Any, systems: Systems) -> None:
     axis.margins(y=0.12)  # room for the numbers above the bars
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
-
-
-def _notes(axis: Any, report: Mapping[str, Any]) -> None:
-    """Write what bars cannot say into a panel that would be empty."""
-    axis.axis("off")
-    lines = [f"commit {report['provenance']['commit']}"]
-    for name, row in report["systems"].items():
-        if row["skipped"]:
-            lines.append(f"{name}: left out")
-            continue
-        parts = []
-        if row["accepted_per_verify"] is not None:
-            parts.append(f"{row['accepted_per_verify']:.1f} accepted per verify")
-        if row["link_share"]:
-            parts.append(f"link busy {100 * row['link_share']:.0f} %")
-        if row["moved_bytes_per_token"]:
-            parts.append(f"{row['moved_bytes_per_token'] / 1e3:.0f} kB moved per token")
-        if row["mismatches"] is not None:
-            asked = sum(each["requests"] for each in row["rounds"])
-            parts.append(f"{row['mismatches']} of {asked} answers differ")
-        if row["divergence"] and row["divergence"]["positions"]:
-            parts.append(f"KL >= {row['divergence']['nats_per_token']:.3g} nats/token")
-        lines.append(f"{name}: " + ", ".join(parts or ["nothing to add"]))
-    axis.text(0, 0.95, "\n\n".join(lines), va="top", fontsize=9, wrap=True)

@@ -1,18 +1,103 @@
-"""A benchmark's results as JSON and as a Markdown page."""
+"""Results as JSON and as a Markdown page, and writing them."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.figures import DEFINITIONS
 from vericache_sglang.evaluation.options import label
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from vericache_sglang.evaluation.systems import System
+
+    Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
+
+
+def _text(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: str(row[key])
+
+
+def _number(
+    key: str, digits: int, scale: float = 1.0
+) -> Callable[[Mapping[str, Any]], str]:
+    def cell(row: Mapping[str, Any]) -> str:
+        return "-" if row[key] is None else f"{row[key] * scale:.{digits}f}"
+
+    return cell
+
+
+def _middle(key: str, digits: int) -> Callable[[Mapping[str, Any]], str]:
+    def cell(row: Mapping[str, Any]) -> str:
+        if row[key] is None:
+            return "-"
+        parts = (row[key][name] for name in ("median", "min", "max"))
+        return "{} ({} to {})".format(*(f"{part:.{digits}f}" for part in parts))
+
+    return cell
+
+
+def _shares(
+    key: str, shares: Sequence[int], digits: int, scale: float = 1.0
+) -> Callable[[Mapping[str, Any]], str]:
+    def cell(row: Mapping[str, Any]) -> str:
+        if row[key] is None:
+            return "-"
+        values = (row[key][f"p{share}"] * scale for share in shares)
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+
+    return cell
+
+
+def _mismatches(row: Mapping[str, Any]) -> str:
+    differ, asked = row["mismatches"], sum(each["requests"] for each in row["rounds"])
+    return "-" if differ is None else f"{differ} of {asked}"
+
+
+SPEED: Columns = {
+    "clients": _text("concurrency"),
+    "tokens/s": _middle("tokens_per_s", 1),
+    "ratio": _middle("ratio", 2),
+    "TTFT p50, p90, p99 s": _shares("ttft_s", (50, 90, 99), 2),
+    "between tokens p50, p90, p99 ms": _shares("itl_s", (50, 90, 99), 1, 1e3),
+    "whole answer p50, p99 s": _shares("latency_s", (50, 99), 2),
+}
+DRAFTING: Columns = {
+    "accepted per verify": _number("accepted_per_verify", 2),
+    "p10, p50": _shares("accepted", (10, 50), 0),
+    "moved B/token": _number("moved_bytes_per_token", 0),
+    "link %": _number("link_share", 1, 100),
+    "KV read %": _number("kv_read_share", 1, 100),
+    "mismatches": _mismatches,
+    "failed requests": _text("failed_requests"),
+}
+TUNING: Columns = {
+    "clients": _text("concurrency"),
+    "tokens/s": _number("tokens_per_s", 1),
+}
+OPEN_LOOP: Columns = {
+    "requests/s": lambda row: f"{row['rate']:g}",
+    "tokens/s": _number("tokens_per_s", 1),
+    "TTFT p50, p99 s": _shares("ttft_s", (50, 99), 2),
+    "between tokens p50, p99 ms": _shares("itl_s", (50, 99), 1, 1e3),
+    "whole answer p50, p99 s": _shares("latency_s", (50, 99), 2),
+    "failed": _text("failed_requests"),
+}
+DISTANCE: Columns = {
+    "nats/token": _number("nats_per_token", 4),
+    "most nats": _number("max_nats", 2),
+    "nats/request": _number("nats_per_request", 2),
+    "same argmax %": _number("same_argmax", 1, 100),
+    "tokens": _text("positions"),
+    "top-k": _text("top_k"),
+}
+"""Tables of the page: heading of a column -> its cell."""
 
 
 def as_json(
@@ -40,7 +125,11 @@ def as_json(
         },
         "definitions": dict(DEFINITIONS),
         "systems": {
-            system.name: {**asdict(system), **results[system.name]}
+            system.name: {
+                **asdict(system),
+                "lossy": system.lossy,
+                **results[system.name],
+            }
             for system in systems
         },
     }
@@ -51,15 +140,25 @@ def page(report: Mapping[str, Any]) -> str:
     systems = report["systems"]
     parts = [
         _head(report),
-        _section(report, "Speed", _speed(systems)),
-        _section(report, "Drafting, traffic and answers", _drafting(systems)),
+        _section(report, "Speed", _table([*systems.items()], SPEED)),
+        _section(
+            report,
+            "Drafting, traffic and answers",
+            _table([*systems.items()], DRAFTING),
+        ),
     ]
-    if any(len(row["tuning"]) > 1 for row in systems.values()):
-        parts.append(_section(report, "Clients at once", _tuning(systems)))
-    if any(row["open_loop"] for row in systems.values()):
-        parts.append(_section(report, "Open loop", _open_loop(systems)))
-    if any(row["divergence"] for row in systems.values()):
-        parts.append(_section(report, "Distance from the full KV", _distance(systems)))
+    for title, columns, key in (
+        ("Clients at once", TUNING, "tuning"),
+        ("Open loop", OPEN_LOOP, "open_loop"),
+    ):
+        rows = [(name, each) for name, row in systems.items() for each in row[key]]
+        if rows:
+            parts.append(_section(report, title, _table(rows, columns)))
+    rows = [(name, row["divergence"]) for name, row in systems.items()]
+    if rows := [(name, found) for name, found in rows if found and found["positions"]]:
+        parts.append(
+            _section(report, "Distance from the full KV", _table(rows, DISTANCE))
+        )
     parts.append(_failures(systems))
     meanings = [f"- `{name}`: {text}." for name, text in DEFINITIONS.items()]
     parts.append("## What the figures are\n\n" + "\n".join(meanings))
@@ -102,102 +201,10 @@ def _section(report: Mapping[str, Any], title: str, table: str) -> str:
     return f"## {title}{mark}\n\n{table}"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [titles, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _speed(systems: Mapping[str, dict[str, Any]]) -> str:
-    titles = ["system", "clients", "tokens/s", "ratio", "TTFT p50, p90, p99 s"]
-    titles += ["between tokens p50, p90, p99 ms", "whole answer p50, p99 s"]
-    rows = []
-    for name, row in systems.items():
-        rows.append(
-            [
-                name,
-                str(row["concurrency"]),
-                _middle(row["tokens_per_s"], 1),
-                _middle(row["ratio"], 2),
-                _shares(row["ttft_s"], (50, 90, 99), 1.0, 2),
-                _shares(row["itl_s"], (50, 90, 99), 1e3, 1),
-                _shares(row["latency_s"], (50, 99), 1.0, 2),
-            ]
-        )
-    return _table(titles, rows)
-
-
-def _drafting(systems: Mapping[str, dict[str, Any]]) -> str:
-    titles = ["system", "accepted per verify", "p10, p50", "moved B/token", "link %"]
-    titles += ["KV read %", "mismatches", "failed requests"]
-    rows = []
-    for name, row in systems.items():
-        differ = row["mismatches"]
-        asked = sum(each["requests"] for each in row["rounds"])
-        rows.append(
-            [
-                name,
-                _number(row["accepted_per_verify"], 2),
-                _shares(row["accepted"], (10, 50), 1.0, 0),
-                _number(row["moved_bytes_per_token"], 0),
-                _number(row["link_share"], 1, 100),
-                _number(row["kv_read_share"], 1, 100),
-                "-" if differ is None else f"{differ} of {asked}",
-                str(row["failed_requests"]),
-            ]
-        )
-    return _table(titles, rows)
-
-
-def _tuning(systems: Mapping[str, dict[str, Any]]) -> str:
-    rows = [
-        [name, str(tried["concurrency"]), _number(tried["tokens_per_s"], 1)]
-        for name, row in systems.items()
-        for tried in row["tuning"]
-    ]
-    return _table(["system", "clients", "tokens/s"], rows)
-
-
-def _open_loop(systems: Mapping[str, dict[str, Any]]) -> str:
-    titles = ["system", "requests/s", "tokens/s", "TTFT p50, p99 s"]
-    titles += ["between tokens p50, p99 ms", "whole answer p50, p99 s", "failed"]
-    rows = [
-        [
-            name,
-            f"{each['rate']:g}",
-            _number(each["tokens_per_s"], 1),
-            _shares(each["ttft_s"], (50, 99), 1.0, 2),
-            _shares(each["itl_s"], (50, 99), 1e3, 1),
-            _shares(each["latency_s"], (50, 99), 1.0, 2),
-            str(each["failed_requests"]),
-        ]
-        for name, row in systems.items()
-        for each in row["open_loop"]
-    ]
-    return _table(titles, rows)
-
-
-def _distance(systems: Mapping[str, dict[str, Any]]) -> str:
-    titles = ["system", "nats/token", "most nats", "nats/request", "same argmax %"]
-    titles += ["tokens", "top-k"]
-    rows = []
-    for name, row in systems.items():
-        found = row["divergence"]
-        if found and found["positions"]:
-            rows.append(
-                [
-                    name,
-                    _number(found["nats_per_token"], 4),
-                    _number(found["max_nats"], 2),
-                    _number(found["nats_per_request"], 2),
-                    _number(found["same_argmax"], 1, 100),
-                    str(found["positions"]),
-                    str(found["top_k"]),
-                ]
-            )
-    return _table(titles, rows)
+def _table(rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Columns) -> str:
+    """Return a table of (system, figures) pairs."""
+    cells = [[name, *(cell(row) for cell in columns.values())] for name, row in rows]
+    return markdown_table(["system", *columns], cells)
 
 
 def _failures(systems: Mapping[str, dict[str, Any]]) -> str:
@@ -212,20 +219,25 @@ def _failures(systems: Mapping[str, dict[str, Any]]) -> str:
     return "## Failures\n\n" + "\n".join(lines) if lines else ""
 
 
-def _middle(found: Mapping[str, float] | None, digits: int) -> str:
-    if found is None:
-        return "-"
-    median, low, high = (f"{found[k]:.{digits}f}" for k in ("median", "min", "max"))
-    return f"{median} ({low} to {high})"
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose text is one too."""
+    cells = [titles, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def _shares(
-    found: Mapping[str, float] | None, shares: Sequence[int], scale: float, digits: int
-) -> str:
-    if found is None:
-        return "-"
-    return ", ".join(f"{found[f'p{share}'] * scale:.{digits}f}" for share in shares)
+def publish(file: Path, text: str) -> None:
+    """Write a file whole or not at all.
 
-
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value * scale:.{digits}f}"
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    part = file.with_suffix(file.suffix + ".part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+    except OSError as error:
+        raise ConfigError(f"--out: {file} cannot be written: {error}") from error

@@ -1,30 +1,55 @@
-"""Servers of a benchmark: started, waited for, asked for their counters, stopped."""
+"""Servers of a benchmark: started, waited for, asked, stopped."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vericache_sglang.errors import VeriCacheError
 from vericache_sglang.evaluation.altered import alteration_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    Starter = Callable[[Sequence[str], Mapping[str, str], Path], "Process"]
+    """Starts a command with further environment variables, its output in a file."""
 
 FLUSH_SECONDS = 30.0
-"""How long requests whose client has gone may take to end."""
+"""How long requests whose client has disconnected may take to end."""
+
+PORTS = range(12000, 32000)
+"""Ports that servers are started on."""
+
+STOP_SECONDS = 30.0
+"""How long a server may take to end after a signal."""
 
 
 class ServerError(VeriCacheError):
     """A server did not start, died, or is not the one it is said to be."""
+
+
+class Process(Protocol):
+    """The first process of a server; it leads a process group of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
+        """
 
 
 class Server:
@@ -32,13 +57,15 @@ class Server:
 
     Args:
         url: Without a path.
+        timeout: Most seconds of one answer.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout: float = 3600.0) -> None:
         self.url = url
+        self._timeout = timeout
 
     def is_healthy(self) -> bool:
-        """Say whether it answers."""
+        """Return whether it answers."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=30):
                 return True
@@ -46,7 +73,7 @@ class Server:
             return False
 
     def wait(self, seconds: float) -> None:
-        """Check that it answers; one that somebody else started is not waited for.
+        """Check that it answers; a server that was running before is not waited for.
 
         Args:
             seconds: Most, for a server that is starting.
@@ -63,7 +90,8 @@ class Server:
         Raises:
             ServerError: It does not answer.
         """
-        return self._json("/get_server_info")
+        found: dict[str, Any] = self.ask("/get_server_info")
+        return found
 
     def counters(self) -> dict[str, Any]:
         """Return VeriCache's counters; empty without VeriCache.
@@ -76,7 +104,7 @@ class Server:
         return found
 
     def flush(self) -> None:
-        """Empty its prefix cache, once nothing is running any more.
+        """Empty its prefix cache, once no request runs any more.
 
         Raises:
             ServerError: It does not answer, or keeps refusing.
@@ -84,7 +112,7 @@ class Server:
         deadline = time.monotonic() + FLUSH_SECONDS
         while True:
             try:
-                self._post("/flush_cache", {})
+                self.ask("/flush_cache", {})
             except ServerError:
                 if time.monotonic() > deadline:
                     raise
@@ -98,7 +126,40 @@ class Server:
         Raises:
             ServerError: It does not answer, or refuses.
         """
-        return json.loads(self._post("/generate", body))
+        return self.ask("/generate", body)
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the content of a JSON reply, or the text of another one.
+
+        Args:
+            path: Asked with GET; with POST where there is a ``body``.
+            body: Sent as JSON.
+
+        Raises:
+            ServerError: It does not answer, or with an error status.
+        """
+        try:
+            text = self.fetch(path, body).decode()
+        except OSError as error:
+            raise ServerError(f"{self.url}{path}: {error}") from error
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Return the content of a reply; see ``ask``.
+
+        Raises:
+            OSError: It does not answer, or with an error status.
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        # A state is known at once; an answer may take long.
+        timeout = 60.0 if body is None else self._timeout
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            content: bytes = reply.read()
+        return content
 
     def require(self, alteration: str) -> None:
         """Check that the server is altered as its label says, and not otherwise.
@@ -114,28 +175,7 @@ class Server:
             )
 
     def close(self) -> None:
-        """Leave the server as it is: somebody else started it."""
-
-    def _json(self, path: str) -> dict[str, Any]:
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=60) as reply:
-                found: dict[str, Any] = json.loads(reply.read())
-        except (OSError, ValueError) as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
-        return found
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        request = urllib.request.Request(
-            self.url + path,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=3600) as reply:
-                text: bytes = reply.read()
-        except OSError as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
-        return text
+        """Leave the server running: it was not started here."""
 
 
 class OwnServer(Server):
@@ -145,7 +185,8 @@ class OwnServer(Server):
         command: Starts it.
         port: It listens on, of the loopback device.
         environment: Variables beyond this process's.
-        log: File for what it prints.
+        log: File for its output.
+        start: How to start the command.
     """
 
     def __init__(
@@ -154,17 +195,11 @@ class OwnServer(Server):
         port: int,
         environment: Mapping[str, str],
         log: Path,
+        start: Starter | None = None,
     ) -> None:
         super().__init__(f"http://127.0.0.1:{port}")
-        self._log = log
-        with log.open("w", encoding="utf-8") as stream:
-            self._process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+        self.log = log
+        self.process: Process = (start or spawn)(command, environment, log)
 
     def wait(self, seconds: float) -> None:
         """Wait until it answers.
@@ -177,36 +212,68 @@ class OwnServer(Server):
         """
         deadline = time.monotonic() + seconds
         while not self.is_healthy():
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 raise ServerError(f"did not start: {self.last_error()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"not up after {seconds:g} s: {self.last_error()}")
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def last_error(self) -> str:
         """Return the last line of its log that names an error, or the last line."""
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         named = [line for line in lines if "Error" in line or "error:" in line]
         return (named or lines or ["it printed nothing"])[-1][:300]
 
-    def close(self) -> None:
-        """Stop it and every process it has started."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
+    def output(self) -> str:
+        """Return its whole log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Stop it and every process it has started.
+
+        Args:
+            at_once: Without the seconds that SGLang takes to drain.
+        """
+        for sign in (signal.SIGTERM, signal.SIGKILL)[at_once:]:
             try:
-                os.killpg(self._process.pid, sign)
+                os.killpg(self.process.pid, sign)
             except ProcessLookupError:
                 break
             try:
-                self._process.wait(30)
+                self.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
-        self._process.wait(30)
+        self.process.wait(STOP_SECONDS)
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own.
+
+    Args:
+        command: Program and arguments.
+        environment: Variables beyond this process's.
+        log: File for its output.
+    """
+    with log.open("w", encoding="utf-8") as stream:
+        return subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
 
 
 def free_port() -> int:
-    """Return a port of the loopback device that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port of the loopback device on which nothing listens now.
+
+    The kernel gives ports from 32768 on to connections: one of those might be taken
+    before the server that is to listen on it has started.
+    """
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.config.schema import flag
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.evaluation.altered import LOSSY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 REFERENCE = "plain"
 """The system whose answers are right and whose speed is 1."""
-
-LOSSY_SYSTEM = "lossy"
 
 OFF = "--disable-vericache"
 
@@ -28,20 +28,50 @@ class System:
         name: As it appears in results.
         about: What it is and where it departs from what its name promises.
         flags: Of ``launch_server``, after those all systems share.
-        lossy: Its answers may differ from the reference's by design.
+        alteration: What a benchmark changes in the server's code; see ``altered``.
+        environment: Variables of the server's processes beyond the benchmark's.
         url: Of a server that runs already; "" starts one.
     """
 
     name: str
-    about: str
+    about: str = ""
     flags: tuple[str, ...] = ()
-    lossy: bool = False
+    alteration: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
 
     @property
     def has_vericache(self) -> bool:
         """Whether the server drafts; plain SGLang and its own speculation do not."""
         return OFF not in self.flags
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its answers may differ from the reference's by design."""
+        return self.alteration == LOSSY
+
+
+def described(
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> System:
+    """Describe a system by fields instead of flags.
+
+    Args:
+        name: As it appears in results.
+        settings: VeriCache's, by field name; None serves plain SGLang.
+        engine: Fields of SGLang's ``ServerArgs``; True is a flag without a value.
+        more: Further attributes of ``System``.
+    """
+    flags = [OFF] if settings is None else []
+    for field_name, value in (settings or {}).items():
+        flags += [flag(field_name), str(value)]
+    for field_name, value in (engine or {}).items():
+        spelled = f"--{field_name.replace('_', '-')}"
+        flags += [spelled] if value is True else [spelled, str(value)]
+    return System(name=name, flags=tuple(flags), **more)
 
 
 BUILT_IN: Mapping[str, System] = {
@@ -53,12 +83,12 @@ BUILT_IN: Mapping[str, System] = {
             flags=(OFF,),
         ),
         System(
-            name=LOSSY_SYSTEM,
+            name="lossy",
             about="the draft part served alone: drafts are emitted as they come, "
             "nothing is verified or reloaded; each prompt's rest is still copied to "
             "the host once, which a lossy server would not do",
             flags=("--vericache-residency", "host"),
-            lossy=True,
+            alteration=LOSSY,
         ),
         System(
             name="ngram",

@@ -1,21 +1,28 @@
-"""The requests every system answers, and when they arrive in an open loop."""
+"""Prompts, the requests every system answers, and when they arrive in an open loop."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import sys
+import tokenize
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.demo_records import Prompt, prompt_of_length
 from vericache_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
 DEMO_CALLS = {"demo-model": 1, "demo-model-long": 6}
 """Demo models of this repository, and how many tool calls an answer of theirs has."""
+
+CODE = (tokenize.__file__, random.__file__)
+"""Source files every Python has; their text is the code prompts."""
 
 SPECIAL = 16
 """First token ids, which random prompts leave out: models keep markers there."""
@@ -138,7 +145,7 @@ def demo_requests(
     """Draw documents and tool calls as the demo models were trained on.
 
     Args:
-        model: Folder of a demo model, inside this repository.
+        model: Folder of a demo model.
         lengths: Most tokens of each prompt; it is short by about one record.
         output_tokens: Of each answer.
         seed: Other seeds give other prompts.
@@ -146,32 +153,90 @@ def demo_requests(
     Raises:
         ConfigError: It is another model, or a length is too short.
     """
-    name = model.resolve().name
-    scripts = model.resolve().parent.parent / "scripts"
-    if name not in DEMO_CALLS or not (scripts / "demo_model" / "records.py").is_file():
+    calls = DEMO_CALLS.get(model.resolve().name)
+    if calls is None:
         raise ConfigError(
             "--requests FILE or --random-prompts is needed: only the demo models of "
             "this repository bring prompts of their own"
         )
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    if str(scripts) not in sys.path:
-        sys.path.append(str(scripts))
-    records = importlib.import_module("demo_model.records")
-    rng = random.Random(seed)
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
     try:
-        texts = [
-            records.prompt_of_length(rng, length, count, calls=DEMO_CALLS[name]).text
-            for length in lengths
-        ]
+        texts = record_prompts(load_tokenizer(model), lengths, seed, calls)
     except ValueError as error:
         raise ConfigError(f"--context: {error}") from error
     return [Request(text, output_tokens) for text in texts]
+
+
+def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """Load a demo model's tokenizer from its folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Count the tokens of ``text``, special tokens written out included."""
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def tool_call_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    seed: int,
+    calls: int | None = None,
+) -> list[Prompt]:
+    """Draw one document with its request and answer per entry of ``lengths``.
+
+    Args:
+        tokenizer: The demo model's.
+        lengths: Most tokens of each prompt; it is short by about one record.
+        seed: Other seeds give other documents.
+        calls: Tool calls each asks for; None: one, and more in longer ones.
+
+    Raises:
+        ValueError: A length does not hold ``calls`` records.
+    """
+    rng, count = random.Random(seed), partial(count_tokens, tokenizer)
+    return [
+        prompt_of_length(
+            rng,
+            length,
+            count,
+            calls=calls or (1 if i % 2 else min(5, 1 + length // 300)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def record_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    seed: int,
+    calls: int | None = None,
+) -> list[str]:
+    """Return the prompt texts of ``tool_call_prompts``."""
+    return [
+        prompt.text for prompt in tool_call_prompts(tokenizer, lengths, seed, calls)
+    ]
+
+
+def code_prompts(
+    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], seed: int
+) -> list[str]:
+    """Cut one piece of Python source per entry of ``lengths``, of that many tokens."""
+    rng = random.Random(seed)
+    texts = [Path(file).read_text(encoding="utf-8") for file in CODE]
+    prompts = []
+    for length in lengths:
+        ids = tokenizer.encode(rng.choice(texts), add_special_tokens=False)
+        start = rng.randrange(max(1, len(ids) - length))
+        prompts.append(tokenizer.decode(ids[start : start + length]))
+    return prompts
+
+
+def spread(count: int, least: int, most: int) -> list[int]:
+    """Return ``count`` lengths in tokens, ``least`` to ``most`` in equal ratios."""
+    step = (most / least) ** (1 / max(1, count - 1))
+    return [round(least * step**i) for i in range(count)]
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:

@@ -14,6 +14,7 @@ import torch
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.free_spans import GRAIN, rounded
+from vericache_sglang.memory.pinned_memory import PinnedMemory
 from vericache_sglang.memory.span_table import SpanTable, Taken
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class Arena:
 
     Args:
         nbytes: Size in bytes; a broken grain at the end stays unused.
-        pinned: Lock the pages for copies by a CUDA device; else pages nobody wrote
-            cost nothing.
+        pinned: Lock the pages for copies by a CUDA device, until ``close``; else pages
+            nobody wrote cost nothing.
 
     Attributes:
         buffer: [size] uint8.
@@ -136,9 +137,11 @@ class Arena:
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         size = nbytes // GRAIN * GRAIN
-        self.buffer = torch.empty(
-            size, dtype=torch.uint8, device="cpu", pin_memory=pinned
-        )
+        self._pinned = PinnedMemory(size) if pinned and size else None
+        if self._pinned is None:
+            self.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        else:
+            self.buffer = self._pinned.buffer
         self.lock = threading.RLock()
         self.leaving_bytes = 0
         base = self.buffer.data_ptr()
@@ -212,7 +215,7 @@ class Arena:
 
         To gather the last free bytes of an arena takes moving most of the rest. With
         a spare 1/32 of it about a byte is moved for every byte written, however large
-        the arena (measured by scripts/soak_host_pool.py).
+        the arena (measured).
 
         Args:
             nbytes: Bytes that are to be taken.
@@ -266,6 +269,11 @@ class Arena:
                 )
             self._spans.cut(extent, rounded(nbytes))
             extent.nbytes = extent.size
+
+    def close(self) -> None:
+        """Unlock pages; no copy runs, and none is made any more."""
+        if self._pinned is not None:
+            self._pinned.close()
 
     def compact(self) -> None:
         """Gather free bytes: all extents nobody holds move towards the start."""

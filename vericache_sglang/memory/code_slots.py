@@ -3,6 +3,8 @@
 A codec's draft part is a few tensors of fixed shape. Laid end to end they fill whole
 slots of SGLang's pool, in every layer the same slots, so packed and exact KV share one
 pool, one allocator and one row of ``req_to_token``; parking and freeing move bytes.
+Fields whose names begin with "value" lie where values do, all others where keys do: so
+attention gathers either in one pass.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ from vericache_sglang.memory.segments import segment_bounds
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vericache_sglang.compression.codecs.base import Codec
     from vericache_sglang.memory.geometry import KVGeometry
 
@@ -69,7 +69,12 @@ class CodeLayout:
         found, first = [], 0
         for start, stop in segment_bounds(self.coded):
             extent = self._extent(stop - start)
-            slots = -(-self._image_bytes(extent) // self._slot_bytes)
+            slots = max(
+                -(-size // width)
+                for (_, size), width in zip(
+                    self._halves(extent), self.widths, strict=True
+                )
+            )
             found.append(Segment(start, extent.tokens, first, slots, extent))
             first += slots
         return tuple(found)
@@ -80,6 +85,11 @@ class CodeLayout:
         page = self.geometry.page_size
         used = sum(segment.slots for segment in self.segments)
         return -(-used // page) * page
+
+    def offsets(self, segment: Segment) -> dict[str, int]:
+        """Return where each field begins in a segment's keys or values, in bytes."""
+        keys, values = (offsets for offsets, _ in self._halves(segment.extent))
+        return keys | values
 
     def write(
         self,
@@ -96,23 +106,15 @@ class CodeLayout:
             slots: [code slots] int64 of the prompt.
             part: Its draft part.
         """
-        image = torch.zeros(
-            segment.slots * self._slot_bytes,
-            dtype=torch.uint8,
-            device=buffers[0].device,
-        )
-        offset = 0
-        for name in self.codec.draft_layout(segment.extent):
-            content = part.tensors[name].contiguous().view(torch.uint8).flatten()
-            image[offset : offset + content.numel()] = content
-            offset += _aligned(content.numel())
         places = slots[segment.first : segment.first + segment.slots]
-        offset = 0
-        for buffer in buffers:
+        halves = self._halves(segment.extent)
+        for buffer, (offsets, _) in zip(buffers, halves, strict=True):
             rows = buffer.view(torch.uint8).view(len(buffer), -1)
-            end = offset + segment.slots * rows.shape[1]
-            rows[places] = image[offset:end].view(segment.slots, -1)
-            offset = end
+            image = rows.new_zeros(segment.slots * rows.shape[1])
+            for name, offset in offsets.items():
+                content = part.tensors[name].contiguous().view(torch.uint8).flatten()
+                image[offset : offset + content.numel()] = content
+            rows[places] = image.view(segment.slots, -1)
 
     def read(
         self,
@@ -133,24 +135,44 @@ class CodeLayout:
                 ask for them.
         """
         places = slots[segment.first : segment.first + segment.slots]
-        image = torch.cat([_rows(buffer, places).flatten() for buffer in buffers])
-        return Part(
-            self.codec.identity,
-            segment.extent,
-            layer,
-            positions,
-            self._fields(segment.extent, image),
-        )
+        layout, found = self.codec.draft_layout(segment.extent), {}
+        halves = self._halves(segment.extent)
+        for buffer, (offsets, _) in zip(buffers, halves, strict=True):
+            image = _rows(buffer, places).flatten()
+            for name, offset in offsets.items():
+                dtype, shape = layout[name]
+                size = dtype.itemsize * math.prod(shape)
+                found[name] = image[offset : offset + size].view(dtype).view(shape)
+        return Part(self.codec.identity, segment.extent, layer, positions, found)
 
-    def _fields(
-        self, extent: Extent, image: torch.Tensor
-    ) -> Mapping[str, torch.Tensor]:
-        fields, offset = {}, 0
+    def images(
+        self, buffers: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one layer's draft parts as bytes, segment after segment; copies.
+
+        Args:
+            buffers: As in ``write``.
+            slots: As in ``write``.
+
+        Returns:
+            What lies in keys, and in values: [used slots * bytes of one] uint8 each.
+        """
+        used = slots[: sum(segment.slots for segment in self.segments)]
+        keys, values = (
+            as_bits(buffer).index_select(0, used).view(torch.uint8).view(-1)
+            for buffer in buffers
+        )
+        return keys, values
+
+    def _halves(self, extent: Extent) -> list[tuple[dict[str, int], int]]:
+        """Return, of keys and of values, where each field begins, and all bytes."""
+        halves: list[tuple[dict[str, int], int]] = [({}, 0), ({}, 0)]
         for name, (dtype, shape) in self.codec.draft_layout(extent).items():
+            half = int(name.startswith("value"))
+            offsets, offset = halves[half]
             size = dtype.itemsize * math.prod(shape)
-            fields[name] = image[offset : offset + size].view(dtype).view(shape)
-            offset += _aligned(size)
-        return fields
+            halves[half] = offsets | {name: offset}, offset + -(-size // ALIGN) * ALIGN
+        return halves
 
     def _extent(self, tokens: int) -> Extent:
         geometry = self.geometry
@@ -162,24 +184,21 @@ class CodeLayout:
             dtype=self.dtype,
         )
 
-    def _image_bytes(self, extent: Extent) -> int:
-        fields = self.codec.draft_layout(extent).values()
-        sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in fields)
-        return sum(map(_aligned, sizes))
-
     @property
-    def _slot_bytes(self) -> int:
-        """Bytes of one slot in one layer, key and value."""
-        return self.geometry.token_bytes // self.geometry.layers
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    def widths(self) -> tuple[int, int]:
+        """Bytes of a slot in one layer, of its key and of its value."""
+        geometry = self.geometry
+        row = geometry.kv_heads * geometry.element_bytes
+        return row * geometry.head_dim, row * geometry.v_head_dim
 
 
 def _rows(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a layer's slots; a view where they are consecutive."""
-    first, last = int(places[0]), int(places[-1])
-    run = last - first + 1 == len(places) and bool((places.diff() == 1).all())
-    entries = buffer[first : last + 1] if run else as_bits(buffer)[places]
+    """Return the bytes of a layer's slots; on a CPU a view where they are in a run."""
+    entries = None
+    if buffer.device.type == "cpu":
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 == len(places) and bool((places.diff() == 1).all()):
+            entries = buffer[first : last + 1]
+    if entries is None:
+        entries = as_bits(buffer)[places]
     return entries.reshape(len(places), -1).view(torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +13,9 @@ from vericache_sglang.memory.host_image import HostImage, RawImage
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from vericache_sglang.compression.codecs.base import Part
     from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
-
-
-class DraftParts(Protocol):
-    """Reads a request's packed draft part where it is, in the KV pool."""
-
-    def __call__(self, layer: int) -> list[Part]:
-        """Return one layer's draft parts, segment by segment."""
+    from vericache_sglang.memory.host_image import DraftParts
 
 
 class Complement(HostImage):
@@ -46,32 +39,35 @@ class Complement(HostImage):
         """
         raise InvariantError("a complement of several has no positions of its own")
 
-    def describe(self, layer: int, exact: torch.Tensor, coded: torch.Tensor) -> None:
-        """Say which tokens stay; before the layer is written.
+    def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
+        """Say which tokens stay; before a layer is written.
+
+        From a GPU the numbers follow on the current stream: whoever seals a layer has
+        waited for a copy that was queued behind them.
 
         Args:
-            layer: Layer index.
-            exact: [H, n] integers, positions that stay as they are.
-            coded: [H, c] integers, positions a codec packed.
+            exact: [L, H, n] int32, positions that stay as they are, ascending.
+            coded: [L, H, c] int32, positions a codec packed, ascending.
         """
-        self.kept[layer].copy_(exact)
+        self.kept.copy_(exact, non_blocking=True)
 
     @abstractmethod
     def entries(
-        self, layer: int, drafts: DraftParts
+        self, layer: int, drafts: DraftParts | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one layer's entries, every bit as it was.
 
         Args:
             layer: Layer index; verified.
-            drafts: The draft part, for complements that hold only what it lacks.
+            drafts: The draft part, for complements that hold only what it lacks; None:
+                it has nothing packed.
 
         Returns:
             Keys [m, H, D] and values [m, H, Dv] on the host; not to be modified.
         """
 
     def blocks(
-        self, layer: int, drafts: DraftParts
+        self, layer: int, drafts: DraftParts | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return ``entries`` in pieces, one behind the other, where that saves a copy.
 
@@ -122,7 +118,7 @@ class RawComplement(RawImage, Complement):
         return super().nbytes + math.prod(self._kept_shape) * torch.int32.itemsize
 
     def entries(
-        self, layer: int, drafts: DraftParts
+        self, layer: int, drafts: DraftParts | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Complement.entries``; views."""
         return self.keys[layer], self.values[layer]

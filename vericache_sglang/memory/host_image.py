@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import xxhash
 
+from vericache_kernels.head_entries import put_entries
+from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.arena import Arena, layout
 from vericache_sglang.memory.free_spans import rounded
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
+    from vericache_kernels.join_planes import DraftPlanes
+    from vericache_sglang.compression.codecs.base import Part
     from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.geometry import KVGeometry
+
+    Buffers = tuple[torch.Tensor, torch.Tensor]
+
+
+class DraftParts(Protocol):
+    """Reads a request's packed draft part where it is, in the KV pool."""
+
+    def __call__(self, layer: int) -> list[Part]:
+        """Return one layer's draft parts, segment by segment; for the host."""
+
+    def planes(self, layer: int) -> DraftPlanes:
+        """Return them as a kernel reads them; copies, made on the caller's stream."""
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep what it reads by for the work of another stream."""
 
 
 class Entries(Protocol):
@@ -38,6 +61,76 @@ class Entries(Protocol):
         """[L, S, H, Dv], as ``keys``."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Slots of the pool that receive an image's entries; tensors are on its device.
+
+    Attributes:
+        slots: [n] int64, unique. Without ``kept`` entry j goes to slot j. Else they are
+            a whole prompt's, token i goes to slot i.
+        kept: [L, H, k] integers, the tokens that are exact on the device.
+        exact: [k] int64, the slots where these are; may be among ``slots``.
+    """
+
+    slots: torch.Tensor
+    kept: torch.Tensor | None = None
+    exact: torch.Tensor | None = None
+
+    def index(self, layer: int) -> torch.Tensor | None:
+        """Return [H, m] int64: which of ``slots`` entry j of head h goes to.
+
+        None: entry j of every head goes to slot j.
+        """
+        if self.kept is None:
+            return None
+        return complement_indices(self.kept[layer].to(torch.int64), len(self.slots))
+
+    @contextmanager
+    def joined(self, layer: int, buffers: Buffers) -> Iterator[None]:
+        """Move the exact entries of a layer, around the writing of the others."""
+        if self.kept is None or self.exact is None:
+            yield
+            return
+        own = [as_bits(buffer) for buffer in buffers]
+        rows = [buffer.index_select(0, self.exact) for buffer in own]
+        yield
+        put_entries(own, self.kept[layer].to(torch.int64), rows, self.slots)
+
+    def write(
+        self,
+        layer: int,
+        buffers: Buffers,
+        rows: Sequence[torch.Tensor],
+        first: int = 0,
+    ) -> None:
+        """Write consecutive entries of a layer on the caller's stream.
+
+        Args:
+            layer: Layer index.
+            buffers: As for ``HostImage.place``.
+            rows: Keys [k, H, D] and values as integers, on the pool's device.
+            first: Number of the first entry.
+        """
+        own = [as_bits(buffer) for buffer in buffers]
+        which, index = slice(first, first + len(rows[0])), self.index(layer)
+        if index is not None:
+            put_entries(own, index[:, which], rows, self.slots)
+            return
+        slots = self.slots[which]
+        for buffer, entries in zip(own, rows, strict=True):
+            if buffer.device.type == "cpu":
+                # No OpenMP threads beside the forward's: a link's thread may write.
+                buffer.numpy()[slots.numpy()] = entries.numpy()
+            else:
+                buffer.index_copy_(0, slots, entries)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep its tensors for the work of another stream."""
+        for tensor in (self.slots, self.kept, self.exact):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
 class HostImage(ABC):
     """Something that left the device. A layer is trusted from its ``seal`` on.
 
@@ -47,6 +140,7 @@ class HostImage(ABC):
     Attributes:
         extent: Where its tensors are; None: it has no memory of its own. Held for as
             long as the image lives: a copy on its way reads and writes views of it.
+        filling: The job of a thread that writes it; None: nothing does.
     """
 
     noun: ClassVar[str] = "host image"
@@ -54,6 +148,7 @@ class HostImage(ABC):
     def __init__(self, layers: int) -> None:
         self._checksums: list[int | None] = [None] * layers
         self.extent: Extent | None = None
+        self.filling: Future[None] | None = None
         self._arena: Arena | None = None
         self._stays = True
 
@@ -83,6 +178,16 @@ class HostImage(ABC):
         return ()
 
     @property
+    def members(self) -> tuple[HostImage, ...]:
+        """The images that own the memory; default: itself."""
+        return (self,)
+
+    @property
+    def extents(self) -> tuple[Extent | None, ...]:
+        """Where its bytes lie."""
+        return tuple(member.extent for member in self.members)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the arena it takes, alignment and what is not written included."""
         return self.extent.size if self.extent else 0
@@ -97,7 +202,6 @@ class HostImage(ABC):
         """Every layer is sealed."""
         return None not in self._checksums
 
-    @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take one layer in, in the caller's thread, and seal it.
 
@@ -106,9 +210,73 @@ class HostImage(ABC):
             keys: [slots, H, D] on any device.
             values: [slots, H, Dv].
         """
+        parts, sizes = self.outgoing(layer, keys, values)
+        known = [] if sizes is None else sizes.tolist()
+        for target, source in self.receive(layer, parts, known):
+            target.copy_(source)
+        self.seal(layer)
+
+    def outgoing(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Return what of a layer crosses the link; the host waits for nothing.
+
+        Args:
+            layer: Layer index.
+            keys: As for ``write``.
+            values: As for ``write``.
+
+        Returns:
+            Tensors on the device of ``keys``; and the numbers [*] int32 on which their
+            size depends, None where it does not.
+        """
+        return (keys, values), None
+
+    def receive(
+        self, layer: int, parts: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the copies that bring a layer to the host: (target, source).
+
+        Args:
+            layer: Layer index.
+            parts: As ``outgoing`` returned them.
+            sizes: Likewise, on the host.
+
+        Raises:
+            InvariantError: There are other than the image's slots.
+        """
+        if len(parts[0]) != self.slots:
+            raise InvariantError(f"{len(parts[0])} entries for {self.slots} slots")
+        first = 0
+        for image in self.images:
+            rows = slice(first, first + image.slots)
+            for own, part in zip((image.keys, image.values), parts, strict=True):
+                yield as_bits(own[layer]), as_bits(part)[rows]
+            first = rows.stop
+
+    def place(
+        self, layer: int, buffers: Buffers, target: Target, drafts: DraftParts | None
+    ) -> None:
+        """Write a layer's entries into the pool, on the caller's stream.
+
+        Args:
+            layer: Verified.
+            buffers: Keys [slots of the pool, H, D] and values of the layer.
+            target: Where they go.
+            drafts: The draft part, for complements that hold only what it lacks.
+        """
+        first = 0
+        for image in self.images:
+            pair = zip((image.keys, image.values), buffers, strict=True)
+            rows = [
+                as_bits(own[layer]).to(buffer.device, non_blocking=True)
+                for own, buffer in pair
+            ]
+            target.write(layer, buffers, rows, first)
+            first += image.slots
 
     def settle(self) -> None:
-        """Give back what a filled image does not need; default: nothing."""
+        """Give back what a sealed image does not need; default: nothing."""
 
     def free(self) -> None:
         """Give all its bytes back; a copy that holds the extent keeps them so long.
@@ -126,11 +294,13 @@ class HostImage(ABC):
         self._checksums[layer] = self._digest(layer)
 
     def verify(self, layer: int) -> None:
-        """Compare one layer with its checksum.
+        """Compare one layer with its checksum; waits for a save that is under way.
 
         Raises:
             TransferError: The bytes changed since ``seal``, or there was none.
         """
+        if self.filling is not None:
+            wait([self.filling])
         sealed = self._checksums[layer]
         if sealed is None or self._digest(layer) != sealed:
             raise TransferError(f"{self.noun} checksum differs in layer {layer}")
@@ -143,14 +313,14 @@ class HostImage(ABC):
         """Take the image's memory, held.
 
         Args:
-            arena: Where from; None: outside any budget, pinned where CUDA is present.
+            arena: Where from; None: outside any budget, and not pinned.
             nbytes: Of all its tensors, as laid out.
 
         Raises:
             TransferError: There is no room.
         """
         if arena is None:
-            arena = Arena(rounded(nbytes), pinned=torch.cuda.is_available())
+            arena = Arena(rounded(nbytes), pinned=False)
         extent = arena.take(nbytes, held=True)
         if extent is None:
             raise TransferError(
@@ -268,12 +438,6 @@ class RawImage(HostImage):
         if self.extent and where_it_is != self._stays:
             (self.extent.hold if where_it_is else self.extent.release)()
             self._stays = where_it_is
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``HostImage.write``; copies."""
-        as_bits(self.keys[layer]).copy_(as_bits(keys))
-        as_bits(self.values[layer]).copy_(as_bits(values))
-        self.seal(layer)
 
     def _entries(self, dim: int, offset: int) -> torch.Tensor:
         shape = (self.layers, self._slots, self._geometry.kv_heads, dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.complement import Complement, RawComplement
 from vericache_sglang.memory.free_spans import rounded
@@ -105,7 +106,7 @@ class HostStore:
 
         Exact for one that holds entries; a residual is never larger than they are.
         """
-        if self._codec is not None and self._codec.splits:
+        if isinstance(self._codec, SplitPlanes):
             return rounded(most_bytes(self.geometry, self._codec, budget, self.dtype))
         return rounded(raw_layout(self.geometry, budget.staged, budget.exact)[1])
 
@@ -174,8 +175,10 @@ class HostStore:
         self._of_request[rid] = group
 
     def settle(self, rid: str) -> None:
-        """Take back what a complement does not need, now that it is filled."""
-        self._group(rid).complement.settle()
+        """Take back what a request's complement does not need, once it is filled."""
+        group = self._of_request.get(rid)
+        if group is not None and group.owned and group.complement.sealed:
+            group.complement.settle()
 
     def park(self, rid: str, slots: int) -> ParkedImage:
         """Allocate a parked image for a request; the caller fills it.
@@ -300,6 +303,6 @@ class HostStore:
 
     def _new(self, budget: Budget) -> Complement:
         geometry, dtype, arena = self.geometry, self.dtype, self.arena
-        if self._codec is not None and self._codec.splits:
+        if isinstance(self._codec, SplitPlanes):
             return ResidualComplement(geometry, self._codec, budget, dtype, arena)
         return RawComplement(geometry, budget.staged, budget.exact, dtype, arena)

@@ -15,16 +15,12 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.memory.arena import Extent
-    from vericache_sglang.memory.complement import Complement, DraftParts
-    from vericache_sglang.memory.host_image import HostImage
-    from vericache_sglang.memory.parked import ParkedImage
+    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.host_image import DraftParts, HostImage, Target
     from vericache_sglang.memory.staging import Lease
 
     Blocks = Iterable[tuple[torch.Tensor, torch.Tensor]]
     """Every layer's keys [S, H, D] and values [S, H, Dv], in order."""
-
-    Move = Callable[[torch.Tensor, torch.Tensor], None]
-    """Copies one layer's keys or values from the host, (buffer, source)."""
 
 
 class Transfer(Protocol):
@@ -38,10 +34,6 @@ class Transfer(Protocol):
     def seconds(self) -> float:
         """Time on the link, not that spent behind other copies; 0.0 until done."""
 
-    @property
-    def layers_done(self) -> int:
-        """Layers whose every byte is in place; they arrive in order."""
-
     def done(self) -> bool:
         """Say whether every byte is in place.
 
@@ -54,27 +46,6 @@ class Transfer(Protocol):
         """Stop when convenient; returns only when no byte will be written any more."""
 
 
-class Incoming(Transfer, Protocol):
-    """A copy to the device, whose layers can be used one by one as they arrive."""
-
-    @property
-    def layer_s(self) -> float:
-        """Seconds a layer has taken so far, in the mean; 0.0 until one is in place."""
-
-    def await_layer(self, layer: int) -> None:
-        """Have what the caller does next on the device see a layer.
-
-        Without a CUDA device the caller waits for its bytes. On one it waits until
-        the copy is queued, and its current stream for the bytes.
-
-        Args:
-            layer: Layer index.
-
-        Raises:
-            TransferError: The copy ended without it; see ``done``.
-        """
-
-
 class Transfers(Protocol):
     """Copies between one device's KV pool and the host, in the order they are asked.
 
@@ -82,8 +53,8 @@ class Transfers(Protocol):
     """
 
     def start(
-        self, complement: Complement, lease: Lease, drafts: DraftParts
-    ) -> Incoming:
+        self, complement: Complement, lease: Lease, drafts: DraftParts | None
+    ) -> Transfer:
         """Copy a complement into the first slots of a lease.
 
         Each layer is verified, then keys and values go with one contiguous copy per
@@ -92,22 +63,33 @@ class Transfers(Protocol):
         Args:
             complement: Sealed.
             lease: Nobody else's until the copy is done or cancelled.
-            drafts: The draft part it is joined with; it stays where it is until then.
+            drafts: The draft part it is joined with, which stays where it is until
+                then; None: it has none.
 
         Raises:
             InvariantError: The lease is smaller than the complement.
         """
 
-    def restore(self, image: ParkedImage, slots: torch.Tensor) -> Incoming:
-        """Copy a parked image back into any slots; see ``ParkedImage.restore``.
+    def load(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> Transfer:
+        """Copy an image back into any slots, each layer once it is verified.
 
         Args:
-            image: Filled.
-            slots: [S] int64 on the pool's device, unique; nobody else's until the
-                copy is done or cancelled.
+            image: Sealed, or being saved.
+            target: Slots that are nobody else's until the copy is done or cancelled.
+            drafts: As for ``start``.
+        """
+
+    def place(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> None:
+        """Do the same now; what the caller does next on the device sees the entries.
+
+        The image may be freed at once.
 
         Raises:
-            InvariantError: ``slots`` is not [S].
+            TransferError: A layer's bytes changed; it and later ones are not written.
         """
 
     def bring(
@@ -141,6 +123,8 @@ class Transfers(Protocol):
 
         Raises:
             InvariantError: There are fewer or more pairs than layers.
+            TransferError: A layer could not be copied; the image is not sealed. Where
+                copies go on behind the caller's back, ``Transfer.done`` may raise it.
         """
 
     def close(self) -> None:

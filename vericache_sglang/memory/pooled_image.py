@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vericache_sglang.memory.host_image import HostImage
-from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,12 +89,6 @@ class PooledImage(HostImage):
     def nbytes_layer(self) -> int:
         """See ``HostImage.nbytes_layer``."""
         return self.nbytes // self.layers
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``HostImage.write``."""
-        as_bits(self.keys[layer]).copy_(as_bits(keys))
-        as_bits(self.values[layer]).copy_(as_bits(values))
-        self.seal(layer)
 
     def seal(self, layer: int) -> None:
         """See ``HostImage.seal``; the entry has one checksum, once all is there."""

@@ -1,36 +1,68 @@
-"""Complements of draft parts that lost nothing but their low bits."""
+"""Residual KV of ``split-planes``: draft parts that lost nothing but their low bits."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vericache_kernels.head_entries import put_entries
+from vericache_kernels.join_planes import (
+    Residuals,
+    SplitPlanesStep,
+    join_planes,
+)
+from vericache_kernels.join_planes import Target as PlanesTarget
 from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.compression.codecs.base import Extent as Shape
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.compression.codecs.base import Part
+from vericache_sglang.compression.codecs.floats import FORMATS
+from vericache_sglang.compression.codecs.packing import packed_bytes
+from vericache_sglang.compression.codecs.residual_planes import (
+    encode_residuals,
+    escape_bytes,
+)
+from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.arena import layout
-from vericache_sglang.memory.complement import Complement, DraftParts
-from vericache_sglang.memory.free_spans import GRAIN
+from vericache_sglang.memory.complement import Complement
 from vericache_sglang.memory.segments import segment_bounds
 from vericache_sglang.memory.splitting import as_bits, pick, put
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vericache_sglang.compression.budget import Budget
-    from vericache_sglang.compression.codecs.base import Codec, Part
+    from vericache_sglang.compression.codecs.split_planes import SplitPlanes
     from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.memory.host_image import Buffers, DraftParts, Target
+
+
+class Fields(NamedTuple):
+    """Where a layer's bytes lie in its region; the escapes follow at ``end``.
+
+    Attributes:
+        dropped: First byte of the dropped keys [d, H, D], and of the values.
+        rest: First byte of the other mantissa bits of keys and of values, both
+            segment after segment.
+        width: Bytes of one token of one head there, of keys and of values.
+        end: Bytes of all of them.
+    """
+
+    dropped: tuple[int, int]
+    rest: tuple[int, int]
+    width: tuple[int, int]
+    end: int
 
 
 class ResidualComplement(Complement):
     """The residuals of packed tokens, and the entries of dropped ones.
 
     It cannot be shared: it is joined with one request's draft part, in that request's
-    slots.
+    slots. A layer is one run of bytes, so one copy takes it to either side. How long
+    it is depends on the number of escapes, which is known when it was encoded.
 
     Args:
         geometry: Shapes of the pool.
@@ -40,8 +72,9 @@ class ResidualComplement(Complement):
         arena: Where its memory comes from; None: outside any budget.
 
     Attributes:
-        coded: [L, H, c] int32, prompt positions of the packed tokens; covered by the
-            checksums.
+        coded: [L, H, c] int32, prompt positions of the packed tokens.
+        escapes: [L, S] int32, escaped numbers of every segment. Both are covered by
+            the checksums.
 
     Raises:
         TransferError: The arena has no room for ``most_bytes``; nothing was allocated.
@@ -50,22 +83,25 @@ class ResidualComplement(Complement):
     def __init__(
         self,
         geometry: KVGeometry,
-        codec: Codec,
+        codec: SplitPlanes,
         budget: Budget,
         dtype: torch.dtype,
         arena: Arena | None = None,
     ) -> None:
         super().__init__(geometry.layers)
-        heads = (geometry.layers, geometry.kv_heads)
+        self._geometry, self._codec = geometry, codec
+        self._budget, self._dtype = budget, dtype
+        self._bounds = segment_bounds(budget.coded)
+        self._fields = fields_of(geometry, codec, budget, dtype)
         # Filled from its end on, so that what is left over is its beginning.
         self._left = most_bytes(geometry, codec, budget, dtype)
         self._take(arena, self._left)
+        heads = (geometry.layers, geometry.kv_heads)
         self._kept = self._room(torch.int32, (*heads, budget.exact))
         self.coded = self._room(torch.int32, (*heads, budget.coded))
-        self._codec = codec
-        self._budget = budget
-        self._residuals: dict[int, list[Part]] = {}
-        self._dropped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        shape = (geometry.layers, len(self._bounds))
+        self.escapes = self._room(torch.int32, shape)
+        self._regions: dict[int, torch.Tensor] = {}
 
     @property
     def slots(self) -> int:
@@ -80,123 +116,265 @@ class ResidualComplement(Complement):
     @property
     def nbytes_layer(self) -> int:
         """See ``HostImage.nbytes_layer``; the mean over the layers written."""
-        return self._held // max(1, len(self._residuals))
+        return self._held // max(1, len(self._regions))
 
     @property
     def nbytes(self) -> int:
         """See ``HostImage.nbytes``; with the positions."""
-        return self._held + self.kept.nbytes + self.coded.nbytes
+        positions = (self.kept, self.coded, self.escapes)
+        return self._held + sum(each.nbytes for each in positions)
 
     @property
     def _held(self) -> int:
-        residuals = sum(p.nbytes for parts in self._residuals.values() for p in parts)
-        dropped = sum(t.nbytes for pair in self._dropped.values() for t in pair)
-        return residuals + dropped
+        return sum(region.nbytes for region in self._regions.values())
 
-    def describe(self, layer: int, exact: torch.Tensor, coded: torch.Tensor) -> None:
+    def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
         """See ``Complement.describe``."""
-        super().describe(layer, exact, coded)
-        self.coded[layer].copy_(coded)
+        super().describe(exact, coded)
+        self.coded.copy_(coded, non_blocking=True)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``HostImage.write``; what is packed is encoded again for its residual."""
-        coded, dropped = self._places(layer)
-        packed = [pick(entries.cpu(), coded) for entries in (keys, values)]
-        residuals = []
-        for start, stop in segment_bounds(self._budget.coded):
-            _, residual = self._codec.encode(
-                packed[0][start:stop].transpose(0, 1),
-                packed[1][start:stop].transpose(0, 1),
-                layer=layer,
-                positions=self.coded[layer, :, start:stop],
-            )
-            fields = residual.tensors.items()
-            own = {field: self._keep(tensor) for field, tensor in fields}
-            residuals.append(replace(residual, tensors=own))
-        self._residuals[layer] = residuals
-        rest = (self._keep(pick(entries.cpu(), dropped)) for entries in (keys, values))
-        self._dropped[layer] = next(rest), next(rest)
-        self.seal(layer)
+    # -- to the host --------------------------------------------------------------
+
+    def outgoing(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """See ``HostImage.outgoing``; packed entries are encoded for their residual.
+
+        Returns:
+            What has a fixed size, the exponents of escaped numbers, and how many of
+            these each segment has.
+        """
+        coded, dropped = self._places(layer, keys.device)
+        sides = (keys, values)
+        fixed = torch.zeros(self._fields.end, dtype=torch.uint8, device=keys.device)
+        for start, side in zip(self._fields.dropped, sides, strict=True):
+            _write(fixed, start, pick(side, dropped))
+        if not self._bounds:  # a short prompt may have nothing packed
+            nothing = fixed.new_empty(0)
+            return (fixed, nothing), nothing.to(torch.int32)
+        packed = [pick(side, coded).transpose(0, 1) for side in sides]
+        segment = self._bounds[0][1]
+        planes = encode_residuals(self._codec, packed[0], packed[1], segment)
+        for start, rest in zip(
+            self._fields.rest, (planes.key_rest, planes.value_rest), strict=True
+        ):
+            _write(fixed, start, rest)
+        return (fixed, planes.escapes), planes.counts
+
+    def receive(
+        self, layer: int, parts: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See ``HostImage.receive``.
+
+        Raises:
+            TransferError: The escapes of all layers exceed the extent.
+        """
+        fixed, escapes = parts
+        end = len(fixed) + sum(self._escape_bytes(sizes))
+        if layout((end,))[1] > self._left:
+            raise TransferError(f"the residual KV of layer {layer} has no room")
+        region = self._regions[layer] = self._room(torch.uint8, (end,))
+        self.escapes[layer].copy_(torch.tensor(sizes, dtype=torch.int32))
+        yield region[: len(fixed)], fixed
+        yield region[len(fixed) :], escapes[: end - len(fixed)]
 
     def settle(self) -> None:
         """See ``HostImage.settle``; how well residuals pack is known only now."""
-        if self.extent and self._arena:
+        if self.extent and self._arena and not self.extent.given:
             self._arena.shrink(self.extent, self.extent.nbytes - self._left)
             self._left = 0
 
+    # -- and back -----------------------------------------------------------------
+
     def entries(
-        self, layer: int, drafts: DraftParts
+        self, layer: int, drafts: DraftParts | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Complement.entries``; joins both planes.
 
         Raises:
             InvariantError: There are fewer or more draft parts than residuals.
         """
-        residuals = self._residuals[layer]
-        parts = drafts(layer)
+        residuals = self._residuals(layer)
+        parts = [] if drafts is None else drafts(layer)
         if len(parts) != len(residuals):
             raise InvariantError(f"{len(parts)} drafts, {len(residuals)} residuals")
         pairs = [
             # Slots hold no extent: how many escapes there are, the residual knows.
-            self._codec.join(replace(draft, extent=residual.extent), residual)
-            for draft, residual in zip(parts, residuals, strict=True)
+            self._codec.join(
+                Part(part.codec, own.extent, layer, None, part.tensors), own
+            )
+            for part, own in zip(parts, residuals, strict=True)
         ]
-        places = self._places(layer)
+        coded, dropped = self._places(layer, torch.device("cpu"))
         whole = []
-        for i in range(2):
-            dropped = self._dropped[layer][i]
-            entries = dropped.new_empty(self.slots, *dropped.shape[1:])
-            put(entries, places[1], dropped)
-            if pairs:  # a short prompt may have nothing packed
+        for i, rows in enumerate(self._dropped(self._regions[layer])):
+            entries = rows.new_empty(self.slots, *rows.shape[1:])
+            put(entries, dropped, rows)
+            if pairs:
                 packed = torch.cat([pair[i] for pair in pairs], dim=1)
-                put(entries, places[0], packed.transpose(0, 1))
+                put(entries, coded, packed.transpose(0, 1))
             whole.append(entries)
         return whole[0], whole[1]
+
+    def place(
+        self, layer: int, buffers: Buffers, target: Target, drafts: DraftParts | None
+    ) -> None:
+        """See ``HostImage.place``; on a GPU both planes are joined there.
+
+        Raises:
+            InvariantError: There are no drafts.
+        """
+        device = buffers[0].device
+        if device.type == "cpu":
+            rows = [as_bits(side) for side in self.entries(layer, drafts)]
+            target.write(layer, buffers, rows)
+            return
+        region = self._regions[layer].to(device, non_blocking=True)
+        coded, dropped = self._places(layer, device)
+        index = target.index(layer)
+        if index is not None:
+            coded, dropped = index.gather(1, coded), index.gather(1, dropped)
+        # Read before anything is written: the slots may be those of the draft part.
+        planes = None
+        if self._bounds:
+            if drafts is None:
+                raise InvariantError(f"0 drafts, {len(self._bounds)} residuals")
+            planes = drafts.planes(layer)
+        if self._budget.dropped:
+            own = [as_bits(buffer) for buffer in buffers]
+            rows = [as_bits(side) for side in self._dropped(region)]
+            put_entries(own, dropped, rows, target.slots)
+        if planes is not None:
+            first = torch.arange(len(self._bounds), device=device)
+            into = PlanesTarget(
+                *buffers,
+                slots=target.slots,
+                places=coded.contiguous(),
+                first=first * self._bounds[0][1],
+                most_tokens=self._bounds[0][1],
+            )
+            codec = self._codec
+            step = SplitPlanesStep(
+                codec.exponent_bits, codec.mantissa_bits, codec.block
+            )
+            join_planes(planes, self._planes(layer, region), step, into)
 
     def equals(self, other: Complement) -> bool:
         """See ``Complement.equals``: it is never shared."""
         return False
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the extent; return the copy."""
-        own = self._room(tensor.dtype, tensor.shape)
-        as_bits(own).copy_(as_bits(tensor))
-        return own
+    # -- a layer's region ---------------------------------------------------------
+
+    def _dropped(self, region: torch.Tensor) -> list[torch.Tensor]:
+        """Return the dropped keys [d, H, D] and values; views."""
+        found = []
+        dims = (self._geometry.head_dim, self._geometry.v_head_dim)
+        for start, dim in zip(self._fields.dropped, dims, strict=True):
+            shape = (self._budget.dropped, self._geometry.kv_heads, dim)
+            found.append(_read(region, start, self._dtype, shape))
+        return found
+
+    def _residuals(self, layer: int) -> list[Part]:
+        """Return a layer's residuals, segment by segment; views."""
+        region, counts = self._regions[layer], self.escapes[layer].tolist()
+        ends = accumulate(self._escape_bytes(counts), initial=self._fields.end)
+        heads, found = self._geometry.kv_heads, []
+        width = FORMATS[self._dtype].exponent
+        for (start, stop), count, at in zip(self._bounds, counts, ends, strict=False):
+            tensors = {
+                name: _read(
+                    region,
+                    first + start * heads * size,
+                    torch.uint8,
+                    (heads, stop - start, size),
+                )
+                for name, first, size in zip(
+                    ("key_rest", "value_rest"),
+                    self._fields.rest,
+                    self._fields.width,
+                    strict=True,
+                )
+            }
+            shape = (packed_bytes(count, width),)
+            tensors["escapes"] = _read(region, at, torch.uint8, shape)
+            extent = shape_of(self._geometry, stop - start, self._dtype, count)
+            found.append(Part(self._codec.identity, extent, layer, None, tensors))
+        return found
+
+    def _planes(self, layer: int, region: torch.Tensor) -> Residuals:
+        """Return a layer's residuals on the device as the kernel reads them."""
+        counts = self.escapes[layer].to(region.device, non_blocking=True)
+        taken = escape_bytes(counts.long(), FORMATS[self._dtype].exponent)
+        segment = torch.arange(len(self._bounds), device=region.device)
+        tokens = self._bounds[0][1] * self._geometry.kv_heads
+        offsets = [
+            segment * (tokens * size) + first
+            for first, size in zip(self._fields.rest, self._fields.width, strict=True)
+        ]
+        offsets.append(taken.cumsum(0) - taken + self._fields.end)
+        return Residuals(region, torch.stack(offsets, dim=1), counts)
+
+    def _escape_bytes(self, counts: Sequence[int]) -> list[int]:
+        width = FORMATS[self._dtype].exponent
+        return [escape_bytes(count, width) for count in counts]
 
     def _room(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return room for a tensor before what the extent holds already.
-
-        Raises:
-            InvariantError: The extent is full: a codec's residual is larger than the
-                entries it is of, or a layer was written twice.
-        """
+        """Return room for a tensor before what the extent holds already."""
         self._left -= layout((math.prod(shape) * dtype.itemsize,))[1]
         return self._view(dtype, shape, self._left)
 
-    def _places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(
+        self, layer: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [H, c] and [H, m - c] int64: packed and dropped ones among entries."""
-        kept = self.kept[layer].to(torch.int64)
+        kept, coded = (
+            positions[layer].to(device, non_blocking=True).to(torch.int64)
+            for positions in (self.kept, self.coded)
+        )
         away = complement_indices(kept, self._budget.offered)
-        coded = torch.searchsorted(away, self.coded[layer].to(torch.int64))
+        coded = torch.searchsorted(away, coded)
         return coded, complement_indices(coded, self._budget.staged)
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        residuals = [
-            as_bits(tensor).flatten()
-            for part in self._residuals[layer]
-            for _, tensor in sorted(part.tensors.items())
-        ]
-        dropped = (entries.contiguous() for entries in self._dropped[layer])
-        return *residuals, *dropped, self.kept[layer], self.coded[layer]
+        positions = (self.kept, self.coded, self.escapes)
+        return self._regions[layer], *(each[layer] for each in positions)
+
+
+def fields_of(
+    geometry: KVGeometry, codec: SplitPlanes, budget: Budget, dtype: torch.dtype
+) -> Fields:
+    """Lay a layer's bytes out; see ``ResidualComplement``."""
+    dims = (geometry.head_dim, geometry.v_head_dim)
+    rest = FORMATS[dtype].mantissa - codec.mantissa_bits
+    width = (packed_bytes(dims[0], rest), packed_bytes(dims[1], rest))
+    heads = geometry.kv_heads
+    entry = heads * dtype.itemsize * budget.dropped
+    sizes = [entry * dim for dim in dims]
+    sizes += [heads * budget.coded * size for size in width]
+    starts, end = layout(sizes)
+    return Fields((starts[0], starts[1]), (starts[2], starts[3]), width, end)
+
+
+def shape_of(
+    geometry: KVGeometry, tokens: int, dtype: torch.dtype, escapes: int = 0
+) -> Shape:
+    """Return the extent of a segment's parts."""
+    return Shape(
+        heads=geometry.kv_heads,
+        tokens=tokens,
+        key_dim=geometry.head_dim,
+        value_dim=geometry.v_head_dim,
+        dtype=dtype,
+        escapes=escapes,
+    )
 
 
 def most_bytes(
-    geometry: KVGeometry, codec: Codec, budget: Budget, dtype: torch.dtype
+    geometry: KVGeometry, codec: SplitPlanes, budget: Budget, dtype: torch.dtype
 ) -> int:
     """Return the most bytes of an extent that a residual complement fills.
 
-    A residual is never larger than the entries it is of; every tensor starts at a
-    grain of the arena.
+    Every number may be escaped.
 
     Args:
         geometry: Shapes of the pool.
@@ -204,26 +382,26 @@ def most_bytes(
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
     """
-    size = geometry.kv_heads * geometry.element_bytes
-    dropped = [
-        size * budget.dropped * d for d in (geometry.head_dim, geometry.v_head_dim)
-    ]
-    residuals = 0
-    for start, stop in segment_bounds(budget.coded):
-        shape = Shape(
-            heads=geometry.kv_heads,
-            tokens=stop - start,
-            key_dim=geometry.head_dim,
-            value_dim=geometry.v_head_dim,
-            dtype=dtype,
-        )
-        fields = len(codec.residual_layout(shape))
-        residuals += layout((shape.raw_bytes,))[1] + fields * GRAIN
-    layer = layout(dropped)[1] + residuals
-    return layout(_position_bytes(geometry, budget))[1] + geometry.layers * layer
+    bounds = segment_bounds(budget.coded)
+    numbers = (shape_of(geometry, b - a, dtype).elements for a, b in bounds)
+    width = FORMATS[dtype].exponent
+    escapes = sum(escape_bytes(count, width) for count in numbers)
+    layer = layout((fields_of(geometry, codec, budget, dtype).end + escapes,))[1]
+    size = geometry.layers * torch.int32.itemsize
+    heads = size * geometry.kv_heads
+    positions = (heads * budget.exact, heads * budget.coded, size * len(bounds))
+    return layout(positions)[1] + geometry.layers * layer
 
 
-def _position_bytes(geometry: KVGeometry, budget: Budget) -> tuple[int, int]:
-    """Return the bytes of kept and of packed positions, all layers."""
-    size = geometry.layers * geometry.kv_heads * torch.int32.itemsize
-    return size * budget.exact, size * budget.coded
+def _write(region: torch.Tensor, start: int, content: torch.Tensor) -> None:
+    """Write a tensor's bytes into a run of bytes."""
+    raw = content.contiguous().view(torch.uint8).view(-1)
+    region[start : start + len(raw)].copy_(raw)
+
+
+def _read(
+    region: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a tensor in a run of bytes; a view."""
+    end = start + math.prod(shape) * dtype.itemsize
+    return region[start:end].view(dtype).view(shape)

@@ -145,7 +145,8 @@ class SegmentPool:
             geometry: Shapes of the pool the entries come from.
             slots: S.
             dtype: Dtype of the pool.
-            more: Further tensors, written at once.
+            more: Further tensors; from a GPU they follow on the current stream, so
+                they are there when a copy is that is queued next.
 
         Returns:
             What ``Transfers.save`` is given next; the name is to be dropped where that
@@ -166,7 +167,7 @@ class SegmentPool:
         entry = self._take(shapes)
         if entry is None:
             return None
-        _write(entry, more)
+        _write(entry, more, non_blocking=True)
         self._enter(name, entry)
         views = {each.name: each for each in entry.fields}
         return PooledImage(entry.extent, views, partial(_seal, entry))
@@ -304,12 +305,15 @@ class SegmentPool:
         return extent.size
 
 
-def _write(entry: _Entry, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(
+    entry: _Entry, tensors: Mapping[str, torch.Tensor], *, non_blocking: bool = False
+) -> None:
     """Copy tensors into their fields of an entry."""
     for each in entry.fields:
         if each.name in tensors:
             own = each.of(entry.extent)
-            _bits(own).copy_(_bits(tensors[each.name].detach()))
+            source = _bits(tensors[each.name].detach())
+            _bits(own).copy_(source, non_blocking=non_blocking)
 
 
 def _seal(entry: _Entry) -> None:

@@ -8,9 +8,13 @@ import torch
 
 from vericache_kernels.head_entries import pick_entries, put_entries
 from vericache_sglang.compression.budget import complement_indices
+from vericache_sglang.compression.placed import placed
 
 if TYPE_CHECKING:
-    from vericache_sglang.memory.complement import RawComplement
+    from collections.abc import Iterator, Sequence
+
+INDICES = 2**22
+"""Most indices that are made at once: 16 MiB, and as much again while they are."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size: torch's gather rewrites NaN payloads of bfloat16."""
@@ -34,22 +38,45 @@ def pick(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return pick_entries([entries], index)[0]
 
 
-def pick_rest(
-    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather, per head, the entries that are not kept.
+def dropped_by_layer(kept: torch.Tensor, offered: int) -> Iterator[torch.Tensor]:
+    """Yield, layer by layer, the tokens that are not kept.
+
+    Several layers at a time, whose indices take ``INDICES`` int32 at most, are made in
+    the launches of one.
 
     Args:
-        keys: [T, H, D] of one layer in prompt order.
-        values: [T, H, Dv].
-        kept: [H, n] integers on any device, in [0, T), ascending and unique per head.
+        kept: [L, H, n] int32, ascending and unique per head, in [0, offered).
+        offered: T, in tokens.
 
-    Returns:
-        Keys [T - n, H, D] and values [T - n, H, Dv], in prompt order.
+    Yields:
+        [H, T - n] int32, ascending.
     """
-    rest = complement_indices(kept.to(keys.device, torch.int64), keys.shape[0])
-    first, second = pick_entries([keys, values], rest)
-    return first, second
+    heads = kept.shape[1]
+    for group in kept.split(max(1, INDICES // (heads * offered))):
+        rows = complement_indices(group.flatten(0, 1), offered)
+        yield from rows.view(len(group), heads, -1)
+
+
+def rest_of(
+    kept: Sequence[torch.Tensor], tokens: int, starts: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """Yield, layer by layer, what is not kept of parts of a prompt, as one index.
+
+    Args:
+        kept: Of each part [L, H, n] int32, ascending, in [0, tokens).
+        tokens: Of a part.
+        starts: Where each part begins; ascending.
+
+    Yields:
+        [H, parts * (tokens - n)] int32, ascending; nothing without parts.
+    """
+    if not kept:
+        return
+    heads, parts = kept[0].shape[1], len(kept)
+    together = torch.stack(list(kept), dim=2).flatten(1, 2)
+    first = placed(torch.tensor(starts, dtype=torch.int32), together.device)
+    for rest in dropped_by_layer(together, tokens):
+        yield (rest.view(heads, parts, -1) + first[:, None]).flatten(1)
 
 
 def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
@@ -63,34 +90,6 @@ def put(entries: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
     put_entries([entries], index, [rows])
 
 
-def split_layer(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    kept: torch.Tensor,
-    dropped: torch.Tensor,
-    complement: RawComplement,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the dropped entries of one layer to the host and gather the kept ones.
-
-    Args:
-        keys: [T, H, D] of one layer in prompt order.
-        values: [T, H, Dv].
-        kept: [H, n] int64.
-        dropped: [H, m] int64; with ``kept`` every token once per head.
-        complement: Receives layer ``layer`` and is sealed there.
-        layer: Layer index.
-
-    Returns:
-        Kept keys [n, H, D] and values [n, H, Dv], freshly allocated on the device.
-    """
-    complement.keys[layer].copy_(pick(keys, dropped))
-    complement.values[layer].copy_(pick(values, dropped))
-    complement.kept[layer].copy_(kept)
-    complement.seal(layer)
-    return pick(keys, kept), pick(values, kept)
-
-
 def join_layer(
     kept_entries: torch.Tensor, kept: torch.Tensor, dropped_entries: torch.Tensor
 ) -> torch.Tensor:
@@ -102,7 +101,7 @@ def join_layer(
         dropped_entries: [m, H, D] on the device.
 
     Returns:
-        [n + m, H, D], every bit as it was before ``split_layer``.
+        [n + m, H, D], in order of position, every bit as it was.
     """
     total = kept_entries.shape[0] + dropped_entries.shape[0]
     joined = kept_entries.new_empty(total, *kept_entries.shape[1:])

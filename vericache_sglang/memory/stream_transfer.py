@@ -4,23 +4,39 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Condition, Event
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.link import copy_layer, raise_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+    from threading import Semaphore
 
     from vericache_sglang.memory.arena import Extent
+    from vericache_sglang.memory.host_image import HostImage
 
 
 def timed() -> torch.cuda.Event:
     """Return an event whose time can be read."""
     return torch.cuda.Event(enable_timing=True)
+
+
+class Outgoing(NamedTuple):
+    """A layer that is to be copied to the host.
+
+    Attributes:
+        parts: See ``HostImage.outgoing``.
+        sizes: Likewise.
+        made: Recorded behind the work that writes them.
+    """
+
+    parts: Sequence[torch.Tensor]
+    sizes: torch.Tensor | None
+    made: torch.cuda.Event
 
 
 class Held:
@@ -45,15 +61,14 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class StreamTransfer:
-    """See ``Incoming``; a thread's job and the CUDA events of what it queued.
+    """See ``Transfer``; a thread's job and the CUDA events of what it queued.
 
     Attributes:
-        nbytes: See ``Transfer``.
+        nbytes: See ``Transfer``; of a save it is known once that is done.
         held: Host memory it reads or writes.
         seconds: See ``Transfer``; between the first copy and the last on the stream.
         begin: Before the first copy.
         end: Behind the last copy queued, also where the job failed.
-        marks: One event behind each layer queued.
         future: The job; it may end before its copies do.
     """
 
@@ -62,27 +77,8 @@ class StreamTransfer:
     seconds: float = 0.0
     begin: torch.cuda.Event = field(default_factory=timed)
     end: torch.cuda.Event = field(default_factory=timed)
-    marks: list[torch.cuda.Event] = field(default_factory=list)
     future: Future[None] = field(default_factory=Future)
     _stopped: Event = field(default_factory=Event, init=False)
-    _queued: Condition = field(default_factory=Condition, init=False)
-    _arrived: int = field(default=0, init=False)
-
-    @property
-    def layers_done(self) -> int:
-        """See ``Transfer.layers_done``."""
-        while self._arrived < len(self.marks) and self.marks[self._arrived].query():
-            self._arrived += 1
-        return self._arrived
-
-    @property
-    def layer_s(self) -> float:
-        """See ``Incoming.layer_s``; on the stream, not in the thread."""
-        layers = self.layers_done
-        if not layers:
-            return 0.0
-        elapsed_ms: float = self.begin.elapsed_time(self.marks[layers - 1])
-        return elapsed_ms / 1e3 / layers
 
     def done(self) -> bool:
         """See ``Transfer.done``."""
@@ -103,32 +99,20 @@ class StreamTransfer:
         self.end.synchronize()
         self.held.let_go()
 
-    def await_layer(self, layer: int) -> None:
-        """See ``Incoming.await_layer``."""
-        with self._queued:
-            self._queued.wait_for(lambda: len(self.marks) > layer or self.future.done())
-        if len(self.marks) <= layer:
-            raise_failure(self.future)
-            raise InvariantError(f"layer {layer} of a copy of {len(self.marks)}")
-        torch.cuda.current_stream().wait_event(self.marks[layer])
-
-    def mark(self) -> None:
-        """Record that a layer's copies are queued on the current stream."""
-        event = timed()
-        event.record()
-        self.marks.append(event)
-        self._tell()
-
     def run_on(self, thread: ThreadPoolExecutor, job: Callable[[], None]) -> None:
-        """Hand the job over; held memory is let go where the thread takes none."""
+        """Hand the job over; held memory is let go where it never runs."""
         try:
             self.future = thread.submit(job)
         except BaseException:
             self.held.let_go()
             raise
-        self.future.add_done_callback(lambda _: self._tell())
+        self.future.add_done_callback(self._let_go_of_cancelled)
 
-    def copy_layers(
+    def _let_go_of_cancelled(self, job: Future[None]) -> None:
+        if job.cancelled():
+            self.held.let_go()
+
+    def load_layers(
         self, stream: torch.cuda.Stream, layers: int, copy: Callable[[int], None]
     ) -> None:
         """Queue ``copy(layer)`` for every layer; the job of a copy to the device.
@@ -143,10 +127,68 @@ class StreamTransfer:
                     if self._stopped.is_set():
                         raise TransferError(f"cancelled in layer {layer}")
                     copy_layer(copy, layer)
-                    self.mark()
             finally:
                 self.end.record()
 
-    def _tell(self) -> None:
-        with self._queued:
-            self._queued.notify_all()
+    def save_layers(
+        self,
+        stream: torch.cuda.Stream,
+        image: HostImage,
+        following: Callable[[], Outgoing | None],
+        room: Semaphore,
+    ) -> None:
+        """Queue every layer's copies and seal it; the job of a copy to the host.
+
+        Args:
+            stream: Where to.
+            image: Receives the layers.
+            following: Waits for the next layer; returns None where there is none.
+            room: Is released once for every layer that has left the device.
+
+        Raises:
+            TransferError: A layer could not be copied, or its maker gave up.
+        """
+        marks: list[torch.cuda.Event] = []
+
+        def seal(layer: int) -> None:
+            marks[layer].synchronize()
+            room.release()
+            image.seal(layer)
+
+        def copy(layer: int) -> None:
+            own = following()
+            if own is None:
+                raise TransferError(f"cancelled in layer {layer}")
+            stream.wait_event(own.made)
+            if not marks:
+                self.begin.record()
+            for target, source in image.receive(layer, own.parts, _sizes(own)):
+                target.copy_(source, non_blocking=True)
+            for part in own.parts:
+                # Its memory is the maker's stream's to reuse only after this.
+                part.record_stream(stream)
+            mark = torch.cuda.Event()
+            mark.record()
+            marks.append(mark)
+            if layer:
+                seal(layer - 1)
+
+        with torch.cuda.stream(stream):
+            try:
+                for layer in range(image.layers):
+                    copy_layer(copy, layer)
+            finally:
+                self.end.record()
+                self.end.synchronize()
+        seal(image.layers - 1)
+        self.nbytes = image.nbytes_layer * image.layers
+
+
+def _sizes(own: Outgoing) -> list[int]:
+    """Return a layer's sizes; waits for the device, so not in the engine's loop."""
+    if own.sizes is None:
+        return []
+    known = own.sizes.to("cpu", non_blocking=True)
+    own.sizes.record_stream(torch.cuda.current_stream())
+    torch.cuda.current_stream().synchronize()
+    return known.tolist()

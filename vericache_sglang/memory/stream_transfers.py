@@ -1,27 +1,29 @@
-"""The copy engine of a CUDA device, on a stream of its own. Not yet run on a device."""
+"""The copy engines of a CUDA device; not yet run on one."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Semaphore
 from typing import TYPE_CHECKING
 
 import torch
 
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.link import numbered
+from vericache_sglang.memory.host_image import Target
+from vericache_sglang.memory.link import numbered, raise_failure
 from vericache_sglang.memory.pieces import deal
 from vericache_sglang.memory.splitting import as_bits
-from vericache_sglang.memory.staging import Span
-from vericache_sglang.memory.stream_transfer import Held, StreamTransfer
+from vericache_sglang.memory.stream_transfer import Held, Outgoing, StreamTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vericache_sglang.memory.arena import Extent
-    from vericache_sglang.memory.complement import Complement, DraftParts
-    from vericache_sglang.memory.host_image import Entries, HostImage
+    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.host_image import Buffers, DraftParts, HostImage
     from vericache_sglang.memory.link import Blocks
-    from vericache_sglang.memory.parked import ParkedImage
     from vericache_sglang.memory.pieces import Piece
     from vericache_sglang.memory.staging import Lease
 
@@ -30,22 +32,12 @@ IN_FLIGHT = 1 << 29
 faster than they are copied, and 32K tokens of Llama-3.1-8B are 4 GiB."""
 
 
-def _images(image: HostImage) -> tuple[Entries, ...]:
-    """Return where entries lie as they are.
-
-    Raises:
-        TransferError: They would have to be joined on the device.
-    """
-    if not image.images:
-        raise TransferError(f"a {image.noun} of residuals is not copied to a GPU yet")
-    return image.images
-
-
 class StreamTransfers:
     """See ``Transfers``; host memory is pinned, or a copy would wait for itself.
 
-    A thread checks each layer's checksum and queues its copies, so that the checks run
-    ahead of the link. What is saved is queued by the caller and sealed by the thread.
+    One thread and one stream a direction. A thread checks each layer's checksum and
+    queues its copies, so that the checks run ahead of the link; the other queues what
+    is saved, as soon as it is known how much that is, and seals it.
 
     What one copy moves is a layer's keys or values of one image in one span of the
     lease: H * D * element bytes (2 KiB for Llama-3.1-8B in bf16) per entry. A prompt of
@@ -58,154 +50,178 @@ class StreamTransfers:
     Args:
         key_buffers: One [slots, H, D] device tensor per layer.
         value_buffers: One [slots, H, Dv] device tensor per layer.
+        forward_stream: The stream of forwards, whose stores into slots that are free
+            by now may be outstanding; None: the caller's own.
     """
 
     def __init__(
         self,
         key_buffers: Sequence[torch.Tensor],
         value_buffers: Sequence[torch.Tensor],
+        forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._keys = key_buffers
-        self._values = value_buffers
-        self._stream = torch.cuda.Stream()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
+        self._buffers: list[Buffers] = list(
+            zip(key_buffers, value_buffers, strict=True)
+        )
+        self._forwards = forward_stream
+        self._in, self._out = torch.cuda.Stream(), torch.cuda.Stream()
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="vericache-load")
+        self._saves = ThreadPoolExecutor(1, thread_name_prefix="vericache-save")
         self._reading: list[tuple[torch.cuda.Event, Held]] = []
 
     def start(
-        self, complement: Complement, lease: Lease, drafts: DraftParts
+        self, complement: Complement, lease: Lease, drafts: DraftParts | None
     ) -> StreamTransfer:
-        """See ``Transfers.start``; entries only."""
-        images = _images(complement)
-        pieces = list(
-            deal([image.slots for image in images], lease.first(complement.slots))
-        )
+        """See ``Transfers.start``."""
+        spans = lease.first(complement.slots)
+        images = complement.images
+        if not images:
+            device = self._buffers[0][0].device
+            slots = [torch.arange(s.start, s.end, device=device) for s in spans]
+            return self.load(complement, Target(torch.cat(slots)), drafts)
+        pieces = list(deal([image.slots for image in images], spans))
 
         def copy(layer: int) -> None:
             complement.verify(layer)
             for piece in pieces:
                 image = images[piece.block]
-                _send(self._keys[layer], image.keys[layer], piece)
-                _send(self._values[layer], image.values[layer], piece)
+                sides = (image.keys[layer], image.values[layer])
+                for buffer, source in zip(self._buffers[layer], sides, strict=True):
+                    _send(buffer, source, piece)
 
-        return self._queue(complement, copy)
+        return self._load(complement, copy)
 
-    def restore(self, image: ParkedImage, slots: torch.Tensor) -> StreamTransfer:
-        """See ``Transfers.restore``."""
-        image.require_places(slots)
-        slots.record_stream(self._stream)
+    def load(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> StreamTransfer:
+        """See ``Transfers.load``."""
+        target.record_stream(self._in)
+        if drafts is not None:
+            drafts.record_stream(self._in)
 
         def copy(layer: int) -> None:
             image.verify(layer)
-            for buffer, source in (
-                (self._keys[layer], image.keys[layer]),
-                (self._values[layer], image.values[layer]),
-            ):
-                entries = as_bits(source).to(buffer.device, non_blocking=True)
-                as_bits(buffer).index_copy_(0, slots, entries)
+            buffers = self._buffers[layer]
+            with target.joined(layer, buffers):
+                image.place(layer, buffers, target, drafts)
 
-        return self._queue(image, copy)
+        return self._load(image, copy)
+
+    def place(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> None:
+        """See ``Transfers.place``; on the caller's stream."""
+        with self._written(image.extents):
+            for layer, buffers in enumerate(self._buffers):
+                image.verify(layer)
+                with target.joined(layer, buffers):
+                    image.place(layer, buffers, target, drafts)
 
     def bring(
         self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
     ) -> None:
         """See ``Transfers.bring``; on the caller's stream."""
+        target = Target(slots)
+        with self._written(extents):
+            for layer, pair in numbered(blocks, len(self._buffers)):
+                buffers = self._buffers[layer]
+                rows = [
+                    as_bits(entries).to(buffers[0].device, non_blocking=True)
+                    for entries in pair
+                ]
+                target.write(layer, buffers, rows)
+
+    def save(self, blocks: Blocks, image: HostImage) -> StreamTransfer:
+        """See ``Transfers.save``.
+
+        The caller waits for the link where more than ``IN_FLIGHT`` bytes are on it.
+        """
+        transfer = StreamTransfer(0, Held(image.extents))
+        layers: SimpleQueue[Outgoing | None] = SimpleQueue()
+        entry = image.slots * sum(side[0].nbytes for side in self._buffers[0])
+        # Two at least: a layer is sealed while the next one is copied.
+        room = Semaphore(max(2, IN_FLIGHT // max(1, entry)))
+
+        def job() -> None:
+            try:
+                transfer.save_layers(self._out, image, layers.get, room)
+            finally:
+                transfer.held.let_go()
+
+        transfer.run_on(self._saves, job)
+        for member in image.members:
+            member.filling = transfer.future
+        try:
+            for layer, pair in numbered(blocks, image.layers):
+                while not room.acquire(timeout=1.0):
+                    if transfer.future.done():
+                        raise_failure(transfer.future)
+                parts, sizes = image.outgoing(layer, *pair)
+                made = torch.cuda.Event()
+                made.record()
+                layers.put(Outgoing(parts, sizes, made))
+        except BaseException as error:
+            layers.put(None)
+            transfer.cancel()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise TransferError(f"no memory to gather a layer: {error}") from error
+            raise
+        return transfer
+
+    def close(self) -> None:
+        """See ``Transfers.close``."""
+        for thread in (self._loads, self._saves):
+            thread.shutdown(cancel_futures=True)
+        for stream in (self._in, self._out):
+            stream.synchronize()
+        for read, _ in self._reading:
+            read.synchronize()
         self._reap()
+
+    @contextmanager
+    def _written(self, extents: Iterable[Extent | None]) -> Iterator[None]:
+        """Write from host memory on the caller's stream, and hold it until then.
+
+        SGLang's schedule stream goes on once a forward has read its block table, and
+        the requests that ended meanwhile have freed slots it still stores to.
+        """
+        self._reap()
+        if self._forwards is not None:
+            torch.cuda.current_stream().wait_stream(self._forwards)
         held = Held(extents)
         try:
-            for layer, pair in numbered(blocks, len(self._keys)):
-                buffers = self._keys[layer], self._values[layer]
-                for buffer, entries in zip(buffers, pair, strict=True):
-                    there = as_bits(entries).to(buffer.device, non_blocking=True)
-                    as_bits(buffer).index_copy_(0, slots, there)
+            yield
         finally:
             read = torch.cuda.Event()
             read.record()
             self._reading.append((read, held))
 
-    def save(self, blocks: Blocks, image: HostImage) -> StreamTransfer:
-        """See ``Transfers.save``; entries only.
-
-        The caller waits for the link where more than ``IN_FLIGHT`` bytes are on it.
-        """
-        images = _images(image)
-        pieces = list(deal([each.slots for each in images], [Span(0, image.slots)]))
-        transfer = StreamTransfer(image.nbytes_layer * image.layers, _held(images))
-        transfer.begin.record(self._stream)
-        try:
-            for layer, pair in numbered(blocks, image.layers):
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    for piece in pieces:
-                        own = images[piece.block]
-                        _fetch(own.keys[layer], pair[0], piece)
-                        _fetch(own.values[layer], pair[1], piece)
-                    for entries in pair:
-                        # Its memory is the caller's stream's to reuse only after this.
-                        entries.record_stream(self._stream)
-                    transfer.mark()
-                behind = layer + 1 - max(1, IN_FLIGHT // max(1, image.nbytes_layer))
-                if behind >= 0:
-                    transfer.marks[behind].synchronize()
-        except BaseException:
-            transfer.end.record(self._stream)
-            transfer.end.synchronize()
-            transfer.held.let_go()
-            raise
-        transfer.end.record(self._stream)
-
-        def seal() -> None:
-            try:
-                for layer, mark in enumerate(transfer.marks):
-                    mark.synchronize()
-                    image.seal(layer)
-            finally:
-                transfer.held.let_go()
-
-        transfer.run_on(self._thread, seal)
-        return transfer
-
-    def close(self) -> None:
-        """See ``Transfers.close``."""
-        self._thread.shutdown(cancel_futures=True)
-        self._stream.synchronize()
-        for read, _ in self._reading:
-            read.synchronize()
-        self._reap()
-
     def _reap(self) -> None:
         """Let go of host memory the device has read."""
-        for read, held in self._reading:
-            if read.query():
+        reading, self._reading = self._reading, []
+        for read, held in reading:
+            if read.query():  # asked once: the device goes on meanwhile
                 held.let_go()
-        self._reading = [each for each in self._reading if not each[0].query()]
+            else:
+                self._reading.append((read, held))
 
-    def _queue(self, image: HostImage, copy: Callable[[int], None]) -> StreamTransfer:
+    def _load(self, image: HostImage, copy: Callable[[int], None]) -> StreamTransfer:
         # The slots may still be read by a forward that was launched before.
         free = torch.cuda.Event()
         free.record()
         transfer = StreamTransfer(
-            image.nbytes_layer * image.layers, _held(_images(image))
+            image.nbytes_layer * image.layers, Held(image.extents)
         )
 
         def job() -> None:
-            self._stream.wait_event(free)
-            transfer.copy_layers(self._stream, image.layers, copy)
+            self._in.wait_event(free)
+            transfer.load_layers(self._in, image.layers, copy)
 
-        transfer.run_on(self._thread, job)
+        transfer.run_on(self._loads, job)
         return transfer
-
-
-def _held(images: Sequence[Entries]) -> Held:
-    return Held(image.extent for image in images)
 
 
 def _send(buffer: torch.Tensor, source: torch.Tensor, piece: Piece) -> None:
     """Queue one copy to the device."""
     target, rows = as_bits(buffer)[piece.slots], as_bits(source)[piece.rows]
     target.copy_(rows, non_blocking=True)
-
-
-def _fetch(target: torch.Tensor, entries: torch.Tensor, piece: Piece) -> None:
-    """Queue one copy to the host; ``piece.span`` counts the entries gathered."""
-    rows = as_bits(entries)[piece.slots]
-    as_bits(target)[piece.rows].copy_(rows, non_blocking=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Condition, Event
+from functools import partial
+from threading import Event
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.errors import TransferError
 from vericache_sglang.memory.link import Link, copy_layer, numbered, raise_failure
 from vericache_sglang.memory.pieces import deal
 from vericache_sglang.memory.splitting import as_bits
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.memory.arena import Extent
-    from vericache_sglang.memory.complement import Complement, DraftParts
-    from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.complement import Complement
+    from vericache_sglang.memory.host_image import DraftParts, HostImage, Target
     from vericache_sglang.memory.link import Blocks, Booking
-    from vericache_sglang.memory.parked import ParkedImage
     from vericache_sglang.memory.pieces import Piece
     from vericache_sglang.memory.staging import Lease
 
@@ -33,10 +33,7 @@ class ThreadTransfer:
 
     nbytes: int
     seconds: float = 0.0
-    layers_done: int = 0
-    layer_s: float = 0.0
     _stopped: Event = field(default_factory=Event, init=False)
-    _moved: Condition = field(default_factory=Condition, init=False)
     _future: Future[None] = field(default_factory=Future, init=False)
 
     def done(self) -> bool:
@@ -52,16 +49,6 @@ class ThreadTransfer:
         if not self._future.cancel():
             self._future.exception()
 
-    def await_layer(self, layer: int) -> None:
-        """See ``Incoming.await_layer``."""
-        with self._moved:
-            self._moved.wait_for(
-                lambda: self.layers_done > layer or self._future.done()
-            )
-        if self.layers_done <= layer:
-            raise_failure(self._future)
-            raise InvariantError(f"layer {layer} of a copy of {self.layers_done}")
-
     def run_on(
         self,
         thread: ThreadPoolExecutor,
@@ -71,11 +58,6 @@ class ThreadTransfer:
     ) -> None:
         """Queue the copy: ``copy(layer)`` for every layer, at the pace of ``link``."""
         self._future = thread.submit(self._run, link, layers, copy)
-        self._future.add_done_callback(lambda _: self._tell())
-
-    def _tell(self) -> None:
-        with self._moved:
-            self._moved.notify_all()
 
     def _run(self, link: Link, layers: int, copy: Callable[[int], None]) -> None:
         began = asked = perf_counter()
@@ -87,9 +69,6 @@ class ThreadTransfer:
             copy_layer(copy, layer)
             if self._stopped.wait(max(0.0, booking.end - perf_counter())):
                 raise TransferError(f"cancelled in layer {layer}")
-            self.layer_s = (perf_counter() - began) / (layer + 1)
-            self.layers_done = layer + 1
-            self._tell()
         self.seconds = perf_counter() - began - behind
 
 
@@ -99,13 +78,11 @@ class BookedTransfer:
 
     Attributes:
         nbytes: See ``Transfer``.
-        layers: Layers copied.
         booking: When the link carries them.
         copy_seconds: Time the memcpy itself took.
     """
 
     nbytes: int
-    layers: int
     booking: Booking
     copy_seconds: float
 
@@ -114,14 +91,6 @@ class BookedTransfer:
         """See ``Transfer.seconds``."""
         booked = self.booking.end - self.booking.begin
         return max(self.copy_seconds, booked) if self.done() else 0.0
-
-    @property
-    def layers_done(self) -> int:
-        """See ``Transfer.layers_done``."""
-        if self.done():
-            return self.layers
-        begin, end = self.booking
-        return max(0, int(self.layers * (perf_counter() - begin) / (end - begin)))
 
     def done(self) -> bool:
         """See ``Transfer.done``; never fails, the caller saw failures already."""
@@ -153,7 +122,7 @@ class ThreadTransfers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
     def start(
-        self, complement: Complement, lease: Lease, drafts: DraftParts
+        self, complement: Complement, lease: Lease, drafts: DraftParts | None
     ) -> ThreadTransfer:
         """See ``Transfers.start``."""
         spans = lease.first(complement.slots)
@@ -168,20 +137,28 @@ class ThreadTransfers:
 
         return self._queue(complement, copy)
 
-    def restore(self, image: ParkedImage, slots: torch.Tensor) -> ThreadTransfer:
-        """See ``Transfers.restore``."""
-        image.require_places(slots)
-        index = slots.numpy()
+    def load(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> ThreadTransfer:
+        """See ``Transfers.load``."""
 
         def copy(layer: int) -> None:
             image.verify(layer)
-            for buffer, source in (
-                (self._keys[layer], image.keys[layer]),
-                (self._values[layer], image.values[layer]),
-            ):
-                as_bits(buffer).numpy()[index] = as_bits(source).numpy()
+            buffers = self._keys[layer], self._values[layer]
+            with target.joined(layer, buffers):
+                image.place(layer, buffers, target, drafts)
 
         return self._queue(image, copy)
+
+    def place(
+        self, image: HostImage, target: Target, drafts: DraftParts | None = None
+    ) -> None:
+        """See ``Transfers.place``; not at the pace of an emulated link."""
+        pairs = zip(self._keys, self._values, strict=True)
+        for layer, buffers in enumerate(pairs):
+            image.verify(layer)
+            with target.joined(layer, buffers):
+                image.place(layer, buffers, target, drafts)
 
     def bring(
         self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
@@ -202,11 +179,11 @@ class ThreadTransfers:
         seconds = 0.0
         for layer, (keys, values) in numbered(blocks, image.layers):
             began = perf_counter()
-            image.write(layer, keys, values)
+            copy_layer(partial(image.write, keys=keys, values=values), layer)
             seconds += perf_counter() - began
         nbytes = image.nbytes_layer * image.layers
         booking = self._link.book(nbytes, asked)
-        return BookedTransfer(nbytes, image.layers, booking, seconds)
+        return BookedTransfer(nbytes, booking, seconds)
 
     def close(self) -> None:
         """See ``Transfers.close``."""

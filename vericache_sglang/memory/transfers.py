@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.memory.link import Incoming, Transfer, Transfers
+from vericache_sglang.memory.link import Transfer, Transfers
 from vericache_sglang.memory.stream_transfers import StreamTransfers
 from vericache_sglang.memory.thread_transfers import ThreadTransfers
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GIB",
-    "Incoming",
     "StreamTransfers",
     "ThreadTransfers",
     "Transfer",
@@ -30,6 +29,7 @@ def open_transfers(
     key_buffers: Sequence[torch.Tensor],
     value_buffers: Sequence[torch.Tensor],
     link_gbps: float,
+    forward_stream: torch.cuda.Stream | None = None,
 ) -> Transfers:
     """Return the transfers of the device the KV pool is on.
 
@@ -37,7 +37,8 @@ def open_transfers(
         key_buffers: One [slots, H, D] tensor per layer.
         value_buffers: One [slots, H, Dv] tensor per layer.
         link_gbps: Emulated bandwidth in GB/s; a CUDA device has a link of its own.
+        forward_stream: See ``StreamTransfers``.
     """
     if key_buffers[0].device.type == "cuda":
-        return StreamTransfers(key_buffers, value_buffers)
+        return StreamTransfers(key_buffers, value_buffers, forward_stream)
     return ThreadTransfers(key_buffers, value_buffers, link_gbps)

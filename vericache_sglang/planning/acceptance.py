@@ -75,33 +75,6 @@ class MissByKeep:
 
 
 @dataclass(frozen=True, slots=True)
-class Tabulated:
-    """Measured points, joined by straight lines from (0, 0); flat after the last.
-
-    Attributes:
-        points: (draft length, accepted drafts), draft lengths rising from above 0.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        lengths = [0, *(length for length, _ in self.points)]
-        if not self.points or lengths != sorted(set(lengths)):
-            raise ConfigError("an acceptance table needs rising draft lengths above 0")
-        if any(not 0 <= count <= length for length, count in self.points):
-            raise ConfigError("an acceptance table holds more accepted than drafted")
-
-    def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``Acceptance.accepted``; ``keep`` is not looked at."""
-        before, low = 0, 0.0
-        for length, count in self.points:
-            if draft_length <= length:
-                return low + (count - low) * (draft_length - before) / (length - before)
-            before, low = length, count
-        return low
-
-
-@dataclass(frozen=True, slots=True)
 class EndingAnswers:
     """Another curve, where the last round of an answer is cut short by its end.
 

@@ -20,6 +20,8 @@ class Gpu:
     Attributes:
         name: Name the command line knows it by.
         memory_bytes: Device memory; datasheet gigabytes of 1e9 bytes.
+        memory_mib: Device memory that nvidia-smi reports as total, in MiB.
+        capability: CUDA compute capability.
         hbm_bytes_per_s: Device memory bandwidth, datasheet.
         link_bytes_per_s: Host to device, one direction, datasheet.
         flops_per_s: Dense BF16 tensor operations, datasheet.
@@ -30,6 +32,8 @@ class Gpu:
 
     name: str
     memory_bytes: float
+    memory_mib: int
+    capability: tuple[int, int]
     hbm_bytes_per_s: float
     link_bytes_per_s: float
     flops_per_s: float
@@ -78,6 +82,8 @@ _GPUS = (
     Gpu(
         name="rtx-pro-6000",
         memory_bytes=96 * GB,
+        memory_mib=97887,
+        capability=(12, 0),
         hbm_bytes_per_s=1.79 * TB,
         link_bytes_per_s=PCIE5_X16,
         flops_per_s=500e12,
@@ -89,6 +95,8 @@ _GPUS = (
     Gpu(
         name="h100-sxm",
         memory_bytes=80 * GB,
+        memory_mib=81559,
+        capability=(9, 0),
         hbm_bytes_per_s=3.35 * TB,
         link_bytes_per_s=PCIE5_X16,
         flops_per_s=989e12,
@@ -98,6 +106,8 @@ _GPUS = (
     Gpu(
         name="h100-nvl",
         memory_bytes=94 * GB,
+        memory_mib=95830,
+        capability=(9, 0),
         hbm_bytes_per_s=3.9 * TB,
         link_bytes_per_s=PCIE5_X16,
         flops_per_s=835e12,
@@ -107,6 +117,8 @@ _GPUS = (
     Gpu(
         name="h200",
         memory_bytes=141 * GB,
+        memory_mib=143771,
+        capability=(9, 0),
         hbm_bytes_per_s=4.8 * TB,
         link_bytes_per_s=PCIE5_X16,
         flops_per_s=989e12,
@@ -116,6 +128,8 @@ _GPUS = (
     Gpu(
         name="a100-80gb",
         memory_bytes=80 * GB,
+        memory_mib=81920,
+        capability=(8, 0),
         hbm_bytes_per_s=2.04 * TB,
         link_bytes_per_s=PCIE4_X16,
         flops_per_s=312e12,
@@ -124,6 +138,8 @@ _GPUS = (
     Gpu(
         name="gh200",
         memory_bytes=96 * GB,
+        memory_mib=97871,
+        capability=(9, 0),
         hbm_bytes_per_s=4.0 * TB,
         link_bytes_per_s=450 * GB,
         flops_per_s=989e12,
@@ -133,6 +149,8 @@ _GPUS = (
     Gpu(
         name="l40s",
         memory_bytes=48 * GB,
+        memory_mib=46068,
+        capability=(8, 9),
         hbm_bytes_per_s=0.864 * TB,
         link_bytes_per_s=PCIE4_X16,
         flops_per_s=362e12,
@@ -141,6 +159,8 @@ _GPUS = (
     Gpu(
         name="rtx-4090",
         memory_bytes=24 * GB,
+        memory_mib=24564,
+        capability=(8, 9),
         hbm_bytes_per_s=1.008 * TB,
         link_bytes_per_s=PCIE4_X16,
         flops_per_s=165e12,

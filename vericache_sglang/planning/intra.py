@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vericache_sglang.planning.acceptance import Acceptance
     from vericache_sglang.planning.hardware import Machine
-    from vericache_sglang.planning.requests import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,8 @@ class Server:
     Attributes:
         machine: Rates and memory.
         weight_bytes: M.
-        requests: Their KV sizes and how many there may be at once.
+        kv_bytes: Full KV of a request, in bytes, > 0; all are equal.
+        concurrency: Most requests that ever run at once, >= 1; None: no such limit.
         acceptance: gamma(x, c) times x.
         flops_per_token: Of a forward pass, attention left out; 0 ignores compute.
         staging_bytes: Device memory set aside for reloads; None charges their mean,
@@ -39,12 +39,26 @@ class Server:
 
     machine: Machine
     weight_bytes: float
-    requests: Requests
+    kv_bytes: float
+    concurrency: int | None = None
     acceptance: Acceptance
     flops_per_token: float = 0.0
     staging_bytes: float | None = None
     most_verifies: int | None = None
     printed_transfer: bool = False
+
+    def fitting(self, room_bytes: float, share: float = 1.0, skip: int = 0) -> int:
+        """Return how many requests fit into ``room_bytes``; whole ones only.
+
+        Args:
+            room_bytes: Device memory for them; below 0 nothing fits.
+            share: Part of its full KV that each of them occupies, > 0.
+            skip: Requests that are held elsewhere, counted by ``concurrency``.
+        """
+        count = int(max(0.0, room_bytes) // (self.kv_bytes * share))
+        if self.concurrency is not None:
+            count = min(count, self.concurrency - skip)
+        return max(0, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +133,11 @@ def mean_share(keep: float, draft_length: int) -> float:
 
 def used_bytes(server: Server, choice: Choice) -> float:
     """Return the left side of Eq. (mem_constraint), in bytes."""
-    resident = server.requests.kv_bytes(choice.resident)
-    both = server.requests.kv_bytes(choice.resident + choice.offloaded)
     staging, share = _footprint(server, choice.keep, choice.draft_length)
     if not choice.offloaded:
         staging = 0.0
-    return server.weight_bytes + staging + resident + (both - resident) * share
+    whole = choice.resident + choice.offloaded * share
+    return server.weight_bytes + staging + whole * server.kv_bytes
 
 
 def estimate(server: Server, choice: Choice) -> Estimate:
@@ -133,7 +146,7 @@ def estimate(server: Server, choice: Choice) -> Estimate:
     The choice is taken as it is; ``search`` only proposes ones that fit.
     """
     x, total = choice.draft_length, choice.resident + choice.offloaded
-    machine, kv_all = server.machine, server.requests.kv_bytes(total)
+    machine, kv_all = server.machine, total * server.kv_bytes
     accepted = server.acceptance.accepted(x, choice.keep) if x else 0.0
     share = mean_share(choice.keep, x) if x else 1.0
     hbm_s = (server.weight_bytes + kv_all * share) / machine.hbm_bytes_per_s
@@ -162,7 +175,7 @@ def full_kv(server: Server) -> Estimate:
     return estimate(
         server,
         Choice(
-            resident=server.requests.fitting(room),
+            resident=server.fitting(room),
             offloaded=0,
             draft_length=0,
             keep=1.0,
@@ -204,7 +217,7 @@ def search(
 
     Every (c, x, B_g) is tried. Throughput rises with B_c until the link is the longer
     of the two and never rises after, so only that B_c, its neighbour and the most that
-    fits are tried (exact for equal requests, near it for mixed ones).
+    fits are tried.
 
     Args:
         server: See there.
@@ -234,9 +247,9 @@ def search(
 def most_offloaded(server: Server, keep: float, draft_length: int, held: int) -> int:
     """Return the largest B_c that memory, link slots and the concurrency allow."""
     staging, share = _footprint(server, keep, draft_length)
-    taken = server.weight_bytes + server.requests.kv_bytes(held)
+    taken = server.weight_bytes + held * server.kv_bytes
     room = server.machine.memory_bytes - taken - staging
-    count = server.requests.fitting(room, share, skip=held)
+    count = server.fitting(room, share, skip=held)
     if server.most_verifies is not None:
         count = min(count, server.most_verifies * (draft_length + 1))
     if server.printed_transfer:  # load_constraint at its smallest l, 1
@@ -278,8 +291,7 @@ def _footprint(server: Server, keep: float, draft_length: int) -> tuple[float, f
 def _transfer(server: Server, choice: Choice, gpu_s: float) -> tuple[float, int]:
     if not choice.offloaded or not choice.transfer_fraction:
         return 0.0, 0
-    resident = server.requests.kv_bytes(choice.resident)
-    offloaded = server.requests.kv_bytes(choice.resident + choice.offloaded) - resident
+    offloaded = choice.offloaded * server.kv_bytes
     moved = offloaded * choice.transfer_fraction / (choice.draft_length + 1)
     link_s = moved / server.machine.link_bytes_per_s
     if server.printed_transfer:

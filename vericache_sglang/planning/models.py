@@ -1,4 +1,4 @@
-"""What a model weighs and what a token of its KV weighs, from its config.json."""
+"""The sizes of a model's weights, KV and activations, from its config.json."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query attention, as far as its speed depends on it.
+    """A decoder with grouped-query attention, as far as speed and memory need it.
 
     Attributes:
         name: What the user called it.
         layers: Decoder layers.
+        heads: Query heads a layer.
         kv_heads: KV heads a layer.
         head_dim: Elements a head.
+        hidden: Elements of a hidden state.
+        mlp: Elements between the MLP's projections, of all experts a token goes to.
+        vocab: Entries of the vocabulary.
+        positions: Longest context the model was made for, in tokens.
         params: Parameters; an estimate from the shapes, norms included.
         weight_bytes: Bytes of the weights on the device.
         element_bytes: Bytes of one KV element.
@@ -31,8 +36,13 @@ class ModelShape:
 
     name: str
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
+    hidden: int
+    mlp: int
+    vocab: int
+    positions: int
     params: int
     weight_bytes: int
     element_bytes: int = 2
@@ -44,7 +54,7 @@ class ModelShape:
 
 
 def _catalogued(
-    hidden: int, intermediate: int, layers: int, heads: int, vocab: int
+    hidden: int, intermediate: int, layers: int, heads: int, vocab: int, positions: int
 ) -> Mapping[str, object]:
     # Every catalogued model has 8 KV heads of 128 and untied embeddings.
     return {
@@ -55,18 +65,19 @@ def _catalogued(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": vocab,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
 
 
 CATALOGUE: Mapping[str, Mapping[str, object]] = {
-    "llama-3.1-8b": _catalogued(4096, 14336, 32, 32, 128256),
-    "llama-3.1-70b": _catalogued(8192, 28672, 80, 64, 128256),
-    "mistral-small-24b": _catalogued(5120, 32768, 40, 32, 131072),
-    "qwen3-8b": _catalogued(4096, 12288, 36, 32, 151936),
-    "qwen3-14b": _catalogued(5120, 17408, 40, 40, 151936),
-    "qwen3-32b": _catalogued(5120, 25600, 64, 64, 151936),
+    "llama-3.1-8b": _catalogued(4096, 14336, 32, 32, 128256, 131072),
+    "llama-3.1-70b": _catalogued(8192, 28672, 80, 64, 128256, 131072),
+    "mistral-small-24b": _catalogued(5120, 32768, 40, 32, 131072, 32768),
+    "qwen3-8b": _catalogued(4096, 12288, 36, 32, 151936, 40960),
+    "qwen3-14b": _catalogued(5120, 17408, 40, 40, 151936, 40960),
+    "qwen3-32b": _catalogued(5120, 25600, 64, 64, 151936, 40960),
 }
 """Shapes from each model's published config.json."""
 
@@ -101,7 +112,7 @@ def read_model(folder: Path) -> ModelShape:
     inner = fields.get("text_config")
     if isinstance(inner, Mapping):
         fields = {**fields, **inner}
-    return shape_of(fields, str(folder), _stored_bytes(folder))
+    return shape_of(fields, str(folder), stored_bytes(folder))
 
 
 def shape_of(
@@ -116,6 +127,7 @@ def shape_of(
 
     Raises:
         ConfigError: A needed field is missing or not a whole number above 0.
+            ``max_position_embeddings`` and ``intermediate_size`` may be missing.
         UnsupportedError: Latent attention (MLA), whose KV has another shape; or a
             mixture of experts without stored weights to size it by.
     """
@@ -137,12 +149,23 @@ def shape_of(
     return ModelShape(
         name=name,
         layers=layers,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        hidden=hidden,
+        mlp=_mlp_elements(fields, name, hidden),
+        vocab=_whole(fields, "vocab_size", name),
+        positions=_whole(fields, "max_position_embeddings", name, 2048),
         params=params,
         weight_bytes=weight_bytes or params * element_bytes,
         element_bytes=element_bytes,
     )
+
+
+def _mlp_elements(fields: Mapping[str, object], name: str, hidden: int) -> int:
+    dense = _whole(fields, "intermediate_size", name, 4 * hidden)
+    expert = _whole(fields, "moe_intermediate_size", name, dense)
+    return max(dense, _whole(fields, "num_experts_per_tok", name, 1) * expert)
 
 
 def _estimated_params(
@@ -161,7 +184,8 @@ def _estimated_params(
     return layers * (attention + mlp + 2 * hidden) + embeddings + hidden
 
 
-def _stored_bytes(folder: Path) -> int | None:
+def stored_bytes(folder: Path) -> int | None:
+    """Return the size of the safetensors weights in a folder; None: there are none."""
     if (folder / INDEX).is_file():
         metadata = _json_object(folder / INDEX).get("metadata")
         if isinstance(metadata, Mapping) and isinstance(
@@ -169,8 +193,9 @@ def _stored_bytes(folder: Path) -> int | None:
         ):
             return int(metadata["total_size"])
     # The header of a safetensors file is a few parts in a million of a real model.
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    return sum(sizes) or None
+    # Mistral's repositories hold every weight a second time, in "consolidated" files.
+    files = [file for file in folder.glob("*.safetensors") if "consol" not in file.name]
+    return sum(file.stat().st_size for file in files) or None
 
 
 def _json_object(path: Path) -> dict[str, object]:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -31,6 +33,19 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
     """
+    figure = figure_of(curves, title)
+    try:
+        figure.savefig(path, format="png", dpi=160)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
+
+
+def figure_of(curves: Sequence[Curve], title: str) -> Figure:
+    """Return the figure that ``draw`` writes.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -49,7 +64,4 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    try:
-        figure.savefig(path, format="png", dpi=160)
-    except OSError as error:
-        raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
+    return figure

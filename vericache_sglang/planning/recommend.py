@@ -16,7 +16,6 @@ from vericache_sglang.planning.acceptance import (
 )
 from vericache_sglang.planning.bound import Roofline, roofline, speedup_bound
 from vericache_sglang.planning.intra import Estimate, Server, full_kv, search
-from vericache_sglang.planning.requests import equal_requests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +134,7 @@ def recommend(
         bound=speedup_bound(best.accepted + 1, machine, choice.transfer_fraction),
         ceilings=roofline(
             machine,
-            server.requests.mean_kv_bytes,
+            server.kv_bytes,
             choice.keep,
             (choice.draft_length, best.accepted),
             choice.transfer_fraction,
@@ -186,7 +185,8 @@ def _servers(
     server = Server(
         machine=machine,
         weight_bytes=model.weight_bytes,
-        requests=equal_requests(kv_bytes, workload.concurrency),
+        kv_bytes=kv_bytes,
+        concurrency=workload.concurrency,
         acceptance=EndingAnswers(acceptance, workload.output_tokens),
         flops_per_token=2.0 * model.params,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vericache_sglang.config.schema import VeriCacheConfig, flag
@@ -29,7 +28,7 @@ def flags(config: VeriCacheConfig | None) -> str:
     """Return the launcher's flags: what was planned, or plain serving."""
     if config is None:
         return "--disable-vericache"
-    values = asdict(config)
+    values = config.model_dump()
     return " ".join(f"{flag(name)} {values[name]:g}" for name in _FLAGS)
 
 

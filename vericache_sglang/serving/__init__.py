@@ -1,1 +1,1 @@
-"""What operators touch: the launcher and what it refuses."""
+"""The launcher, what it refuses, and the live page."""

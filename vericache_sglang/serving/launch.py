@@ -5,32 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from vericache_sglang.config import (
-    add_flags,
+from vericache_sglang.config.cli import add_flags, given_values
+from vericache_sglang.config.files import is_disabled, load_config, publish
+from vericache_sglang.config.schema import (
     boot_line,
+    fields,
     flag,
-    given_values,
-    is_disabled,
-    load_config,
-    options,
-    publish,
+    nearest,
     resolve_host,
     resolve_staging,
 )
 from vericache_sglang.errors import ConfigError, UnsupportedError, VeriCacheError
-from vericache_sglang.serving.refusals import check_server_args, check_sglang_version
+from vericache_sglang.memory.host_limit import available_host_bytes
+from vericache_sglang.serving.refusals import (
+    check_machine,
+    check_server_args,
+    check_sglang_version,
+)
 from vericache_sglang.serving.refused_flags import ALGORITHM, BACKEND
+from vericache_sglang.serving.refused_machines import this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vericache_sglang.config import VeriCacheConfig
+    from vericache_sglang.config.schema import VeriCacheConfig
 
 PROGRAM = "python -m vericache_sglang.launch_server"
 
@@ -55,6 +57,13 @@ OWNED_FLAGS: Mapping[str, str] = {
     "speculative_eagle_topk": flag("draft_length"),
 }
 """SGLang's settings that ours decide, and which of ours does."""
+
+OPEN = (
+    "VeriCache: warning: whoever reaches {0.host}:{0.port} may send requests, change "
+    "the weights and read on GET /vericache what runs; give --api-key KEY, or --host "
+    "127.0.0.1 (--vericache-live-page off leaves the page out)"
+)
+"""Printed below the boot line of a server for which ``is_open`` holds."""
 
 
 def own_parser() -> argparse.ArgumentParser:
@@ -98,8 +107,9 @@ def split_arguments(
     known, rest = own_parser().parse_known_args(list(argv))
     stray = [word for word in rest if word.startswith("--vericache")]
     if stray:
-        names = ", ".join(["--vericache-config", *map(flag, options())])
-        raise ConfigError(f"unknown flag {stray[0]}; VeriCache has {names}")
+        known_flags = dict.fromkeys(["--vericache-config", *map(flag, fields())])
+        hint = nearest(stray[0].partition("=")[0], known_flags)
+        raise ConfigError(f"unknown flag {stray[0]}; {hint}")
     settings = given_values(known)
     if known.disable_vericache:
         return None, rest
@@ -185,6 +195,8 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
     """Hand over to SGLang; its processes find the settings in the environment."""
     publish(config)
     check_sglang_version()
+    if config is not None:
+        _check_gpu(rest)
     from vericache_sglang.engine.torchvision_ops import define_missing_ops
 
     define_missing_ops()  # before SGLang imports transformers, which needs them
@@ -207,9 +219,34 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
     else:
         check_server_args(server_args)
         effective = _effective(config, server_args)
-        publish(replace(config, host_gb=effective.host_gb))
+        publish(config.model_copy(update={"host_gb": effective.host_gb}))
         print(boot_line(effective), flush=True)
+        if is_open(server_args.host, server_args.api_key):
+            print(OPEN.format(server_args), file=sys.stderr, flush=True)
     _run(server_args)
+
+
+def is_open(host: str, api_key: str | None) -> bool:
+    """Return whether other machines may reach a server that asks for no key."""
+    if api_key:
+        return False
+    try:
+        return not ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def _check_gpu(rest: Sequence[str]) -> None:
+    """Refuse a GPU, driver or packages that cannot serve; nothing on a CPU."""
+    import torch
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for field in ("device", "attention_backend"):
+        parser.add_argument(_spell(field))
+    given, _ = parser.parse_known_args(list(rest))
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        check_machine(this_machine(given.attention_backend))
 
 
 def _effective(config: VeriCacheConfig, server_args: Any) -> VeriCacheConfig:
@@ -217,12 +254,12 @@ def _effective(config: VeriCacheConfig, server_args: Any) -> VeriCacheConfig:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     context: int = model_config_of(server_args).context_len
-    return replace(
-        config,
-        staging_tokens=resolve_staging(config, context),
-        host_gb=resolve_host(
-            config, psutil.virtual_memory().available, server_args.tp_size
-        ),
+    free = available_host_bytes()
+    return config.model_copy(
+        update={
+            "staging_tokens": resolve_staging(config, context),
+            "host_gb": resolve_host(config, free, server_args.tp_size),
+        }
     )
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import UnsupportedError
 from vericache_sglang.serving.refused_flags import FLAG_RULES
+from vericache_sglang.serving.refused_machines import MACHINE_RULES
 from vericache_sglang.serving.refused_models import MODEL_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vericache_sglang.serving.refused_machines import Machine
     from vericache_sglang.serving.rule import Rule
 
 SGLANG_VERSION = "0.5.21"
@@ -37,8 +39,21 @@ def check_sglang_version() -> None:
     if installed != SGLANG_VERSION:
         raise UnsupportedError(
             f"sglang {installed} is installed, VeriCache needs exactly "
-            f"{SGLANG_VERSION}; run scripts/setup_env.sh"
+            f"{SGLANG_VERSION}; python -m vericache_sglang.doctor says how to get it"
         )
+
+
+def check_machine(machine: Machine) -> None:
+    """Confirm that a GPU server can start on this GPU with these packages.
+
+    Args:
+        machine: See ``this_machine``.
+
+    Raises:
+        UnsupportedError: It cannot; the message lists every reason, and the commands
+            that install what is missing.
+    """
+    _refuse("machine", MACHINE_RULES, machine, "or serve on the CPU: --device cpu")
 
 
 def check_server_args(server_args: Any) -> None:
@@ -67,11 +82,14 @@ def check_model(model_config: Any) -> None:
     _refuse(f"model {architectures[0]}", MODEL_RULES, model_config)
 
 
-def _refuse(subject: str, rules: Iterable[Rule], target: Any) -> None:
+def _refuse(
+    subject: str, rules: Iterable[Rule], target: Any, way_out: str = WAY_OUT
+) -> None:
     broken = [rule for rule in rules if rule.broken(target)]
     if not broken:
         return
     reasons = "".join(
-        f"\n  {rule.what}: {rule.reason}; {rule.remedy}" for rule in broken
+        f"\n  {rule.what}: {rule.reason}; {rule.remedy}".format(target)
+        for rule in broken
     )
-    raise UnsupportedError(f"VeriCache refuses this {subject}:{reasons}\n  {WAY_OUT}")
+    raise UnsupportedError(f"VeriCache refuses this {subject}:{reasons}\n  {way_out}")

@@ -1,4 +1,4 @@
-"""The kinds of model that VeriCache refuses, one row each.
+"""The kinds of model that VeriCache refuses, and why.
 
 What it serves: decoder-only models whose every layer attends to all earlier tokens,
 with one K and one V per token and KV head, positions inside K or the hidden state.
@@ -12,8 +12,9 @@ from vericache_sglang.serving.rule import Rule
 
 _OTHER_MODEL = "serve a decoder-only model with full attention"
 
-_FULL = frozenset({"full_attention", "attention"})
-_WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+_KNOWN_LAYERS = frozenset(
+    ("full_attention", "attention", "sliding_attention", "chunked_attention")
+)
 
 _RECURRENT_MARKS = (
     "attn_layer_period",
@@ -34,8 +35,9 @@ def _text(model: Any, name: str) -> Any:
     return getattr(model.hf_text_config, name, None)
 
 
-def _is_mla(model: Any) -> bool:
-    return bool(model.attention_arch.name == "MLA")
+def _fields(value: Any) -> dict[str, Any]:
+    """Return a nested config's fields, whether it is a dict or an object."""
+    return value if isinstance(value, dict) else vars(value) if value else {}
 
 
 def _has_window(model: Any) -> bool:
@@ -47,42 +49,38 @@ def _has_window(model: Any) -> bool:
 
 
 def _is_recurrent(model: Any) -> bool:
-    if model.attention_arch.name == "SSM":
-        return True
     from sglang.srt.configs.hybrid_arch import hybrid_lightning_config, mambaish_config
 
-    if mambaish_config(model) is not None or hybrid_lightning_config(model) is not None:
-        return True
-    if any(_text(model, mark) for mark in _RECURRENT_MARKS):
-        return True
-    kinds = set(_text(model, "layer_types") or ())
-    kinds |= set(_text(model, "layers_block_type") or ())
-    return bool(kinds - _FULL - _WINDOWED)
+    kinds = {*(_text(model, "layer_types") or ())}
+    kinds |= {*(_text(model, "layers_block_type") or ())}
+    return (
+        model.attention_arch.name == "SSM"
+        or mambaish_config(model) is not None
+        or hybrid_lightning_config(model) is not None
+        or any(_text(model, mark) for mark in _RECURRENT_MARKS)
+        or bool(kinds - _KNOWN_LAYERS)
+    )
 
 
 def _has_alibi(model: Any) -> bool:
-    attention = _text(model, "attn_config") or {}
-    nested = attention if isinstance(attention, dict) else vars(attention)
-    return (
-        bool(_ALIBI_ARCHITECTURES & set(model.hf_config.architectures or ()))
-        or bool(getattr(model, "use_alibi", False))
-        or bool(_text(model, "alibi"))
-        or bool(nested.get("alibi"))
+    return bool(
+        _ALIBI_ARCHITECTURES & {*(model.hf_config.architectures or ())}
+        or getattr(model, "use_alibi", False)
+        or _text(model, "alibi")
+        or _fields(_text(model, "attn_config")).get("alibi")
     )
 
 
 def _has_quantized_kv(model: Any) -> bool:
-    scheme = getattr(model.hf_config, "quantization_config", None) or {}
-    fields = scheme if isinstance(scheme, dict) else vars(scheme)
-    return bool(fields.get("kv_cache_quant_algo") or fields.get("kv_cache_scheme"))
+    scheme = _fields(getattr(model.hf_config, "quantization_config", None))
+    return bool(scheme.get("kv_cache_quant_algo") or scheme.get("kv_cache_scheme"))
 
 
 def _is_sparse(model: Any) -> bool:
     from sglang.srt.configs.model_config import is_minimax_sparse
 
-    return bool(
-        is_minimax_sparse(model.hf_config)
-        or _text(model, "dual_chunk_attention_config")
+    return is_minimax_sparse(model.hf_config) or bool(
+        _text(model, "dual_chunk_attention_config")
     )
 
 
@@ -96,7 +94,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "encoder-decoder",
         lambda model: bool(model.is_encoder_decoder),
-        "a row also lists the slots of the encoder, ahead of the prompt's",
+        "a block-table row lists the encoder's slots too, ahead of the prompt's",
         _OTHER_MODEL,
     ),
     Rule(
@@ -107,7 +105,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "multi-head latent attention (MLA)",
-        _is_mla,
+        lambda model: bool(model.attention_arch.name == "MLA"),
         "all heads share one latent per token, so heads cannot keep different tokens",
         _OTHER_MODEL,
     ),
@@ -150,7 +148,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "quantized KV in the checkpoint",
         _has_quantized_kv,
-        "the drafts of a KV stored in another type than the model's are untested",
+        "KV stored in another type than the model's is untested",
         "serve a checkpoint without kv_cache_scheme",
     ),
 )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Something that must not be so, and what to say where it is.
+class Rule(NamedTuple):
+    """A property that a server may not have, and what to say where it has it.
 
     Attributes:
-        what: The flag or the model property, as the message names it.
-        broken: Says of the flags or of the model config whether it is so; reads only.
-        reason: What would go wrong, or why nobody can know yet.
-        remedy: What to do instead, an imperative.
+        what: The flag, property or package, as the message names it.
+        broken: Returns whether what is checked has the property; reads only.
+        reason: What would go wrong, or why that is unknown; ``{0.name}`` stands for an
+            attribute of what is checked.
+        remedy: What to do instead, an imperative; as ``reason``.
     """
 
     what: str

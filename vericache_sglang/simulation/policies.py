@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from vericache_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Row = TypeVar("Row")
 
 PLANES_DRAFT_SHARE = 0.31
 """Share of the KV's bytes in the draft plane of split planes: 5 of 16 bits."""
@@ -144,18 +150,23 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
     return {policy.name: policy for policy in every}
 
 
-def chosen(names: str, known: dict[str, Policy]) -> list[Policy]:
-    """Return the policies of a comma-separated list, "all" for every one.
+def named(names: str, known: Mapping[str, Row], flag: str) -> dict[str, Row]:
+    """Return the rows of a comma-separated list, "all" for every one.
+
+    Args:
+        names: What the user gave.
+        known: Policies or presets by name.
+        flag: The flag that holds ``names``, for the message.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known ones.
     """
     if names == "all":
-        return list(known.values())
+        return dict(known)
     picked = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in picked if name not in known]
     if unknown or not picked:
         raise ConfigError(
-            f"--policies {', '.join(unknown) or 'is empty'}; known: {', '.join(known)}"
+            f"{flag} {', '.join(unknown) or 'is empty'}; known: {', '.join(known)}"
         )
-    return [known[name] for name in picked]
+    return {name: known[name] for name in picked}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.acceptance import PUBLISHED_LLAMA_70B, PUBLISHED_QWEN_32B
 from vericache_sglang.planning.hardware import GB, gpu_named, machine_of
-from vericache_sglang.planning.models import CATALOGUE, find_model
+from vericache_sglang.planning.models import find_model
 from vericache_sglang.simulation.costs import Costs
 
 
@@ -56,23 +55,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def presets_named(names: str) -> dict[str, Preset]:
-    """Return the presets of a comma-separated list, "all" for every one.
-
-    Raises:
-        ConfigError: A name is unknown; the message lists the known ones.
-    """
-    if names == "all":
-        return PRESETS
-    picked = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in picked if name not in PRESETS]
-    if unknown or not picked:
-        raise ConfigError(
-            f"--preset {', '.join(unknown) or 'is empty'}; known: {', '.join(PRESETS)}"
-        )
-    return {name: PRESETS[name] for name in picked}
-
-
 def costs_of(preset: Preset, link_gb_per_s: float | None, overhead_s: float) -> Costs:
     """Return the rates of a preset.
 
@@ -91,7 +73,6 @@ def costs_of(preset: Preset, link_gb_per_s: float | None, overhead_s: float) -> 
         raise ConfigError(f"--overhead-ms must be >= 0, got {overhead_s * 1e3}")
     machine = machine_of(gpu_named(preset.gpu), preset.devices)
     model = find_model(preset.model)
-    heads = cast("int", CATALOGUE[preset.model]["num_attention_heads"])
     costs = Costs(
         memory_bytes=machine.memory_bytes,
         weight_bytes=model.weight_bytes,
@@ -100,7 +81,7 @@ def costs_of(preset: Preset, link_gb_per_s: float | None, overhead_s: float) -> 
         flops_per_s=machine.flops_per_s,
         flops_per_token=2.0 * model.params,
         # Scores and weighted values: two products of two operations per head element.
-        flops_per_product=4.0 * heads * model.head_dim * model.layers,
+        flops_per_product=4.0 * model.heads * model.head_dim * model.layers,
         overhead_s=overhead_s,
         link_bytes_per_s=machine.link_bytes_per_s,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from random import Random
 from typing import TYPE_CHECKING
@@ -99,11 +99,6 @@ def closed_loop(
     return Workload(lambda: _requests(mix), finish, warm, concurrency)
 
 
-def burst(mix: Mix, requests: int) -> Workload:
-    """Return so many requests at time 0 and none after."""
-    return Workload(lambda: islice(_requests(mix), requests), requests)
-
-
 def poisson(mix: Mix, requests: int, per_s: float) -> Workload:
     """Return requests that arrive independently of each other.
 
@@ -119,20 +114,9 @@ def poisson(mix: Mix, requests: int, per_s: float) -> Workload:
         random, now = Random(mix.seed + 1), 0.0
         for request in islice(_requests(mix), requests):
             now += random.expovariate(per_s)
-            yield _arriving(request, now)
+            yield replace(request, arrival_s=now)
 
     return Workload(stream, requests)
-
-
-def _arriving(request: Request, arrival_s: float) -> Request:
-    return Request(
-        rid=request.rid,
-        arrival_s=arrival_s,
-        prompt=request.prompt,
-        output=request.output,
-        accept=request.accept,
-        group=request.group,
-    )
 
 
 def trace(path: Path, accept: float) -> Workload:

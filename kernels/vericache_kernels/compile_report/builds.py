@@ -8,6 +8,7 @@ from vericache_kernels.compile_report import Build
 from vericache_kernels.compile_report.move_builds import move_builds
 from vericache_kernels.packed_attention import (
     SPLITS,
+    DecodedStep,
     DecodeStep,
     KIVIStep,
     KVQuantStep,
@@ -20,6 +21,7 @@ GROUP = 4
 """Query heads of a KV head; with 8 KV heads those of Llama 3 8B and Qwen3 8B."""
 
 STEPS: dict[str, DecodeStep] = {
+    "decoded before": DecodedStep(),
     "split planes E3M0": SplitPlanesStep(3, 0),
     "split planes E3M1": SplitPlanesStep(3, 1),
     "split planes E3M2": SplitPlanesStep(3, 2),
@@ -42,13 +44,15 @@ OTHER_SHAPES: dict[str, tuple[DecodeStep, str, int, int]] = {
 }
 """Step, dtype, D, queries of a row."""
 
-RAGGED_SHAPES: dict[str, tuple[str, int, int]] = {
-    "ragged rows of 33": ("bf16", 128, 33),
-    "ragged rows of 1": ("bf16", 128, 1),
-    "ragged rows of 33, float16, D 64": ("fp16", 64, 33),
-    "ragged rows of 33, float32": ("fp32", 128, 33),
+RAGGED_SHAPES: dict[str, tuple[str, int, int, int]] = {
+    "ragged rows of 32": ("bf16", 128, 32, 64),
+    "ragged rows of 32, batch of 128": ("bf16", 128, 32, 128),
+    "ragged rows of 32, batch of 256": ("bf16", 128, 32, 256),
+    "ragged rows of 1": ("bf16", 128, 1, 64),
+    "ragged rows of 32, float16, D 64": ("fp16", 64, 32, 64),
+    "ragged rows of 32, float32": ("fp32", 128, 32, 64),
 }
-"""Dtype, D, most queries of a row; 33 are 32 drafts and the token before them."""
+"""Dtype, D, most queries of a row, rows; 32 are 31 drafts and the token before them."""
 
 
 def builds() -> dict[str, Build]:
@@ -100,7 +104,7 @@ def _ragged() -> list[Build]:
     products = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2)}
     products["fp32"] = (tl.float32, 4)
     made = []
-    for name, (kv, dim, queries) in RAGGED_SHAPES.items():
+    for name, (kv, dim, queries, rows) in RAGGED_SHAPES.items():
         signature = {
             **dict.fromkeys(("q_at", "k_buffer", "v_buffer"), f"*{kv}"),
             **dict.fromkeys(("out_at", "lse_at"), "*fp32"),
@@ -113,6 +117,6 @@ def _ragged() -> list[Build]:
         product, size = products[kv]
         fixed = impl.constants(product, size, queries, GROUP, dim)
         kernel, most = impl.attend_kernel, impl.REGISTERS[size]
-        fixed |= {"ROWS": 64, "SPLITS": splits}
+        fixed |= {"ROWS": rows, "SPLITS": splits}
         made.append(Build(name, kernel, signature, fixed, impl.NUM_WARPS, most))
     return made

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vericache_kernels.packed_attention.ref import Segment, attend_packed
 from vericache_kernels.packed_attention.rows import ExactRows, PackedRows, check_rows
 from vericache_kernels.packed_attention.steps import (
+    DecodedStep,
     DecodeStep,
     KIVIStep,
     KVQuantStep,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DecodeStep",
+    "DecodedStep",
     "ExactRows",
     "KIVIStep",
     "KVQuantStep",

@@ -31,7 +31,8 @@ class PackedRows:
         first: [R + 1] int32; row r has segments ``first[r]`` to ``first[r + 1]``.
         positions: [*] int32, positions of the coded tokens, for steps that need them;
             else None.
-        places: [S] int64, index of a segment's first position; None as ``positions``.
+        places: [S, H] int64, index of a segment's first position in each head, whose
+            tokens may differ; None as ``positions``.
         tables: [*] float32, what the step reads of its calibration; None as above.
         order: [C] int32, where the step has codes permuted; None as above.
         rope: [positions, D] float32, cosines then sines of every position with the
@@ -97,6 +98,9 @@ def check_rows(
     for name in step.wants:
         if getattr(packed, name) is None:
             raise ValueError(f"{type(step).__name__} needs packed.{name}")
+    heads = (len(packed.tokens), exact.k_buffer.shape[1])
+    if packed.places is not None and tuple(packed.places.shape) != heads:
+        raise ValueError(f"places must be {heads}, are {tuple(packed.places.shape)}")
     step.check(exact.k_buffer.shape[1], dim)
 
 

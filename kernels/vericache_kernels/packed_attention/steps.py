@@ -42,11 +42,12 @@ class DecodeStep(ABC):
         return MOST_TILE
 
     def check(self, kv_heads: int, dim: int) -> None:
-        """Refuse shapes that cannot be decoded; default: none.
+        """Refuse shapes that cannot be decoded.
 
         Raises:
             ValueError: Naming the parameter.
         """
+        _ = self.tile
 
     def _tile_of(self, group: int) -> int:
         """Return the largest tile that lies in one group of tokens.
@@ -61,6 +62,22 @@ class DecodeStep(ABC):
                 f"tokens, got {group}"
             )
         return tile
+
+
+@dataclass(frozen=True)
+class DecodedStep(DecodeStep):
+    """A codec without a step of its own, whose segments were decoded before.
+
+    The fields are what ``Codec.decode`` returns: keys and values, [H, t, D].
+    """
+
+    name: ClassVar[str] = "decoded"
+    fields: ClassVar[tuple[str, ...]] = ("keys", "values")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """See ``DecodeStep.numbers``."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,7 @@ class KIVIStep(DecodeStep):
 
     def check(self, kv_heads: int, dim: int) -> None:
         """See ``DecodeStep.check``."""
+        super().check(kv_heads, dim)
         if self.group & (self.group - 1) or dim % self.group:
             raise ValueError(
                 f"kivi: group must be a power of two that divides D = {dim}, "
@@ -203,6 +221,7 @@ class RotateKVStep(DecodeStep):
 
     def check(self, kv_heads: int, dim: int) -> None:
         """See ``DecodeStep.check``."""
+        super().check(kv_heads, dim)
         heads = self.rotated_heads
         if heads & (heads - 1) or kv_heads % heads or kv_heads * dim % self.group:
             raise ValueError(

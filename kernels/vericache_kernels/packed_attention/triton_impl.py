@@ -5,7 +5,8 @@ of device functions that get
 
     bytes, offsets      where the fields lie, and this segment's row of offsets
     head, start, tokens KV head, first token of the tile, tokens of the segment
-    places              pointer to the positions of the segment's tokens (keys only)
+    places              pointer to the positions of the segment's tokens in this head
+                        (keys only)
     tables, order, rope as in ``PackedRows``, of no meaning where the step wants none
     STEP, KV, PRODUCT   the record's numbers, dtype of the KV, dtype of the products
     H, D, TILE          KV heads, head dim, tokens of a tile
@@ -22,6 +23,10 @@ import triton
 import triton.language as tl
 
 from vericache_kernels.packed_attention.triton_bits import unchanged
+from vericache_kernels.packed_attention.triton_decoded import (
+    decoded_keys,
+    decoded_values,
+)
 from vericache_kernels.packed_attention.triton_kivi import kivi_keys, kivi_values
 from vericache_kernels.packed_attention.triton_kvquant import (
     kvquant_keys,
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from vericache_kernels.packed_attention.steps import DecodeStep
 
 FUNCTIONS = {
+    "decoded": (decoded_keys, decoded_values, unchanged),
     "split_planes": (split_planes_keys, split_planes_values, unchanged),
     "kivi": (kivi_keys, kivi_values, unchanged),
     "kvquant": (kvquant_keys, kvquant_values, unchanged),
@@ -165,7 +171,7 @@ def attend_kernel(
         fields = offsets + segment * FIELDS
         own_places = positions
         if POSITIONED:
-            own_places += tl.load(places + segment)
+            own_places += tl.load(places + segment * H + head)
         for start in range(0, tokens, TILE):
             keys = KEYS(
                 *(key_bytes, fields, head, start, tokens, own_places),

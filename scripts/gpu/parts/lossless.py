@@ -1,157 +1,179 @@
-"""Tokens equal to plain SGLang's: two dtypes, with and without deterministic inference.
+"""Tokens beside plain SGLang's, greedy and seeded, under deterministic inference.
 
-Without it plain SGLang itself answers differently at another batch size; how often it
-does is what VeriCache's differences are to be read beside.
+Without it plain SGLang itself answers differently at another batch size. How often it
+does is measured too, and is what VeriCache's differences are to be read beside there.
 """
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu.part import ROOT, Check, Step, Summary, Table
+from gpu.check import ROOT, Check, NotMetError, backend_flags, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from gpu.part import Context
+    from gpu.check import Context
+    from gpu.job import Job
+
+    Answers = Sequence[Sequence[int]]
+    """Output tokens of requests."""
 
 MODEL = ROOT / "configs" / "demo-model"
-PLAIN = "plain"
-WORLDS = {
-    "bf16, deterministic": {"dtype": "bfloat16", "deterministic": True},
-    "bf16": {"dtype": "bfloat16", "deterministic": False},
-    "fp32, deterministic": {"dtype": "float32", "deterministic": True},
-    "fp32": {"dtype": "float32", "deterministic": False},
+
+SIZES = {"cuda": (16, 1000, 12000, 96), "cpu": (4, 150, 500, 16)}
+"""Prompts, tokens of the shortest and of the longest, tokens of an answer."""
+
+KINDS: Mapping[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.9},
 }
-ROWS: dict[str, dict[str, Any]] = {
-    "host": {"draft_length": 16, "keep": 0.25},
-    "device": {"residency": "device", "draft_length": 8},
-    "codes": {"compressor": "kivi:bits=4", "draft_length": 16},
+"""Sampling parameters; each request of the second kind has a seed of its own."""
+
+WAVES = ("together", "alone")
+"""All requests at once, and one after the other: two batch sizes."""
+
+EVERY: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("--dtype", "bfloat16", "--max-total-tokens", "524288"),
+    "cpu": (),
 }
-"""Settings that are compared; ``scripts/check_lossless.py`` has the whole matrix."""
+"""Flags of every server, by device."""
 
-SIZES = {"cuda": (24, 4000, 64), "cpu": (5, 400, 12)}
-"""Prompts, tokens of the longest, tokens of an answer."""
+DRAFTS = ("--vericache-min-prompt", "64", "--vericache-draft-length", "16")
+DRAFTS += ("--vericache-staging-tokens", "32768", "--vericache-host-gb", "2")
 
 
-def steps(context: Context) -> list[Step]:
-    """See ``gpu.part.PartModule``; plain comes first in each world."""
-    worlds, rows = list(WORLDS), [PLAIN, *ROWS]
-    if context.rehearsal:
-        worlds, rows = ["fp32"], [PLAIN, "host"]
+class Row(NamedTuple):
+    """A server: its compressor, "" for plain SGLang, and where its residual KV is."""
+
+    compressor: str = ""
+    residency: str = "device"
+    deterministic: bool = True
+    """Whether it has to equal plain SGLang."""
+    own: bool = False
+    """With our attention backend, where the default is another one."""
+
+
+PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
+
+ROWS: Mapping[str, Row] = {
+    "plain": Row(),
+    "snapkv-host": Row("snapkv", "host"),
+    "plain-own": Row(own=True),
+    "planes": Row(PLANES, own=True),
+    "plain-default": Row(deterministic=False),
+    "snapkv-default": Row("snapkv", deterministic=False),
+    "kivi": Row("kivi:bits=4", own=True),
+    "keynorm": Row("keynorm"),
+    "kvzip-host": Row("kvzip", "host"),
+    "kvzap": Row(f"kvzap:weights={MODEL}/kvzap-linear"),
+    "both-host": Row(f"snapkv+{PLANES}", "host", own=True),
+}
+"""Servers by name, the most important ones first."""
+
+REHEARSED = ("plain", "snapkv-host", "planes")
+
+
+def checks(context: Context) -> list[Check]:
+    """Return the checks, the most important ones first."""
+    names = [name for name in ROWS if not context.on_cpu or name in REHEARSED]
+    if not context.has_fa3 and "plain-own" in names:  # then all have our attention
+        names.remove("plain-own")
     return [
-        Step(f"{world}: {row}", partial(answered, context, world, row), 60)
-        for world in worlds
-        for row in rows
+        Check(
+            name=name,
+            about=ROWS[name].compressor.rpartition("/")[2] or "plain SGLang",
+            run=partial(answered, name=name),
+            seconds=480.0,
+        )
+        for name in names
     ]
 
 
-def answered(context: Context, world: str, row: str) -> dict[str, Any]:
-    """Answer the requests with one system of one world; compare with plain's answers.
+def reference(context: Context, row: Row) -> str:
+    """Return the name of the row whose tokens are the right ones; "" for plain's."""
+    if not row.compressor:
+        return ""
+    if not row.deterministic:
+        return "plain-default"
+    return "plain-own" if row.own and context.has_fa3 else "plain"
+
+
+def answered(job: Job, *, name: str) -> None:
+    """Answer every request in every wave and compare with the reference.
 
     Raises:
-        RunError: The engine failed.
-        RuntimeError: There are no answers of plain to compare with.
+        NotMetError: Tokens differ where they must not, or nothing was drafted.
+        ServerError: The server does not boot, or a request failed.
     """
-    from lossless.matrix import system
-    from lossless.runs import System, compare, run, tokens
+    from vericache_sglang.evaluation.client import closed_loop
+    from vericache_sglang.evaluation.server import ServerError
 
-    engine = engine_of(context, WORLDS[world])
-    own = (
-        System(name=row, settings=None, engine=engine)
-        if row == PLAIN
-        else system(row, engine=engine, **ROWS[row])
-    )
-    report = run(own, MODEL, waves(context), timeout=context.minutes * 60)
-    together, alone = report["waves"]
-    file = context.out / "lossless" / f"{world}.json"
-    found = {
-        "requests": len(together),
-        "tokens": tokens(report),
-        "accepted": report["state"].get("mean_accepted"),
-        "rounds": report["state"].get("rounds"),
-    }
-    if row == PLAIN:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report["waves"]), encoding="utf-8")
-        own_flips = compare({"waves": [together]}, {"waves": [alone]})
-        return found | {"flips": len(own_flips)}
-    if not file.exists():
-        raise RuntimeError(f"plain SGLang gave no answers in {world}")
-    wanted = {"waves": json.loads(file.read_text(encoding="utf-8"))}
-    differ = compare(wanted, report)
-    return found | {
-        "differ_together": sum(one.wave == 0 for one in differ),
-        "differ_alone": sum(one.wave == 1 for one in differ),
-        "first": str(differ[0]) if differ else "",
-    }
-
-
-def engine_of(context: Context, world: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments beyond ``lossless.runs.ENGINE``."""
-    engine: dict[str, Any] = {"dtype": world["dtype"], "random_seed": 0}
-    if world["deterministic"]:
-        engine["enable_deterministic_inference"] = True
-    if context.rehearsal:
-        return {**engine, "max_total_tokens": 16384}
-    return {
-        **engine,
-        "device": "cuda",
-        "attention_backend": context.backend or None,
-        "grammar_backend": "none",
-        "disable_cuda_graph": False,
-        "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_max_bs_decode": 16,
-    }
+    context, row = job.context, ROWS[name]
+    up = job.serve(MODEL, flags(context, row))
+    waves: dict[str, Answers] = {}
+    for kind in KINDS:
+        bodies = requests(context, kind)
+        for wave in WAVES:
+            up.flush()
+            clients = len(bodies) if wave == "together" else 1
+            done = closed_loop(up.url, bodies, clients, lambda: None, 240.0)
+            if errors := {answer.error for answer in done.answers if answer.error}:
+                raise ServerError(f"requests failed: {'; '.join(sorted(errors))}")
+            waves[f"{kind} {wave}"] = [answer.ids for answer in done.answers]
+    pairs = {k: (waves[f"{k} {w}"] for w in WAVES) for k in KINDS}
+    shown = {f"own flips, {k}": differing(*pair) for k, pair in pairs.items()}
+    job.figures |= {"waves": waves, "rows": [shown]}
+    against = reference(context, row)
+    if not against:
+        return
+    counted = up.counters()
+    shown["accepted"] = f"{counted['accepted']} in {counted['rounds']} cycles"
+    right = job.found(against, "waves")
+    if right is None:
+        raise NotMetError(f"{against} gave no answers to compare with")
+    found = {wave: differing(right[wave], ids) for wave, ids in waves.items()}
+    shown |= {f"{wave}: differing": words for wave, words in found.items()}
+    wrong = [wave for wave, words in found.items() if not words.startswith("0 ")]
+    if wrong and row.deterministic:
+        raise NotMetError(f"tokens differ from {against}'s: {', '.join(wrong)}")
+    if not counted["rounds"]:
+        raise NotMetError("nothing was drafted and verified")
 
 
-def waves(context: Context) -> list[dict[str, Any]]:
-    """Return the same prompts twice: all at once, then one by one, nothing cached."""
-    from lossless.prompts import code_prompts, load_tokenizer, record_prompts, spread
-    from lossless.requests import greedy
-
-    count, longest, output = SIZES[context.device]
-    tokenizer = load_tokenizer(MODEL)
-    code = count // 3
-    texts = record_prompts(tokenizer, spread(count - code, 200, longest), 7)
-    texts += code_prompts(tokenizer, spread(code, 200, longest), 7)
-    params = [greedy(output, ignore_eos=True) for _ in texts]
-    wave = {"prompts": texts, "params": params, "flush": True}
-    return [wave, {**wave, "at_once": 1}]
-
-
-def conclude(context: Context, results: Mapping[str, Any]) -> Summary:
-    """See ``gpu.part.PartModule``."""
-    checks, rows, compared = [], [], 0
-    for name, one in results.items():
-        world, _, row = name.partition(": ")
-        asked = one.get("requests", 0)
-        flips = results.get(f"{world}: {PLAIN}", {}).get("flips")
-        if row == PLAIN or "differ_together" not in one:
-            cells = ("-", "-", _rate(one.get("flips"), asked))
-        else:
-            compared += one["tokens"]
-            differ = one["differ_together"] + one["differ_alone"]
-            cells = (
-                _rate(one["differ_together"], asked),
-                _rate(one["differ_alone"], asked),
-                _rate(flips, asked),
-            )
-            if WORLDS[world]["deterministic"] or context.rehearsal:
-                checks.append(Check(name, "0 differ", f"{differ}", differ == 0))
-        rows.append((name, *cells, str(one.get("rounds")), one.get("error", "")[:80]))
-    columns = ("setting", "differ, all at once", "differ, one by one")
-    columns += ("plain's own flips", "rounds", "error")
-    wrong = sum(not check.passed for check in checks)
-    return Summary(
-        headline=f"{compared} tokens compared, {wrong} of {len(checks)} settings that "
-        "must be equal are not",
-        checks=tuple(checks),
-        tables=(Table("Requests that differ from plain SGLang", columns, tuple(rows)),),
-    )
+def flags(context: Context, row: Row) -> list[str]:
+    """Return the flags of a row's server."""
+    found = list(EVERY[context.device])
+    found += ["--enable-deterministic-inference"] if row.deterministic else []
+    if row.compressor:
+        found += [*DRAFTS, "--vericache-compressor", row.compressor]
+        found += ["--vericache-residency", row.residency]
+    else:
+        found.append("--disable-vericache")
+    # Plain SGLang with Triton's attention would be another system than ours with ours.
+    own = row.own or not context.has_fa3
+    return [*found, *backend_flags(context, drafts=bool(row.compressor), own=own)]
 
 
-def _rate(count: int | None, whole: int) -> str:
-    return f"{count} of {whole}" if count is not None else "-"
+def requests(context: Context, kind: str) -> list[dict[str, Any]]:
+    """Return the bodies of the requests of a kind, prompts growing in equal ratios."""
+    from vericache_sglang.evaluation.workload import demo_requests
+
+    count, least, most, output = SIZES[context.device]
+    step = (most / least) ** (1 / (count - 1))
+    lengths = [round(least * step**i) for i in range(count)]
+    bodies = [one.body(ends=False) for one in demo_requests(MODEL, lengths, output, 7)]
+    for seed, body in enumerate(bodies):
+        seeds = {"sampling_seed": seed} if kind == "seeded" else {}
+        body["sampling_params"] |= KINDS[kind] | seeds
+    return bodies
+
+
+def differing(wanted: Answers, got: Answers) -> str:
+    """Return how many tokens lie behind the first difference of an answer, of all."""
+    tokens = 0
+    for a, b in zip(wanted, got, strict=True):
+        at = first_difference(a, b)
+        tokens += 0 if at is None else max(len(a), len(b)) - at
+    return f"{tokens} of {sum(map(len, wanted))}"

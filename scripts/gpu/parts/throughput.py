@@ -1,210 +1,153 @@
-"""Tokens per second of VeriCache and of plain SGLang with the same memory.
+"""Decode tokens per second of VeriCache and of plain SGLang, everything on one device.
 
-Weights are random, so acceptance is simulated: everything written says so.
+Weights are random, so acceptance is simulated, and everything written says so. The
+measuring is ``vericache_sglang.evaluation``'s: prompts are cached before the clock
+starts, and the first pass of each server warms it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+import shlex
+import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpu.budgets import Share, drafting_share, plain_share
-from gpu.part import ROOT, Check, Step, Summary, Table
-from gpu.setups import (
-    ACCEPTANCE,
-    DRAFTS,
-    HOST_GIB,
-    KEEP,
-    SETUPS,
-    SYSTEMS,
-    TOY,
-    TOY_SLOTS,
-    Setup,
-    label,
-)
+from gpu.check import ROOT, Check, backend_flags, shared_flags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from gpu.part import Context
-    from vericache_sglang.evaluation.server import Server
+    from gpu.check import Context
+    from gpu.job import Job
+
+    Load = tuple[int, int, int]
+    """Requests at once, tokens of a prompt, tokens of an answer."""
+
+DEMO = ROOT / "configs" / "demo-model"
+
+MODEL = "qwen3-8b"
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+"""What its config.json says otherwise than the demo model's, beside the shapes."""
+
+ACCEPTANCE = 0.97
+"""Of each draft; 20 of 32 are accepted then, as in arXiv:2605.17613."""
+
+LOADS: Mapping[str, tuple[Load, ...]] = {
+    "cuda": ((8, 32000, 512), (16, 32000, 512)),
+    "cpu": ((2, 600, 24), (4, 600, 24)),
+}
+
+PLAIN = "plain"
+SYSTEMS: Mapping[str, tuple[str, ...]] = {
+    PLAIN: ("--disable-vericache",),
+    "keep-quarter": ("--vericache-keep", "0.25"),
+    "keep-eighth": ("--vericache-keep", "0.125"),
+    "forced": ("--vericache-keep", "0.25", "--vericache-residency", "device"),
+}
+"""Flags by name; the last one drafts even where the server would rather not."""
+
+TOY = ("--vericache-min-prompt", "64", "--vericache-staging-tokens", "2048")
+TOY += ("--vericache-host-gb", "0.5")
+"""Flags of a rehearsal's servers that draft."""
 
 
-def steps(context: Context) -> list[Step]:
-    """See ``gpu.part.PartModule``."""
-    setups = (TOY,) if context.rehearsal else SETUPS
+def checks(context: Context) -> list[Check]:
+    """Return the checks, the most important ones first."""
+    model = "demo model" if context.on_cpu else f"random weights of {MODEL}'s shape"
+    about = f"SIMULATED ACCEPTANCE, p = {ACCEPTANCE}; {model}"
     return [
-        Step(f"{setup.name}: {system}", partial(measured, context, setup, system), 240)
-        for setup in setups
-        for system in SYSTEMS
+        Check(name=name, about=about, run=partial(measured, name=name), seconds=420.0)
+        for name in SYSTEMS
     ]
 
 
-def measured(context: Context, setup: Setup, system: str) -> dict[str, Any]:
-    """Start a system's server and measure it at every point of a setup.
+def measured(job: Job, *, name: str) -> None:
+    """Measure one system at every load.
 
     Raises:
-        RuntimeError: A prompt does not fit what the card leaves.
-        ServerError: The server did not start, or does not answer.
+        ServerError: The server did not boot, or a request failed.
     """
-    from gpu.models import dummy_model
-    from gpu.serving import served, simulated
+    from vericache_sglang.evaluation.experiment import Experiment
+    from vericache_sglang.evaluation.fleet import Fleet
+    from vericache_sglang.evaluation.options import check, draw_requests, parser
+    from vericache_sglang.evaluation.server import ServerError
 
-    drafts = system == "VeriCache"
-    budget = _budget(context, setup)
-    share = _share(setup, budget, drafts=drafts)
-    found = {"budget": budget, **asdict(share)}
-    if not share.at_once:
-        raise RuntimeError(
-            f"no request fits: {budget} slots, {share.staging} of them for staging, "
-            f"leave {share.pool}; the longest prompt is {setup.points[0][0]} tokens"
-        )
-    model = ROOT / "configs" / "demo-model"
-    if setup.model:
-        model = dummy_model(context.out / "models", setup.model)
-    flags = server_flags(context, setup, share, drafts=drafts)
-    folder = context.out / "throughput"
-    environment = simulated(folder / "altered", ACCEPTANCE) if drafts else {}
-    log = folder / f"{setup.name}, {system}.log"
-    with served(model, flags, log, environment) as server:
-        _warm(server, model, setup)
-        found["points"] = [_point(server, model, point) for point in setup.points]
-    return found
-
-
-def server_flags(
-    context: Context, setup: Setup, share: Share, *, drafts: bool
-) -> list[str]:
-    """Return the flags of a system's server, its model's folder apart."""
-    from gpu.serving import OFF, backend_flags, shared_flags
-
-    # Of a flag that is given twice the last counts.
-    flags = [*shared_flags(context), "--max-total-tokens", str(share.pool)]
-    if setup.model:
-        flags += ["--load-format", "dummy", "--mem-fraction-static", "0.93"]
-        flags += ["--chunked-prefill-size", "4096"]
-        flags += ["--cuda-graph-max-bs-decode", "64"]
-    flags += backend_flags(context.backend if drafts else context.plain_backend)
-    return flags + (_drafting(setup, share) if drafts else [OFF])
+    context, folder = job.context, job.results.folder
+    model = DEMO if context.on_cpu else random_model(folder / MODEL)
+    figures = job.figures = {"points": {}, "rows": []}
+    fleet = None
+    for load in LOADS[context.device]:
+        options = parser().parse_args(words(context, folder, model, name, load))
+        systems = check(options)
+        fleet = fleet or Fleet(options)
+        run = Experiment(options, systems, draw_requests(options), fleet)
+        run.run()
+        found = run.results()[name]
+        if wrong := found["skipped"] or "; ".join(found["errors"]):
+            raise ServerError(wrong)
+        job.attention = fleet.ready(systems[0])[0].info()["attention_backend"]
+        key = "{} x {} + {}".format(*load)
+        figures["points"][key] = found
+        plain = (job.found(PLAIN, "points") or {}).get(key)
+        base = (plain or found)["rounds"][0] if plain or name == PLAIN else None
+        figures["rows"].append({"load": key} | cells(found["rounds"][0], base))
 
 
-def _budget(context: Context, setup: Setup) -> int:
-    """Return the KV slots of a setup's card."""
-    if context.rehearsal:
-        return TOY_SLOTS
-    import torch
+def cells(ours: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what the table says of a load.
 
-    from vericache_sglang.planning.models import find_model
-
-    shape = find_model(setup.model)
-    whole = torch.cuda.get_device_properties(0).total_memory
-    return setup.card.slots(shape.weight_bytes, shape.kv_bytes_per_token, whole)
-
-
-def _share(setup: Setup, budget: int, *, drafts: bool) -> Share:
-    prompt, _, output = max(setup.points)
-    if drafts:
-        return drafting_share(budget, prompt, output, KEEP)
-    return plain_share(budget, prompt, output)
-
-
-def _drafting(setup: Setup, share: Share) -> list[str]:
-    flags = ["--vericache-keep", str(KEEP), "--vericache-draft-length", str(DRAFTS)]
-    flags += ["--vericache-staging-tokens", str(share.staging)]
-    if setup is TOY:
-        return [*flags, "--vericache-min-prompt", "64", "--vericache-host-gb", "0.5"]
-    return [*flags, "--vericache-host-gb", str(HOST_GIB)]
-
-
-def _warm(server: Server, model: Path, setup: Setup) -> None:
-    """Have everything compiled that is compiled at first use."""
-    from gpu.serving import request
-
-    server.generate(request(min(4000, setup.points[0][0]), 64, 99, model))
-
-
-def _point(server: Server, model: Path, point: tuple[int, int, int]) -> dict[str, Any]:
-    """Measure one load: once for its prompts alone, once whole."""
-    from gpu.serving import request
-    from vericache_sglang.evaluation.client import closed_loop
-    from vericache_sglang.evaluation.figures import pass_figures
-
-    prompt, count, output = point
-    passes = []
-    for tokens in (1, output):
-        server.flush()
-        bodies = [request(prompt, tokens, seed, model) for seed in range(count)]
-        before = server.counters()
-        done = closed_loop(server.url, bodies, count, lambda: None, 1800)
-        passes.append(pass_figures(done, before, server.counters(), None))
-    prefills, whole = passes
-    decoded = whole["output_tokens"] - count
-    seconds = whole["seconds"] - prefills["seconds"]
-    keys = ("tokens_per_s", "seconds", "errors", "failed_requests", "counters")
+    Args:
+        ours: Figures of a pass; see ``vericache_sglang.evaluation.figures``.
+        plain: Plain SGLang's; None before they were measured.
+    """
+    rate, base = (one and one["decode_tokens_per_s"] for one in (ours, plain))
+    accepted, counted = ours["accepted_per_verify"], ours["counters"]
+    rows = [counted.get(f"{kind}_rows", 0) for kind in ("plain", "draft", "verify")]
     return {
-        "point": list(point),
-        "prefill_s": prefills["seconds"],
-        "decode_tokens_per_s": decoded / seconds if seconds > 0 else 0.0,
-        "accepted_per_verify": whole["accepted_per_verify"],
-        **{key: whole[key] for key in keys},
+        "decode tokens/s": f"{rate:.0f}" if rate else "-",
+        "x plain": f"{rate / base:.2f}" if rate and base else "-",
+        "tokens/s": f"{ours['tokens_per_s']:.0f}",
+        "accepted a cycle": "-" if accepted is None else f"{accepted:.1f}",
+        "rows drafting": f"{1 - rows[0] / sum(rows):.0%}" if sum(rows) else "-",
     }
 
 
-def conclude(context: Context, results: Mapping[str, Any]) -> Summary:
-    """See ``gpu.part.PartModule``."""
-    checks, rows, shown = [], [], []
-    for setup in (TOY, *SETUPS):
-        plain, ours = (results.get(f"{setup.name}: {one}", {}) for one in SYSTEMS)
-        for system, one in zip(SYSTEMS, (plain, ours), strict=True):
-            rows += _rows(setup, system, one)
-        pairs = zip(plain.get("points", ()), ours.get("points", ()), strict=False)
-        for base, point in pairs:
-            ratio = _ratio(point, base, "decode_tokens_per_s")
-            what = f"{setup.name}, {_words(point)}"
-            shown.append(f"{what} {ratio:.2f}x")
-            told = (
-                f"{ratio:.2f}; with prefills {_ratio(point, base, 'tokens_per_s'):.2f}"
-            )
-            failed = base["failed_requests"] + point["failed_requests"]
-            told += f"; {failed} requests failed" * bool(failed)
-            met = ratio >= setup.least and not failed
-            checks.append(Check(what, f">= {setup.least:g}", told, met))
-    columns = ("setup", "system", "load", "pool + staging slots", "fit at once")
-    columns += ("tokens/s", "decoding, tokens/s", "accepted per verification")
-    meaning = "decoding: the same prompts' time for one token each is taken off"
-    title = f"Throughput (SIMULATED ACCEPTANCE p = {ACCEPTANCE:g}); {meaning}"
-    return Summary(
-        headline=f"SIMULATED ACCEPTANCE. {'; '.join(shown) or 'no pair measured'}",
-        checks=tuple(checks),
-        tables=(Table(title, columns, tuple(rows)),),
-        label=label(ACCEPTANCE),
-    )
-
-
-def _rows(setup: Setup, system: str, one: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row for every point of a system."""
-    slots = f"{one.get('pool', '-')} + {one.get('staging', '-')}"
+def words(
+    context: Context, folder: Path, model: Path, name: str, load: Load
+) -> list[str]:
+    """Return the command line of ``vericache_sglang.bench`` for one system and load."""
+    count, prompt, output = map(str, load)
+    drafts = name != PLAIN
+    flags = [*SYSTEMS[name], *backend_flags(context, drafts=drafts)]
+    flags += TOY if drafts and context.on_cpu else ()
+    engine = shared_flags(context)
+    engine += [] if context.on_cpu else ["--load-format", "dummy"]
     return [
-        (
-            setup.name,
-            system,
-            _words(point),
-            slots,
-            str(one["at_once"]),
-            f"{point['tokens_per_s']:.1f}",
-            f"{point['decode_tokens_per_s']:.1f}",
-            f"{point['accepted_per_verify'] or 0:.1f}",
-        )
-        for point in one.get("points", ())
+        *("--out", str(folder), "--model", str(model), "--random-prompts"),
+        *("--systems", "", "--system", f"{name}={shlex.join(flags)}"),
+        *(f"--engine={shlex.join(engine)}", "--simulated-acceptance", f"{ACCEPTANCE}"),
+        *("--count", count, "--concurrency", count, "--context", prompt),
+        *("--output", output, "--repeats", "1", "--prefill", "cached"),
+        *("--timeout", "240"),
     ]
 
 
-def _words(point: Mapping[str, Any]) -> str:
-    prompt, count, output = point["point"]
-    return f"{count} x {prompt} + {output} tokens"
+def random_model(folder: Path) -> Path:
+    """Write config and tokenizer of a model without weights; return its folder."""
+    from vericache_sglang.planning.models import CATALOGUE
 
-
-def _ratio(ours: Mapping[str, Any], base: Mapping[str, Any], key: str) -> float:
-    return ours[key] / base[key] if base[key] else 0.0
+    without = shutil.ignore_patterns("*.safetensors", "kvzap*", "calibration")
+    shutil.copytree(DEMO, folder, ignore=without, dirs_exist_ok=True)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = json.dumps({**config, **CONFIG, **CATALOGUE[MODEL]}, indent=1)
+    file.write_text(text, encoding="utf-8")
+    return folder

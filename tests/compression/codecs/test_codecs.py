@@ -95,6 +95,47 @@ def test_every_codec_keeps_its_contract(line, tokens, dtype, files):
 
 
 @pytest.mark.parametrize("line", LINES)
+def test_a_draft_part_can_be_encoded_alone(line, files):
+    codec = built(line, files)
+    keys, values = drawn(100, torch.bfloat16)
+    given = {"positions": torch.arange(100), "sinks": torch.tensor([0, 7])}
+    draft, _ = codec.encode(keys, values, **given)
+    alone = codec.encode_draft(keys, values, **given)
+    assert alone.extent == dataclasses.replace(draft.extent, escapes=0)
+    assert alone.tensors.keys() == draft.tensors.keys()
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(tensor, draft.tensors[name])
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(("first", "heads"), [(0, 2), (2, 2), (1, 1), (0, 4)])
+def test_some_heads_have_a_codec_of_their_own(line, first, heads, files):
+    """Ranks have their heads' tables; of codes that mix heads they mix their own."""
+    codec = built(line, files)
+    cut = codec.of_heads(first, heads, HEADS)
+    keys, values = (each[first : first + heads] for each in drawn(64, torch.float32))
+    draft, residual = cut.encode(keys, values, positions=torch.arange(64))
+    for entries, near in zip((keys, values), cut.decode(draft), strict=True):
+        assert (near - entries).norm() < 0.6 * entries.norm()
+    for entries, exact in zip((keys, values), cut.join(draft, residual), strict=True):
+        assert torch.equal(entries, exact)
+    whole = heads == HEADS or not codec.needs.artifact
+    assert (cut.identity == codec.identity) is whole, "others' parts mean nothing"
+
+
+def test_tables_are_cut_by_head(files):
+    kvquant, rotatekv = (built(line, files).tables for line in LINES[4:6])
+    own = slice(2 * DIM, 4 * DIM)
+    assert torch.equal(kvquant.of_heads(2, 2, 4).key_low, kvquant.key_low[:, own])
+    assert torch.equal(kvquant.of_heads(2, 2, 4).key_books, kvquant.key_books)
+    order = torch.randperm(HEADS * DIM, generator=torch.Generator().manual_seed(3))
+    shuffled = dataclasses.replace(rotatekv, order=order[None])
+    wanted = [i - 2 * DIM for i in order.tolist() if i >= 2 * DIM]
+    assert shuffled.of_heads(2, 2, 4).order.tolist() == [wanted]
+    assert [shuffled.of_heads(0, n, 4).rotated_heads for n in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_every_bit_pattern_can_be_encoded_and_joined(line, files):
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(2**15), 2**15, (2, HEADS, 40, DIM), generator=generator)
@@ -203,7 +244,6 @@ def test_needs_say_what_the_runtime_must_bring(files):
     assert needs[LINES[0]].token_align == 64
     assert needs[LINES[3]].token_align == 16
     assert [line for line in LINES if needs[line].rope] == LINES[4:6]
-    assert [line for line in LINES if needs[line].head_coupled] == LINES[4:6]
     assert [n.artifact for n in needs.values() if n.artifact] == [
         "kvquant-tables",
         "rotatekv-tables",

@@ -9,6 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vericache_sglang.compression.codecs.residual_planes import (
+    encode_residuals,
+    escape_bytes,
+)
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import CompressionError
 
@@ -233,6 +237,30 @@ def test_a_cut_at_whole_blocks_changes_nothing(dtype):
     last = codec.decode(codec.encode(keys[:, cut:], values[:, cut:])[0])
     for together, left, right in zip(whole, first, last, strict=True):
         assert same_bits(together, torch.cat([left, right], dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [16, 32, 48 * 16, 37 * 16 + 5, 7])
+@pytest.mark.parametrize("draw", [any_bits, usual])
+def test_residuals_of_many_segments_are_those_of_each(dtype, tokens, draw):
+    codec, segment = SplitPlanes(3, 1, 16), 32
+    keys, values = draw((2, tokens, 8), dtype, 1), draw((2, tokens, 6), dtype, 2)
+    planes = encode_residuals(codec, keys, values, segment)
+    width, taken = FIELDS[dtype][0], 0
+    rest: dict[str, list] = {"key_rest": [], "value_rest": []}
+    for i, start in enumerate(range(0, tokens, segment)):
+        part = slice(start, start + segment)
+        _, residual = codec.encode(keys[:, part], values[:, part])
+        for name, found in rest.items():
+            found.append(residual.tensors[name].flatten())
+        count = residual.extent.escapes
+        assert planes.counts[i] == count
+        own = planes.escapes[taken : taken + math.ceil(count * width / 8)]
+        whole = count * width // 8  # behind the last escape are zeros, or none
+        assert torch.equal(own[:whole], residual.tensors["escapes"][:whole])
+        taken += escape_bytes(count, width)
+    for name, found in rest.items():
+        assert torch.equal(getattr(planes, name), torch.cat(found))
 
 
 def test_zeros_are_drafted_exactly_and_cost_no_escape():

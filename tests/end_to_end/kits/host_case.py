@@ -13,7 +13,7 @@ import openai
 import requests
 from stand_ins import import_kit
 
-from lossless.prompts import load_tokenizer
+from vericache_sglang.evaluation.workload import load_tokenizer
 
 STORY = "Human: Write a travel blog post to Hawaii.\n\nAssistant:"
 SEED = 17

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from stand_ins import import_kit
 
-from lossless.runs import ENGINE
-
 MODEL = Path(__file__).parents[3] / "configs" / "demo-model"
 TOLERANCE = 1e-3
 SIZES = {
@@ -66,10 +64,16 @@ def main():
     """Run the test, then print VeriCache's counters as the last line."""
     kit = import_kit("cache_consistency_jitter")
     arguments = {
-        **ENGINE,
         "model_path": str(MODEL),
+        "device": "cpu",
+        "attention_backend": "vericache",
+        "dtype": "float32",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
         "speculative_algorithm": "VERICACHE",
         "max_total_tokens": int(sys.argv[1]),
+        "max_running_requests": 16,
+        "log_level": "warning",
     }
     with kit.get_jitter_engine(
         jitter_probability=0.0, retract_interval=25, **arguments

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_server import PATHS, SERVERS
 
-from lossless.runs import PATHS, STRICT
-
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 SETTINGS = {
     "min_prompt": 1,
@@ -29,7 +28,7 @@ def test_contexts_reused_under_retraction_give_the_same_tokens(tmp_path):
         [sys.executable, str(Path(__file__).with_name("jitter_run.py")), str(POOL)],
         env={
             **os.environ,
-            **STRICT,
+            **SERVERS,
             "PYTHONPATH": PATHS,
             "PROMETHEUS_MULTIPROC_DIR": str(metrics),
             "VERICACHE_CONFIG": json.dumps(SETTINGS),

@@ -11,7 +11,7 @@ from host_case import run_method
 from kit_table import ROWS, WITHOUT_METHODS, shipped
 from stand_ins import import_kit
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 
 def _cases():

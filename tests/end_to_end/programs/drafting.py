@@ -5,8 +5,8 @@ import random
 
 from live_server import MODEL
 
-from demo_model.records import prompt_of_length
-from lossless.prompts import count_tokens, load_tokenizer
+from vericache_sglang.demo_records import prompt_of_length
+from vericache_sglang.evaluation.workload import count_tokens, load_tokenizer
 
 
 def draw_prompts(count, tokens=400, calls=1, seed=5):

@@ -9,13 +9,13 @@ pytest.importorskip("sglang")
 
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
-from vericache_sglang.engine.figures import Figures
 from vericache_sglang.engine.sampling.expand import expand, pick
 from vericache_sglang.engine.sampling.penalties import Penalties
 from vericache_sglang.engine.sampling.profile import Profile, Rule
 from vericache_sglang.engine.sampling.query import Query, RowQueries
 from vericache_sglang.engine.sampling.request_view import RequestView
 from vericache_sglang.engine.state import RequestState
+from vericache_sglang.observability.request_stats import RequestStats
 
 VOCABULARY = 8
 
@@ -55,7 +55,7 @@ def state_of(seed, outputs, drafts=(), **more):
         eligible=True,
         stops=frozenset(),
         longest=8,
-        figures=Figures(True, 8),
+        figures=RequestStats(True, 8),
         drafts=list(drafts),
         **more,
     )

@@ -39,14 +39,12 @@ class CodecNeeds:
         resid_in: ``encode`` wants ``sinks`` found in the layer's input.
         token_align: Cut points and counts that are multiples of this many tokens
             encode the same tokens the same way, wherever the cut.
-        head_coupled: One code depends on all KV heads, so all must be on one rank.
     """
 
     artifact: str = ""
     rope: bool = False
     resid_in: bool = False
     token_align: int = 1
-    head_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +166,18 @@ class Codec(ABC):
         """Return a codec that knows the model's rotation; default: it needs none."""
         return self
 
+    def of_heads(self, first: int, heads: int, all_heads: int) -> Codec:
+        """Return the codec of some of a model's KV heads, those of one rank.
+
+        Default: itself, which asks of no head what it does not have.
+
+        Args:
+            first: The first of them, in [0, ``all_heads``).
+            heads: How many follow each other.
+            all_heads: KV heads of the model.
+        """
+        return self
+
     def check_model(self, spec: ModelSpec) -> None:
         """Refuse a model the calibration file is not of; default: there is no file.
 
@@ -239,6 +249,50 @@ class Codec(ABC):
         Raises:
             CompressionError: Shapes, dtypes or positions are not as above.
         """
+        source = self._source(keys, values, layer, positions, sinks)
+        extent, draft, residual = self._encode(source)
+        return self._part(source, extent, draft), self._part(source, extent, residual)
+
+    def encode_draft(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        layer: int = 0,
+        positions: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Part:
+        """Encode one layer's draft part alone; nothing waits for a GPU.
+
+        Its extent says nothing of the residual, so it has no escapes.
+
+        Args:
+            keys: As for ``encode``.
+            values: As for ``encode``.
+            layer: As for ``encode``.
+            positions: As for ``encode``.
+            sinks: As for ``encode``; where there are any, or the codec looks for its
+                own, their slots are read on the host.
+
+        Raises:
+            CompressionError: See ``encode``.
+        """
+        source = self._source(keys, values, layer, positions, sinks)
+        return self._part(source, *self._encode_draft(source))
+
+    def _source(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: int,
+        positions: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> Source:
+        """Check what is to be encoded.
+
+        Raises:
+            CompressionError: See ``encode``.
+        """
         extent = check_kv(keys, values)
         if positions is None:
             if self.needs.rope:
@@ -248,13 +302,10 @@ class Codec(ABC):
                 f"positions must be [{extent.tokens}] or [{extent.heads}, "
                 f"{extent.tokens}], got {tuple(positions.shape)}"
             )
-        source = Source(extent, keys, values, layer, positions, sinks)
-        extent, draft, residual = self._encode(source)
-        parts = (
-            Part(self.identity, extent, layer, positions, tensors)
-            for tensors in (draft, residual)
-        )
-        return next(parts), next(parts)
+        return Source(extent, keys, values, layer, positions, sinks)
+
+    def _part(self, source: Source, extent: Extent, tensors: Tensors) -> Part:
+        return Part(self.identity, extent, source.layer, source.positions, tensors)
 
     def decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Approximate the KV from the draft part alone.
@@ -289,8 +340,16 @@ class Codec(ABC):
         return self._join(draft, residual)
 
     @abstractmethod
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
+        """Return the extent and the fields of the draft part."""
+
     def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
-        """Return the final extent and the fields of draft part and residual."""
+        """Return the final extent and the fields of draft part and residual.
+
+        Default: the residual is the whole KV.
+        """
+        whole = {"keys": source.keys, "values": source.values}
+        return *self._encode_draft(source), whole
 
     @abstractmethod
     def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,11 +156,9 @@ class KIVI(Codec):
             return tokens, tokens
         return tokens - tokens % self.window, max(0, tokens - self.window)
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
         self.draft_layout(source.extent)
-        draft = self._seal(source.keys, source.values)
-        residual = {"keys": source.keys, "values": source.values}
-        return source.extent, draft, residual
+        return source.extent, self._seal(source.keys, source.values)
 
     def _seal(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
         """Quantize what has left the window; the two may differ in tokens."""

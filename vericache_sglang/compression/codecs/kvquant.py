@@ -54,10 +54,11 @@ class KVQuant(Codec):
     """Code books of a calibration; keys scaled per channel, values per token.
 
     A row is one slot of all KV heads, C = H * D numbers; keys are turned back to what
-    they were before RoPE. A number is mapped to about [-1, 1] and becomes the index of
-    the nearest entry of its layer's book. Key channels are mapped by their calibrated
-    thresholds, values by the range of their own row without its outliers (sections 3.1
-    to 3.4 of the paper).
+    they were before RoPE. With several ranks it is one slot of a rank's heads: each has
+    its own range of values and its own places for outliers. A number is mapped to about
+    [-1, 1] and becomes the index of the nearest entry of its layer's book. Key channels
+    are mapped by their calibrated thresholds, values by the range of their own row
+    without its outliers (sections 3.1 to 3.4 of the paper).
 
     Where we depart from the official code: outliers are capped. A row has ``cap * C``
     places, filled with what lies furthest out; what finds no place gets the end of the
@@ -93,12 +94,17 @@ class KVQuant(Codec):
 
     @property
     def needs(self) -> CodecNeeds:
-        """See ``Codec.needs``: rows run over all heads."""
-        return CodecNeeds(artifact=KVQuantTables.KIND, rope=True, head_coupled=True)
+        """See ``Codec.needs``."""
+        return CodecNeeds(artifact=KVQuantTables.KIND, rope=True)
 
     def bind(self, rope: Rotation) -> KVQuant:
         """See ``Codec.bind``."""
         return dataclasses.replace(self, rope=rope)
+
+    def of_heads(self, first: int, heads: int, all_heads: int) -> KVQuant:
+        """See ``Codec.of_heads``."""
+        tables = self.tables.of_heads(first, heads, all_heads)
+        return dataclasses.replace(self, tables=tables)
 
     def check_model(self, spec: ModelSpec) -> None:
         """See ``Codec.check_model``."""
@@ -123,17 +129,18 @@ class KVQuant(Codec):
         }
         for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
             columns = extent.heads * dim
-            places = (rows, self._places(columns))
+            places = (rows, self.places(columns))
             width = packed_bytes(columns, self.tables.bits)
             layout[f"{part}_codes"] = (torch.uint8, (rows, width))
             layout[f"{part}_columns"] = (_column_dtype(columns), places)
             layout[f"{part}_exact"] = (extent.dtype, places)
         return {**layout, **sink_layout(extent)}
 
-    def _places(self, columns: int) -> int:
+    def places(self, columns: int) -> int:
+        """Return how many numbers of a row of ``columns`` stay exact."""
         return math.ceil(self.cap * columns - 1e-9)  # without float dust
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
         self.tables.check_layer(source.layer)
         draft = dict(sink_fields(source, self._default_sinks(source)))
         extent = dataclasses.replace(
@@ -142,7 +149,7 @@ class KVQuant(Codec):
         self.draft_layout(extent)
         others = other_slots(draft["sink_slots"], extent.tokens)
         rows = as_rows(before_rope(self.rope, source))[others]
-        scale = self.tables.key_scale(source.layer, rows.device)
+        scale = self.tables.on(rows.device).key_scale(source.layer)
         distance = scale.normalized(rows).abs()
         draft |= self._coded("key", source, rows, scale, distance)
         rows = as_rows(source.values.to(torch.float32))[others]
@@ -151,7 +158,7 @@ class KVQuant(Codec):
         draft["value_reach"] = exact_scale.reach.to(extent.dtype)
         scale = _value_scale(draft)
         draft |= self._coded("value", source, rows, scale, distance)
-        return extent, draft, {"keys": source.keys, "values": source.values}
+        return extent, draft
 
     def _coded(
         self,
@@ -164,7 +171,7 @@ class KVQuant(Codec):
         """Return the fields of key or value rows [N, C]."""
         columns = rows.shape[1]
         book = self._book(part, source.layer, rows.device)
-        coded = encode_rows(rows, scale, book, distance, self._places(columns))
+        coded = encode_rows(rows, scale, book, distance, self.places(columns))
         return {
             f"{part}_codes": pack(coded.codes, self.tables.bits),
             f"{part}_columns": coded.columns.to(_column_dtype(columns)),
@@ -175,7 +182,7 @@ class KVQuant(Codec):
         tensors, heads = draft.tensors, draft.extent.heads
         self.tables.check_layer(draft.layer)
         device = tensors["key_codes"].device
-        scale = self.tables.key_scale(draft.layer, device)
+        scale = self.tables.on(device).key_scale(draft.layer)
         keys = as_heads(self._rows("key", draft, scale), heads)
         keys = behind_rope(self.rope, keys, draft)
         scale = _value_scale(tensors)
@@ -199,9 +206,9 @@ class KVQuant(Codec):
         return decode_rows(coded, scale, self._book(part, draft.layer, packed.device))
 
     def _book(self, part: str, layer: int, device: torch.device) -> torch.Tensor:
-        tables = self.tables
+        tables = self.tables.on(device)
         books = tables.key_books if part == "key" else tables.value_books
-        return books[layer].to(device)
+        return books[layer]
 
     def _default_sinks(self, source: Source) -> torch.Tensor:
         """Return the slots that hold a first position in every head."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from vericache_sglang.compression.codecs.artifact import (
 )
 from vericache_sglang.compression.codecs.code_book import fit_book
 from vericache_sglang.compression.codecs.nuq import Scale, inner_range
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class KVQuantTables:
 
     Attributes:
         source: File, for messages.
-        digest: Of the file; equal digests are equal tables.
+        digest: Of the file, and of the heads cut out of it; equal digests are equal
+            tables.
         outliers: Share of numbers beyond the thresholds, in [0, 1).
         key_low: [L, C] float32, lower threshold of each key channel before RoPE.
         key_high: [L, C], the upper one.
@@ -75,6 +78,19 @@ class KVQuantTables:
         """
         return _tables_of(read_artifact(path, KVQuantTables.KIND))
 
+    def of_heads(self, first: int, heads: int, all_heads: int) -> KVQuantTables:
+        """Return the tables of some of the KV heads, see ``Codec.of_heads``."""
+        if heads == all_heads:
+            return self
+        dim = self.columns // all_heads
+        own = slice(first * dim, (first + heads) * dim)
+        return replace(
+            self,
+            digest=f"{self.digest}[{first}:{first + heads}]",
+            key_low=self.key_low[:, own],
+            key_high=self.key_high[:, own],
+        )
+
     def check_layer(self, layer: int) -> None:
         """Refuse a layer that was not calibrated.
 
@@ -96,9 +112,25 @@ class KVQuantTables:
         shape = len(self.key_low), self.columns
         check_model(self.source, shape, self.model, spec)
 
-    def key_scale(self, layer: int, device: torch.device) -> Scale:
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (a process has one or two of them)
+    def on(self, device: torch.device) -> KVQuantTables:
+        """Return the tables on a device; made once, without waiting for it."""
+        return replace(
+            self,
+            key_low=placed(self.key_low, device),
+            key_high=placed(self.key_high, device),
+            key_books=placed(self.key_books, device),
+            value_books=placed(self.value_books, device),
+        )
+
+    def flat(self) -> torch.Tensor:
+        """Return [L, 2 * C + 2 * 2**bits], a layer's offsets, reaches and books."""
+        scale = Scale.of(self.key_low, self.key_high)
+        return torch.cat([*scale, self.key_books, self.value_books], dim=1)
+
+    def key_scale(self, layer: int) -> Scale:
         """Return the scale [C] of a layer's key channels."""
-        return Scale.of(self.key_low[layer].to(device), self.key_high[layer].to(device))
+        return Scale.of(self.key_low[layer], self.key_high[layer])
 
 
 class LayerTables(NamedTuple):

@@ -98,12 +98,12 @@ def dequantize(affine: Affine) -> torch.Tensor:
 class RotateKV(Codec):
     """Outliers spread by a rotation, so that 2 bits per number do.
 
-    A row is one slot of all KV heads. Keys are turned back to what they were before
-    RoPE, groups of heads are rotated together (Walsh-Hadamard), channels are put in
-    the calibrated order, and ``group`` neighbours share step and zero point (sections
-    4.1 and 4.2 of the paper; the code rotates first, then reorders). Values are rotated
-    head by head. Sinks are exact: the paper finds them by the layer's input
-    (``massive_slots``).
+    A row is one slot of all KV heads, with several ranks of a rank's. Keys are turned
+    back to what they were before RoPE, groups of heads are rotated together
+    (Walsh-Hadamard), channels are put in the calibrated order, and ``group`` neighbours
+    share step and zero point (sections 4.1 and 4.2 of the paper; the code rotates
+    first, then reorders). Values are rotated head by head. Sinks are exact: the paper
+    finds them by the layer's input (``massive_slots``).
 
     Attributes:
         tables: Order of the rotated channels of every layer.
@@ -143,14 +143,17 @@ class RotateKV(Codec):
 
     @property
     def needs(self) -> CodecNeeds:
-        """See ``Codec.needs``: heads are mixed."""
-        return CodecNeeds(
-            artifact=RotateKVTables.KIND, rope=True, resid_in=True, head_coupled=True
-        )
+        """See ``Codec.needs``."""
+        return CodecNeeds(artifact=RotateKVTables.KIND, rope=True, resid_in=True)
 
     def bind(self, rope: Rotation) -> RotateKV:
         """See ``Codec.bind``."""
         return dataclasses.replace(self, rope=rope)
+
+    def of_heads(self, first: int, heads: int, all_heads: int) -> RotateKV:
+        """See ``Codec.of_heads``."""
+        tables = self.tables.of_heads(first, heads, all_heads)
+        return dataclasses.replace(self, tables=tables)
 
     def check_model(self, spec: ModelSpec) -> None:
         """See ``Codec.check_model``."""
@@ -178,7 +181,7 @@ class RotateKV(Codec):
             layout[f"{part}_zero"] = (torch.int16, groups)
         return {**layout, **sink_layout(extent)}
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
         none = torch.empty(0, dtype=torch.int32)
         sinks = none if source.sinks is None else source.sinks
         draft = dict(sink_fields(source, sinks))
@@ -192,7 +195,7 @@ class RotateKV(Codec):
         draft |= self._coded("key", rows[:, order], extent)
         rows = as_rows(source.values.to(torch.float32))[others]
         draft |= self._coded("value", rotate_heads(rows, extent.value_dim, 1), extent)
-        return extent, draft, {"keys": source.keys, "values": source.values}
+        return extent, draft
 
     def _coded(self, part: str, rows: torch.Tensor, extent: Extent) -> Tensors:
         """Return the fields of key or value rows [N, C]."""
@@ -235,7 +238,7 @@ class RotateKV(Codec):
     def _order(self, layer: int, extent: Extent, device: torch.device) -> torch.Tensor:
         """Return the order [C] of a layer's rotated key channels."""
         self.tables.check(layer, extent.heads * extent.key_dim)
-        return self.tables.order[layer].to(device)
+        return self.tables.on(device).order[layer]
 
 
 def massive_slots(hidden: torch.Tensor, entries: int = 20) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from vericache_sglang.compression.codecs.artifact import (
     write_artifact,
 )
 from vericache_sglang.compression.codecs.hadamard import hadamard
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ class RotateKVTables:
 
     Attributes:
         source: File, for messages.
-        digest: Of the file; equal digests are equal tables.
+        digest: Of the file, and of the heads cut out of it; equal digests are equal
+            tables.
         rotated_heads: KV heads that were rotated together.
         order: [L, C] int64, the rotated channel that comes first, second and so on.
         model: What was calibrated; None: the file does not say.
@@ -57,6 +61,30 @@ class RotateKVTables:
                 message names file and field.
         """
         return _tables_of(read_artifact(path, RotateKVTables.KIND))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (a process has one or two of them)
+    def on(self, device: torch.device) -> RotateKVTables:
+        """Return the tables on a device; made once, without waiting for it."""
+        return replace(self, order=placed(self.order, device))
+
+    def of_heads(self, first: int, heads: int, all_heads: int) -> RotateKVTables:
+        """Return the tables of some of the KV heads, see ``Codec.of_heads``.
+
+        Their channels stay in the order they had among all. Where the heads that were
+        rotated together are not all among them, fewer are.
+        """
+        if heads == all_heads:
+            return self
+        layers, columns = self.order.shape
+        dim = columns // all_heads
+        start, stop = first * dim, (first + heads) * dim
+        own = self.order[(self.order >= start) & (self.order < stop)] - start
+        return replace(
+            self,
+            digest=f"{self.digest}[{first}:{first + heads}]",
+            rotated_heads=math.gcd(self.rotated_heads, heads),
+            order=own.view(layers, stop - start),
+        )
 
     def check(self, layer: int, columns: int) -> None:
         """Refuse a layer or a width that was not calibrated.

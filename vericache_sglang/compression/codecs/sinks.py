@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.compression.codecs.floats import FORMATS
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def sink_fields(source: Source, sinks: torch.Tensor) -> Tensors:
     Raises:
         CompressionError: The sinks are not ascending, unique and in [0, T).
     """
-    slots = _checked(sinks, source.extent.tokens).to(source.keys.device)
+    slots = placed(_checked(sinks, source.extent.tokens), source.keys.device)
     return {
         "sink_slots": slots,
         "sink_keys": take(source.keys, slots),
@@ -54,6 +56,8 @@ def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
     Raises:
         CompressionError: They are not ascending, unique and in [0, T).
     """
+    if sinks.shape == (0,):  # nothing to wait for a GPU for
+        return sinks.to(torch.int32)
     slots = sinks.to(torch.int64)
     bounded = sinks.dim() == 1 and bool(((slots >= 0) & (slots < tokens)).all())
     if not bounded or not bool((slots.diff() > 0).all()):
@@ -65,9 +69,7 @@ def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def other_slots(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the slots of [0, T) that are no sinks, ascending, int64."""
-    mask = torch.ones(tokens, dtype=torch.bool, device=sinks.device)
-    mask[sinks.to(torch.int64)] = False
-    return mask.nonzero()[:, 0]
+    return complement_indices(sinks.to(torch.int64)[None], tokens)[0]
 
 
 def take(entries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

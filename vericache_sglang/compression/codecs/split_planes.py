@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -22,6 +22,7 @@ from vericache_sglang.compression.codecs.base import (
 )
 from vericache_sglang.compression.codecs.floats import (
     FORMATS,
+    Format,
     Numbers,
     put_together,
     take_apart,
@@ -34,6 +35,9 @@ from vericache_sglang.compression.codecs.packing import (
     unpack_wide,
 )
 from vericache_sglang.errors import CompressionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Plane(NamedTuple):
@@ -49,6 +53,26 @@ class Plane(NamedTuple):
     sign: torch.Tensor
     exponent: torch.Tensor
     top: torch.Tensor
+    escaped: torch.Tensor
+
+
+class Side(NamedTuple):
+    """Keys or values [H, T, D] taken apart, integers of the numbers' size.
+
+    Attributes:
+        sign: 0 or 1.
+        exponent: Biased.
+        mantissa: Without the leading one.
+        shared: Largest finite exponents: [H, blocks, D] of keys, [H, T] of values.
+        distance: From the shared exponent.
+        escaped: bool, where that is more than a code can say.
+    """
+
+    sign: torch.Tensor
+    exponent: torch.Tensor
+    mantissa: torch.Tensor
+    shared: torch.Tensor
+    distance: torch.Tensor
     escaped: torch.Tensor
 
 
@@ -150,36 +174,61 @@ class SplitPlanes(Codec):
 
     def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
         form = FORMATS[source.extent.dtype]
-        rest = form.mantissa - self.mantissa_bits
         draft, residual, escapes = {}, {}, []
-        for field, entries in (("key", source.keys), ("value", source.values)):
-            numbers = take_apart(entries)
-            finite = numbers.exponent.where(numbers.exponent != form.non_finite, 0)
-            if field == "key":
-                shared = self._key_blocks(finite).amax(2)
-                distance = self._over_tokens(shared, entries.shape[1])
-            else:
-                shared = finite.amax(2)
-                distance = shared[..., None]
-            draft[f"{field}_shared"] = pack(shared.to(torch.uint8), form.exponent)
-            distance = distance - numbers.exponent
-            escaped = (distance < 0) | (distance >= self._escape)
-            codes = numbers.sign << self.exponent_bits
-            codes |= distance.masked_fill(escaped, self._escape)
-            codes <<= self.mantissa_bits
-            codes |= numbers.mantissa >> rest
-            draft[f"{field}_codes"] = pack(codes.to(torch.uint8), self._code_bits)
-            low = numbers.mantissa & (1 << rest) - 1
-            residual[f"{field}_rest"] = pack_wide(low, rest)
-            escapes.append(numbers.exponent[escaped].to(torch.uint8))
+        for field, side in self.sides(source.keys, source.values):
+            draft.update(self._high(field, side, form))
+            residual[f"{field}_rest"] = self.low_bits(side, form)
+            escapes.append(side.exponent[side.escaped].to(torch.uint8))
         exponents = torch.cat(escapes)
         residual["escapes"] = pack(exponents, form.exponent)
         extent = dataclasses.replace(source.extent, escapes=exponents.numel())
         return extent, draft, residual
 
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
+        form, draft = FORMATS[source.extent.dtype], {}
+        for field, side in self.sides(source.keys, source.values):
+            draft.update(self._high(field, side, form))
+        return source.extent, draft
+
+    def sides(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[str, Side]]:
+        """Take keys and values [H, T, D] apart, one after the other."""
+        form = FORMATS[keys.dtype]
+        for field, entries in (("key", keys), ("value", values)):
+            numbers = take_apart(entries)
+            finite = numbers.exponent.where(numbers.exponent != form.non_finite, 0)
+            if field == "key":
+                shared = self._key_blocks(finite).amax(2)
+                over = self._over_tokens(shared, entries.shape[1])
+            else:
+                shared = finite.amax(2)
+                over = shared[..., None]
+            distance = over - numbers.exponent
+            escaped = (distance < 0) | (distance >= self._escape)
+            yield field, Side(*numbers, shared, distance, escaped)
+
+    def _high(self, field: str, side: Side, form: Format) -> dict[str, torch.Tensor]:
+        """Return a side's fields of the draft part."""
+        codes = side.sign << self.exponent_bits
+        codes |= side.distance.masked_fill(side.escaped, self._escape)
+        codes <<= self.mantissa_bits
+        codes |= side.mantissa >> form.mantissa - self.mantissa_bits
+        return {
+            f"{field}_shared": pack(side.shared.to(torch.uint8), form.exponent),
+            f"{field}_codes": pack(codes.to(torch.uint8), self._code_bits),
+        }
+
+    def low_bits(self, side: Side, form: Format) -> torch.Tensor:
+        """Return the mantissa bits [H, T, *] uint8 that the codes leave out."""
+        rest = form.mantissa - self.mantissa_bits
+        return pack_wide(side.mantissa & (1 << rest) - 1, rest)
+
     def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._shared(draft)
-        if min(int(keys.min()), int(values.min())) >= self._escape:
+        # To look would have the host wait for a GPU.
+        on_host = not keys.is_cuda
+        if on_host and min(int(keys.min()), int(values.min())) >= self._escape:
             return self._decode_normal(draft, keys, values)
         form = FORMATS[draft.extent.dtype]
         rest = form.mantissa - self.mantissa_bits
@@ -210,7 +259,7 @@ class SplitPlanes(Codec):
             ("key_codes", extent.key_dim, powers),
             ("value_codes", extent.value_dim, _powers(values, extent.dtype)[..., None]),
         )
-        table = self._factors().to(keys.device)
+        table = self._factors()
         results = []
         for field, dim, scale in fields:
             codes = unpack(tensors[field], self._code_bits, dim)

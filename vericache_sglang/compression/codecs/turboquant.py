@@ -20,14 +20,18 @@ from vericache_sglang.compression.codecs.base import (
 )
 from vericache_sglang.compression.codecs.code_book import fit_book, nearest
 from vericache_sglang.compression.codecs.packing import pack, packed_bytes, unpack
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 GRID = 20_001
 """Points on which the law of a coordinate is integrated."""
 
 
+CPU = torch.device("cpu")
+
+
 @functools.lru_cache(maxsize=64)
-def coordinate_book(dim: int, bits: int) -> torch.Tensor:
+def coordinate_book(dim: int, bits: int, device: torch.device = CPU) -> torch.Tensor:
     """Return the best code book for one coordinate of a random unit vector.
 
     The coordinate's density is proportional to ``(1 - x**2) ** ((dim - 3) / 2)`` (lemma
@@ -36,18 +40,23 @@ def coordinate_book(dim: int, bits: int) -> torch.Tensor:
     Args:
         dim: D >= 3.
         bits: Width of a code.
+        device: Where it is used; its numbers are the same everywhere.
 
     Returns:
         [2**bits] float32, ascending.
     """
+    if device != CPU:
+        return placed(coordinate_book(dim, bits), device)
     grid = torch.linspace(-1, 1, GRID, dtype=torch.float64)[1:-1]
     density = (1 - grid**2) ** ((dim - 3) / 2)
     return fit_book(grid, density, 1 << bits, rounds=2000).to(torch.float32)
 
 
 @functools.lru_cache(maxsize=64)
-def random_rotation(dim: int, seed: int) -> torch.Tensor:
+def random_rotation(dim: int, seed: int, device: torch.device = CPU) -> torch.Tensor:
     """Return a random orthogonal matrix [D, D] float32, the same for equal seeds."""
+    if device != CPU:
+        return placed(random_rotation(dim, seed), device)
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, upper = torch.linalg.qr(normal)
@@ -103,7 +112,7 @@ class TurboQuant(Codec):
             layout[f"{part}_norm"] = (extent.dtype, (*rows, 1))
         return layout
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
         self.draft_layout(source.extent)
         draft: dict[str, torch.Tensor] = {}
         for part, entries in (("key", source.keys), ("value", source.values)):
@@ -114,7 +123,7 @@ class TurboQuant(Codec):
             codes = nearest(rows / norm @ rotation, book)
             draft[f"{part}_codes"] = pack(codes, self.bits)
             draft[f"{part}_norm"] = norm.to(entries.dtype)
-        return source.extent, draft, {"keys": source.keys, "values": source.values}
+        return source.extent, draft
 
     def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
         extent, tensors, results = draft.extent, draft.tensors, []
@@ -131,6 +140,6 @@ class TurboQuant(Codec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rotation [D, D] and the book, on ``device``."""
         return (
-            random_rotation(dim, self.seed).to(device),
-            coordinate_book(dim, self.bits).to(device),
+            random_rotation(dim, self.seed, device),
+            coordinate_book(dim, self.bits, device),
         )

@@ -10,7 +10,7 @@ from sglang.srt.constrained.base_grammar_backend import GrammarMask
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
 from vericache_sglang.engine.sampling.request_view import processor_params
-from vericache_sglang.engine.upload import upload
+from vericache_sglang.engine.upload import send, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +129,9 @@ def _masks(
             usable[i] = cursor.mask_verified(row.state.drafts, mask, range(start, end))
         else:
             cursor.mask_next(mask, start)
-    mask = grammars[0].move_vocab_mask(mask, info.device)
+    if mask.device.type == "cpu":  # outlines fills its own on the device
+        # ``move_vocab_mask`` copies from pageable memory, which waits.
+        mask = send(mask, info.device)
     return GrammarMask(grammars[0], mask), usable
 
 

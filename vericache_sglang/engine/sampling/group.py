@@ -30,7 +30,6 @@ class Group:
     call of its own.
 
     Attributes:
-        members: Indices of the rows among all sampled rows.
         rows: The rows.
         usable: For each row, how many of its positions mean something.
         rule: How their tokens are chosen.
@@ -43,7 +42,6 @@ class Group:
         token_ids_logprobs: Per position, as SGLang's sampler takes it.
     """
 
-    members: list[int]
     rows: list[RowQueries]
     usable: list[int]
     rule: Rule
@@ -98,7 +96,6 @@ def groups(
         )
         seats = [query.seat for query in queries]
         yield Group(
-            members=members,
             rows=mine,
             usable=[usable[i] for i in members],
             rule=rule,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vericache_sglang.engine.upload import upload
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -52,8 +54,8 @@ class Penalties:
         device: Any,
         lagged: int | None,
     ) -> None:
-        self._frequency_step = torch.tensor(params.frequency_penalty or 0.0)
-        self._presence_step = torch.tensor(params.presence_penalty or 0.0)
+        self._frequency_step = float(params.frequency_penalty or 0.0)
+        self._presence_step = float(params.presence_penalty or 0.0)
         repetition = params.repetition_penalty
         self._repetition_step = 1.0 if repetition is None else float(repetition)
         self._least_tokens = int(params.min_new_tokens or 0)
@@ -61,7 +63,8 @@ class Penalties:
         self._frequency, self._presence = zeros, zeros.clone()
         self._repetition = torch.ones(vocab_size, device=device)
         self._forbidden = zeros.clone()
-        self._forbidden[[token for token in stops if token < vocab_size]] = -torch.inf
+        (ends,) = upload(device, [token for token in stops if token < vocab_size])
+        self._forbidden[ends] = -torch.inf
         self._uncounted = [] if lagged is None else [lagged]
 
     def note(self, tokens: Sequence[int]) -> None:
@@ -109,6 +112,7 @@ class Penalties:
         presence: torch.Tensor,
         repetition: torch.Tensor,
     ) -> None:
-        frequency[token] += self._frequency_step
-        presence[token] = self._presence_step
-        repetition[token] = self._repetition_step
+        # ``presence[token] = number`` is a copy from the host, and waits on a GPU.
+        frequency[token].add_(self._frequency_step)
+        presence[token].fill_(self._presence_step)
+        repetition[token].fill_(self._repetition_step)

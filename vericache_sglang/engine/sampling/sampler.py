@@ -9,6 +9,7 @@ that ask for classic rejection sampling are the exception (``rejection.py``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +21,34 @@ from sglang.srt.layers.sampler import (
 
 from vericache_sglang.engine.accept import accepted_tokens
 from vericache_sglang.engine.sampling.expand import expand
-from vericache_sglang.engine.sampling.group import Group, groups
+from vericache_sglang.engine.sampling.group import groups
 from vericache_sglang.engine.sampling.logprobs import LogprobTable, read
 from vericache_sglang.engine.sampling.profile import Rule
 from vericache_sglang.engine.sampling.rejection import filtered_probs, reject
-from vericache_sglang.engine.upload import upload
+from vericache_sglang.engine.upload import download, upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from vericache_sglang.engine.sampling.group import Group
     from vericache_sglang.engine.sampling.query import RowQueries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sampled:
+    """A group after its call of SGLang's sampler.
+
+    Attributes:
+        group: The group.
+        output: Log-probabilities, as far as they are asked for.
+        drawn: Seat -> tokens, where rejection sampling chose them.
+    """
+
+    group: Group
+    output: LogitsProcessorOutput
+    drawn: dict[int, list[int]] = field(default_factory=dict)
 
 
 class RowSampler:
@@ -65,20 +82,32 @@ class RowSampler:
             For each row the token it drafts, the token it decodes, or the 1 to d + 1
             tokens its verification emits; and log-probabilities of what is emitted.
         """
+        target, sampled = self._sample(batch, rows, logits, positions)
+        told = [each for each in sampled if each.group.logprobs]
+        # The only wait: whatever the host has to know of this forward comes at once.
+        numbers, *values = download(
+            target, *(each.output.next_token_logprobs for each in told)
+        )
+        predicted = numbers.tolist()
+        usable = {row.seat: len(row.queries) for row in rows}
+        for each in sampled:
+            group = each.group
+            for row, count in zip(group.rows, group.usable, strict=True):
+                usable[row.seat] = count
+        runs = {}
+        for row in rows:
+            asked = row.queries[: usable[row.seat]]
+            runs[row.seat] = _run(row, [predicted[query.at] for query in asked])
+        for each in sampled:
+            runs |= each.drawn
         table = LogprobTable()
-        runs: list[list[int]] = [[]] * len(rows)
-        dressed = [i for i, row in enumerate(rows) if not row.state.profile.bare]
-        if len(dressed) < len(rows):
-            predicted = torch.argmax(logits, dim=-1).tolist()
-            for i, row in enumerate(rows):
-                if row.state.profile.bare:
-                    runs[i] = _run(row, [predicted[query.at] for query in row.queries])
-        if dressed:
-            chosen = [rows[i] for i in dressed]
-            sampled = self._sample(batch, chosen, logits, positions, table)
-            for i, run in zip(dressed, sampled, strict=True):
-                runs[i] = run
-        return runs, table
+        for each, own in zip(told, values, strict=True):
+            each.output.next_token_logprobs = own
+            entries = read(each.output)
+            for start, row in each.group.spans():
+                if row.emits and row.state.req.return_logprob:
+                    table.rows[row.seat] = entries[start : start + len(runs[row.seat])]
+        return [runs[row.seat] for row in rows], table
 
     def targets(
         self,
@@ -98,16 +127,35 @@ class RowSampler:
         Returns:
             [T] int64, each what the request's next token would be there.
         """
+        target, _ = self._sample(batch, rows, logits, positions)
+        return target
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[_Sampled]]:
+        """Choose [T] tokens on the device; also returns what they were drawn in.
+
+        Waits only for rows under rejection sampling, whose tokens are in ``drawn``.
+        """
         target = torch.argmax(logits, dim=-1)
-        drawn = [row for row in rows if not row.state.profile.bare]
-        parts = self._grouped(batch, drawn, logits, positions) if drawn else ()
+        sampled = []
+        dressed = [row for row in rows if not row.state.profile.bare]
+        parts = self._grouped(batch, dressed, logits, positions) if dressed else ()
         for group in parts:
-            tokens, _ = self._tokens(group)
+            if group.rule is Rule.REJECTION:
+                sampled.append(self._rejected(group))
+                continue
+            tokens, output = self._tokens(group)
             (at,) = upload(
                 logits.device, [query.at for row in group.rows for query in row.queries]
             )
             target[at] = tokens.to(target.dtype)
-        return target
+            sampled.append(_Sampled(group, output))
+        return target, sampled
 
     def _grouped(
         self,
@@ -128,31 +176,6 @@ class RowSampler:
             apply_custom_logit_processor(picked, info)
         yield from groups(batch, rows, usable, info, picked, positions[at])
 
-    def _sample(
-        self,
-        batch: ScheduleBatch,
-        rows: Sequence[RowQueries],
-        logits: torch.Tensor,
-        positions: torch.Tensor,
-        table: LogprobTable,
-    ) -> list[list[int]]:
-        """Choose for rows that are more than an argmax; fills ``table``."""
-        runs: list[list[int]] = [[]] * len(rows)
-        for group in self._grouped(batch, rows, logits, positions):
-            if group.rule is Rule.REJECTION:
-                found, output = self._rejected(group)
-            else:
-                tokens, output = self._tokens(group)
-                found = _runs(group, tokens.tolist())
-            for i, run in zip(group.members, found, strict=True):
-                runs[i] = run
-            if group.logprobs:
-                entries = read(output)
-                for (start, row), run in zip(group.spans(), found, strict=True):
-                    if row.emits and row.state.req.return_logprob:
-                        table.rows[row.seat] = entries[start : start + len(run)]
-        return runs
-
     def _tokens(self, group: Group) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Choose [n] tokens, one at every position, each for itself."""
         if group.rule is not Rule.COUPLED:
@@ -172,11 +195,12 @@ class RowSampler:
         ).view(-1)
         return tokens, self._logprobs(group, probs, tokens)
 
-    def _rejected(self, group: Group) -> tuple[list[list[int]], LogitsProcessorOutput]:
+    def _rejected(self, group: Group) -> _Sampled:
         """Draw by rejection sampling, row by row."""
         probs, cut = _distributions(group)
         runs, tokens = reject(group, cut)
-        return runs, self._logprobs(group, probs, tokens)
+        drawn = {row.seat: run for row, run in zip(group.rows, runs, strict=True)}
+        return _Sampled(group, self._logprobs(group, probs, tokens), drawn)
 
     def _logprobs(
         self, group: Group, probs: torch.Tensor, tokens: torch.Tensor
@@ -201,13 +225,6 @@ def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     if not group.filtered:
         return probs, probs
     return probs, filtered_probs(probs, info.top_ks, info.top_ps, info.min_ps)
-
-
-def _runs(group: Group, tokens: list[int]) -> list[list[int]]:
-    return [
-        _run(row, tokens[start : start + usable])
-        for (start, row), usable in zip(group.spans(), group.usable, strict=True)
-    ]
 
 
 def _run(row: RowQueries, tokens: list[int]) -> list[int]:

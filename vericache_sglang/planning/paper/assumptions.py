@@ -10,7 +10,6 @@ from vericache_sglang.planning.acceptance import (
 from vericache_sglang.planning.hardware import MEMORY_SHARE, gpu_named, machine_of
 from vericache_sglang.planning.intra import Server
 from vericache_sglang.planning.models import find_model
-from vericache_sglang.planning.requests import equal_requests
 
 CONTEXT_TOKENS = 24_414
 """4 GB of Mistral-24B's KV, the request of section 4.1's example, in tokens."""
@@ -53,7 +52,7 @@ def server(
     return Server(
         machine=machine_of(gpu_named(gpu), devices),
         weight_bytes=shape.weight_bytes,
-        requests=equal_requests(context_tokens * shape.kv_bytes_per_token),
+        kv_bytes=context_tokens * shape.kv_bytes_per_token,
         acceptance=Geometric(survival),
         flops_per_token=2.0 * shape.params,
         printed_transfer=printed_transfer,

@@ -22,7 +22,6 @@ class Broken:
 
     seconds = 1e-6
     nbytes = 1
-    layers_done = 0
 
     def done(self):
         """Fail."""

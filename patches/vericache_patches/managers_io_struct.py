@@ -1,0 +1,34 @@
+"""Hook on ``sglang/srt/managers/io_struct.py``: ``n``, before copies are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def normalize_batch_and_arguments(request: Any) -> None:
+    """Let VeriCache look at ``sampling_params``; a ``ValueError`` becomes HTTP 400.
+
+    ``GenerateReqInput.vericache_check`` is set where VeriCache is on.
+    """
+    check = getattr(type(request), "vericache_check", None)
+    if check is not None:
+        check(request.sampling_params)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.managers.io_struct.GenerateReqInput."
+                "normalize_batch_and_arguments"
+            ),
+            kind="before",
+            args=("self",),
+            reason="Upstream expands n to that many requests without a bound.",
+            remove_when="SGLang bounds n.",
+        ),
+        normalize_batch_and_arguments,
+    ),
+)

@@ -1,0 +1,55 @@
+"""Hook on ``sglang/srt/managers/scheduler.py``: an abort ends the one that is meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+HIDDEN = "\x00"
+"""Stands before the id of a request that an abort does not mean."""
+
+
+def abort_request(original: Hook, scheduler: Any, recv_req: Any) -> Any:
+    """Hide requests whose id only begins with the one that is to be aborted."""
+    if recv_req.abort_all or not scheduler.draft_worker:
+        return original(scheduler, recv_req)
+    hidden = [
+        req
+        for req in _requests(scheduler)
+        if req.rid != recv_req.rid and req.rid.startswith(recv_req.rid)
+    ]
+    for req in hidden:
+        req.rid = HIDDEN + req.rid
+    try:
+        return original(scheduler, recv_req)
+    finally:
+        for req in hidden:
+            req.rid = req.rid.removeprefix(HIDDEN)
+
+
+def _requests(scheduler: Any) -> list[Any]:
+    """Return every request that ``abort_request`` looks at, each once."""
+    found = [
+        *scheduler.waiting_queue,
+        *scheduler.grammar_manager.grammar_queue,
+        *scheduler.collect_inflight_reqs(),
+    ]
+    if scheduler.chunked_req is not None:
+        found.append(scheduler.chunked_req)
+    return list({id(req): req for req in found}.values())
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target="sglang.srt.managers.scheduler.Scheduler.abort_request",
+            kind="around",
+            args=("self", "recv_req"),
+            reason="Upstream aborts every request whose id begins with the given one, "
+            "also where a client that chose a short id hangs up.",
+            remove_when="SGLang compares whole ids.",
+        ),
+        abort_request,
+    ),
+)

@@ -1,0 +1,41 @@
+"""Hook on ``kv_cache_configurator.py``: a block table with VeriCache's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def build_default_req_pool(original: Hook, configurator: Any, **sizes: int) -> Any:
+    """Build our pool of block-table rows where VeriCache is on."""
+    from sglang.srt.runtime_context import get_exec
+
+    from vericache_sglang.engine.block_table import block_table_pool
+
+    context: int = configurator.model_config.context_len
+    return block_table_pool(
+        sizes["max_num_reqs"],
+        context + sizes["extra_max_context_len"],
+        device=configurator.device,
+        enable_memory_saver=get_exec().features.enable_memory_saver,
+    ) or original(configurator, **sizes)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target=(
+                "sglang.srt.mem_cache.kv_cache_configurator."
+                "KVCacheConfigurator._build_default_req_pool"
+            ),
+            kind="around",
+            args=("self", "max_num_reqs", "extra_max_context_len"),
+            reason="No platform may choose the pool of block-table rows, and SGLang "
+            "builds on its table before a worker could enlarge it. Its free() is also "
+            "all that is called when a request is retracted or aborted.",
+            remove_when="SGLang takes the pool class from a registry.",
+        ),
+        build_default_req_pool,
+    ),
+)

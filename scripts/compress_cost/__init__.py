@@ -1,1 +1,0 @@
-"""What compressing costs: timers inside a server, and their sums by request."""

@@ -1,1 +1,0 @@
-"""The table of compressors: every line served, measured and compared with full KV."""

@@ -1,0 +1,1 @@
+"""The demo: one long document, several questions, three ways of serving."""

@@ -1,0 +1,81 @@
+"""One document of user records, and several questions about it."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from vericache_sglang.demo_records import multi_request, prompt_of_length, prompt_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request for tool calls.
+
+    Attributes:
+        text: A numbered list, one call an item.
+        prompt: Token ids of document and question.
+        answer: What the records say, JSON.
+    """
+
+    text: str
+    prompt: tuple[int, ...]
+    answer: str
+
+
+class Document:
+    """A prompt's tokenizer, document and questions.
+
+    Args:
+        model: Folder of the demo model; its tokenizer counts.
+        tokens: Most tokens of a prompt.
+        questions: How many; all are about the one document.
+        calls: Tool calls that each asks for.
+    """
+
+    def __init__(self, model: Path, tokens: int, questions: int, calls: int) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        rng = random.Random(SEED)
+        first = prompt_of_length(
+            rng, tokens, lambda text: len(self._ids(text)), calls=calls
+        )
+        asked = [(first.question, first.answer)]
+        asked += [
+            multi_request(rng, first.records, calls) for _ in range(questions - 1)
+        ]
+        self.records = len(first.records)
+        self.questions = [
+            Question(text, self._ids(prompt_text(first.document, text)), answer)
+            for text, answer in asked
+        ]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(question.prompt) for question in self.questions)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def calls_of(text: str) -> list[dict[str, Any]] | None:
+    """Return the tool calls of an answer; None where it is no list of calls."""
+    try:
+        calls = json.loads(text)
+    except ValueError:
+        return None
+    right = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("arguments"), dict)
+        for call in calls
+    )
+    return calls if right else None

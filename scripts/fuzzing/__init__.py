@@ -1,1 +1,0 @@
-"""Malformed bodies, hang-ups and aborts against a live server."""

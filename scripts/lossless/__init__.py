@@ -1,1 +1,0 @@
-"""Token-by-token comparison of VeriCache with plain SGLang, over many settings."""

@@ -1,0 +1,392 @@
+"""The decode loop on the device: all of it is the engine's, the model says one token.
+
+SGLang's scheduler is played as far as it touches the loop: it allocates slots, hands
+back the lengths that were published, and processes a result one iteration later.
+"""
+
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from known_kv import HEADS, LAYERS
+from ragged_world import Runner
+from scenarios import DIM, engine, scenario
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import _CONTEXT
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.server_args import ServerArgs
+
+from vericache_sglang.engine.algorithm import NAME, VeriCacheAlgorithm
+from vericache_sglang.engine.calibration import starting_coefficients
+from vericache_sglang.engine.conclusion import Conclusion
+from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
+from vericache_sglang.engine.decoding import Decoding
+from vericache_sglang.engine.entrance import Entrance
+from vericache_sglang.engine.flights import Flights
+from vericache_sglang.engine.graph_runner import eager_reasons, graph_figures
+from vericache_sglang.engine.mixed import MixedForward
+from vericache_sglang.engine.probing import Probing
+from vericache_sglang.engine.runtime_settings import runtime_settings
+from vericache_sglang.engine.token_board import TokenBoard
+from vericache_sglang.observability.guard import Guard
+from vericache_sglang.observability.iteration_reporter import IterationReporter
+from vericache_sglang.scheduling.runtime import Runtime
+
+QUERY_HEADS = 2 * HEADS
+VOCABULARY, SAID = 586, 72
+"""The demo model's, and its token of "a"."""
+SERVED = 30
+"""Tokens of a prompt."""
+CONTEXT = 90
+
+
+class Plain(SimpleNamespace):
+    """A model's configuration that asks for nothing special."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def model_runner(made, sampler):
+    """Return what the engine and SGLang read of the target's runner."""
+    return SimpleNamespace(
+        device="cuda",
+        is_draft_worker=False,
+        lora_manager=None,
+        decode_cuda_graph_runner=None,
+        token_to_kv_pool=made.pool,
+        req_to_token_pool=made.rows,
+        sampler=sampler,
+        kv_index_translator=SimpleNamespace(rebind_write_loc=lambda forward: None),
+        ngram_embedding_manager=SimpleNamespace(enabled=False),
+        shared_read_done_event=None,
+        hisparse_coordinator=None,
+        device_timer=None,
+        spec_algorithm=VeriCacheAlgorithm(NAME, None),
+        attn_dcp_size=1,
+        model_config=Plain(context_len=CONTEXT),
+    )
+
+
+def sampler():
+    """Return SGLang's sampler, without the groups of ranks it would ask."""
+    made = object.__new__(Sampler)
+    torch.nn.Module.__init__(made)
+    made.rl_on_policy_target = None
+    made.enable_deterministic = made.use_log_softmax_logprob = False
+    made.use_ascend_backend = False
+    made.output_logprob_processor = OutputLogprobProcessor()
+    return made
+
+
+class Target:
+    """Stands for ``TpModelWorker``: attention is real, every next token is ``says``.
+
+    Args:
+        runner: SGLang's, of the model.
+        graphs: Forwards run in our graph runner, eagerly over its static buffers.
+    """
+
+    def __init__(self, runner, graphs=False):
+        self.model_runner, self.says = runner, SAID
+        options = (runner, SimpleNamespace(forward_extend=None), 8)
+        self.backend = RaggedAttnBackend(*options)
+        self.attention = [
+            RadixAttention(QUERY_HEADS, DIM, DIM**-0.5, HEADS, layer_id=i)
+            for i in range(LAYERS)
+        ]
+        self.graphs = None
+        if graphs:
+            world = SimpleNamespace(ragged=self.backend, runner=runner, options=options)
+            self.graphs = Runner(world, [1, 2, 4])
+            self.graphs.serve(runner, self.layers)
+
+    def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
+        forward = forward_batch or ForwardBatch.init_new(
+            batch, self.model_runner, return_hidden_states_before_norm=False
+        )
+        result = GenerationBatchResult(logits_output=self._forward(forward))
+        if not is_verify:
+            logits = result.logits_output.next_token_logits
+            result.next_token_ids = torch.argmax(logits, dim=-1)
+        return result
+
+    def _forward(self, forward):
+        """Run a forward as ``ModelRunner._forward_raw`` does."""
+        graphs = self.model_runner.decode_cuda_graph_runner
+        if graphs is not None and graphs.can_run_graph(forward):
+            return graphs.execute(forward)
+        self.backend.init_forward_metadata(forward)
+        logits = self.layers(self.backend, forward)
+        return LogitsProcessorOutput(next_token_logits=logits)
+
+    def layers(self, backend, batch):
+        """Attend in every layer; returns logits [tokens, VOCABULARY]."""
+        count = len(batch.input_ids)
+        for layer in self.attention:
+            q = torch.ones(count, QUERY_HEADS * DIM, device="cuda")
+            kv = torch.ones(2, count, HEADS, DIM, device="cuda")
+            backend.forward(q, *kv, layer, batch)
+        logits = torch.zeros(count, VOCABULARY, device="cuda")
+        logits[:, self.says] = 1.0
+        return logits
+
+
+class Server:
+    """The loop and its requests.
+
+    Args:
+        device: The device.
+        made: A ``TinyEngine``.
+        graphs: As of ``Target``.
+    """
+
+    def __init__(self, device, made, graphs=False):
+        self.device, self.engine = device, made
+        config, residence = made.config, made.residence
+        runner = model_runner(made, sampler())
+        self.target, self.states = Target(runner, graphs), {}
+        self.runtime = Runtime(
+            runtime_settings(config, residence), residence._agreement.estimates
+        )
+        rows = residence.verify_rows
+        probing = Probing(
+            made.selector, residence.watch, residence.places, runner, rows[0]
+        )
+        self.board = TokenBoard(len(residence.table), config.draft_length, "cuda")
+        conclusion = Conclusion(residence, self.runtime, self.states)
+        reporter = IterationReporter(self.runtime, residence.link_log, {}, Guard())
+        self.flights = Flights(conclusion.land, reporter.landed)
+        self.loop = Decoding(
+            states=self.states,
+            target_worker=self.target,
+            residence=residence,
+            runtime=self.runtime,
+            agreement=residence._agreement,
+            entrance=Entrance(residence, probing, self.runtime, overlap=True),
+            mixed=MixedForward(
+                residence,
+                self.target,
+                self.board,
+                self.flights,
+                conclusion,
+                overlap=True,
+            ),
+            board=self.board,
+            flights=self.flights,
+            conclusion=conclusion,
+            watch=reporter,
+            max_running=6,
+        )
+        self.batch, self._last, self._launched = None, None, False
+
+    def admit(self, *rids, tokens=SERVED, asks=None, **more):
+        """Prefill prompts and put them in one batch.
+
+        Args:
+            rids: Of the requests.
+            tokens: Of each prompt.
+            asks: Called with the first request's state and the batch, to have it ask
+                for more.
+            more: Attributes of all states.
+        """
+        for rid in rids:
+            state = self.engine.admit(rid, rid, tokens)
+            state.late = True
+            for name, value in more.items():
+                setattr(state, name, value)
+            for none in ("lora_id", "grammar", "token_type_ids"):
+                setattr(state.req, none, None)
+            state.req.return_logprob = state.req.to_finish = False
+            state.req.finished = lambda: False
+            self.states[rid] = state
+        self.board.put(list(self.states.values()))
+        states = list(self.states.values())
+        count = len(states)
+        self.batch = ScheduleBatch(
+            reqs=[state.req for state in states],
+            req_to_token_pool=self.engine.rows,
+            token_to_kv_pool_allocator=self.engine.allocator,
+            tree_cache=self.engine.tree,
+            device="cuda",
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor(
+                [state.seat for state in states], device="cuda"
+            ),
+            seq_lens=torch.tensor(
+                [state.row_length for state in states], device="cuda"
+            ),
+            sampling_info=SamplingBatchInfo(
+                temperatures=torch.ones(count, 1, device="cuda"),
+                top_ps=torch.ones(count, device="cuda"),
+                top_ks=torch.ones(count, dtype=torch.int32, device="cuda"),
+                min_ps=torch.zeros(count, device="cuda"),
+                is_all_greedy=True,
+                is_any_greedy=True,
+                need_top_p_sampling=False,
+                need_top_k_sampling=False,
+                need_min_p_sampling=False,
+                vocab_size=VOCABULARY,
+                device="cuda",
+            ),
+        )
+        if asks is not None:
+            asks(states[0], self.batch)
+
+    def run(self, iterations, most=None):
+        """Run the loop; returns what waited.
+
+        Args:
+            iterations: How many.
+            most: How often one of them may wait; None: it is not looked at.
+        """
+        total = Counter()
+        for _ in range(iterations):
+            waits = self._step()
+            assert most is None or waits.total() <= most, f"in one iteration: {waits}"
+            total += waits
+        return total
+
+    def _step(self):
+        batch = self.batch
+        for request in self.engine.requests.values():
+            assert self.engine.grow(request, 12)
+        if batch.has_grammar:  # what may follow depends on the last result
+            self._process()
+        with self.device.noting() as waits:
+            result = self.loop.run(batch)
+            if self._launched:
+                self.flights.land_reported()
+        if not batch.has_grammar:
+            self._process()
+        self._launched = True
+        batch.seq_lens = result.new_seq_lens
+        batch.forward_mode = ForwardMode.DECODE
+        result.copy_done = torch.cuda.Event()
+        result.copy_to_cpu(batch.return_logprob, return_hidden_states=False)
+        self._last = result
+        return waits
+
+    def _process(self):
+        """Process the last result, as the scheduler does."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        for req, count in zip(self.batch.reqs, last.accept_lens.tolist(), strict=True):
+            emitted = [self.target.says] * count
+            req.kv.kv_committed_len += count
+            req.output_ids.extend(emitted)
+            if req.grammar is not None:
+                for token in emitted:
+                    req.grammar.accept_token(token)
+
+
+@contextmanager
+def published_arguments():
+    """Have SGLang know arguments, those of a server that was given none."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_server_args", "_config_bags", "_overrides_log", "_publish_role"):
+            patch.setattr(_CONTEXT, name, getattr(_CONTEXT, name))
+        _CONTEXT.set_server_args(ServerArgs(model_path="none", device="cpu"))
+        yield
+
+
+@contextmanager
+def server(device, graphs=False, **options):
+    """Open a server over a tiny engine on the device."""
+    with published_arguments(), engine(**options) as made:
+        yield Server(device, made, graphs)
+
+
+SETTLED, LOOKED_AT, MOST = 6, 12, 400
+"""Iterations until requests draft, those that are looked at, and what is too many."""
+
+
+def served(device, made, graphs=False, asks=None):
+    """Serve three requests that draft and verify; returns what waits meanwhile.
+
+    Every draft is right, so a round comes to more than one token. Iterations go on
+    until there was a round: how soon a copy has come back is the threads' matter.
+
+    Args:
+        device: The device.
+        made: A ``TinyEngine``.
+        graphs: As of ``Target``.
+        asks: As of ``Server.admit``; an iteration may then wait once.
+    """
+    found = Server(device, made, graphs)
+    found.admit("a", "b", "c", asks=asks)
+    found.run(SETTLED)
+    counters, waits = made.residence.counters, Counter()
+
+    def counted():
+        return counters.rounds, counters.accepted, counters.draft_rows
+
+    before = counted()
+    for _ in range(MOST):
+        waits += found.run(LOOKED_AT, most=None if asks is None else 1)
+        if all(new > old for new, old in zip(counted(), before, strict=True)):
+            break
+    else:
+        pytest.fail("nothing was drafted and verified")
+    if graphs:
+        assert graph_figures(found.target.model_runner)["graph_forwards"] > 0
+        assert not eager_reasons(found.target.model_runner)
+    return waits
+
+
+@scenario("boot: time iterations")
+def time_iterations(device):
+    with engine(slots=900) as made, device.noting() as waits:
+        layer = RadixAttention(QUERY_HEADS, DIM, DIM**-0.5, HEADS, layer_id=0)
+        starting_coefficients(made.pool, [layer] * LAYERS, draft_length=4)
+    return waits
+
+
+def decoded(residency, graphs):
+    """Return a scenario of the loop's steady state."""
+
+    def run(device):
+        with published_arguments(), engine(residency=residency, slots=400) as made:
+            return served(device, made, graphs)
+
+    return run
+
+
+for residency in ("device", "host"):
+    name = f"loop: draft and verify, {residency}"
+    scenario(name)(decoded(residency, graphs=False))
+    scenario(f"{name}, in graphs")(decoded(residency, graphs=True))
+
+
+def decoded_plainly(graphs):
+    """Return a scenario of requests that never draft."""
+
+    def run(device):
+        with server(device, graphs, slots=400) as made:
+            made.admit("a", "b", eligible=False)
+            waits = made.run(LOOKED_AT)
+            replayed = made.target.graphs.replayed if graphs else []
+        assert replayed == [("DECODE", 2)] * LOOKED_AT * graphs
+        return waits
+
+    return run
+
+
+scenario("loop: decode plainly")(decoded_plainly(graphs=False))
+scenario("loop: decode plainly, in graphs")(decoded_plainly(graphs=True))
+
+
+@scenario("loop: the first compressions")
+def begin_drafting(device):
+    with server(device, residency="host", slots=400) as made:
+        made.admit("a", "b", "c")
+        return made.run(SETTLED)

@@ -1,0 +1,39 @@
+"""What waits for the device is known, in every scenario: nothing more, nothing less."""
+
+from fnmatch import fnmatch
+
+import asking_scenarios  # noqa: F401 (enters scenarios)
+import decoding_world  # noqa: F401 (enters scenarios)
+import method_scenarios  # noqa: F401
+import pytest
+from fake_cuda import open_device
+from known_waits import KNOWN, expected
+from scenarios import SCENARIOS, engine
+
+from vericache_sglang.scheduling.estimates import START_LINK_BYTES_PER_S
+from vericache_sglang.scheduling.link import DIRECTIONS
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_waits_that_is_not_known(name):
+    with open_device() as device:
+        waits = SCENARIOS[name](device)
+    new = set(waits) - expected(name)
+    gone = expected(name) - set(waits)
+    assert not new, f"the host waits for the device, see known_waits.py: {sorted(new)}"
+    assert not gone, f"known_waits.py lists what waits no longer: {sorted(gone)}"
+
+
+def test_every_known_wait_is_of_a_scenario():
+    for known in KNOWN:
+        for pattern in known.when:
+            assert any(fnmatch(name, pattern) for name in SCENARIOS), pattern
+
+
+def test_the_link_is_timed_on_the_device():
+    with open_device(), engine() as made:
+        link = made.residence._agreement.measured.link
+        for way in DIRECTIONS:
+            assert link.bytes_per_s(1, way) != START_LINK_BYTES_PER_S

@@ -1,0 +1,346 @@
+"""Stored segments as the scheduler uses them: written once, fetched in time or not."""
+
+import pytest
+import torch
+from sample_segments import FINGERPRINT, KIVI, SNAPKV, TOKENS, pair_of, whole_of
+from storages import HeldStore, forge
+
+from vericache_sglang.prefix_cache.store import stored_segments
+from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
+
+pytestmark = pytest.mark.sglang
+
+
+class Clock:
+    """``time`` as ``stored_segments`` sees it."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+def opened(refuse=(), storage=None, fails=()):
+    """Return stored segments, their store, and what was taken in, in order."""
+    store, taken = HeldStore(FINGERPRINT, storage), []
+
+    def keep(name, parent, found):
+        taken.append((name, parent, sorted(found.parts)))
+        if name in fails:
+            raise KeyError("kept")
+        return name not in refuse
+
+    return StoredSegments(store, KIVI, keep, [SNAPKV], TOKENS), store, taken
+
+
+def written(store, names):
+    for seed, name in enumerate(names):
+        assert store.put(name, whole_of(seed))
+
+
+def finish(stored, rid="r"):
+    """Take in what came, as a single rank does; False while the request waits."""
+    count = stored.found(rid)
+    return count is not None and stored.take(rid, count)
+
+
+# -- writing ------------------------------------------------------------------------
+
+
+def test_a_segment_is_written_once_in_each_form():
+    stored, store, _ = opened()
+    assert stored.wants("a")
+    stored.write("a", whole_of(1))
+    assert not stored.wants("a")
+    assert stored.wants("a", split=True)
+    assert "a" not in stored, "it is not there yet"
+    store.announce()
+    assert stored.changes() == [("a", True)]
+    assert "a" in stored
+    stored.write("a", pair_of(1))
+    assert not stored.wants("a", split=True)
+    store.announce()
+    assert stored.changes() == [("a", True)]
+    assert store.lookup_compressed(["a"], KIVI) == 1
+    assert not stored.wants("a", split=True)
+    assert stored.changes() == []
+
+
+def test_both_forms_may_wait_at_once():
+    stored, store, _ = opened()
+    stored.write("a", whole_of(1))
+    stored.write("a", pair_of(1))
+    assert stored.report()["cache_store_waiting"] == 2
+    store.announce()
+    assert stored.changes() == [("a", True)]
+    assert not stored.wants("a", split=True)
+    assert stored.report()["cache_store_waiting"] == 0
+
+
+@pytest.mark.parametrize("why", ["queue", "disk", "content"])
+def test_a_write_that_failed_may_be_tried_again(why):
+    stored, store, _ = opened()
+    if why == "queue":
+        store._most_waiting = 0
+    if why == "disk":
+        store.storage.fault = "set"
+    stored.write("a", {"whole": {}} if why == "content" else whole_of(1))
+    store.announce()
+    assert stored.changes() == []
+    assert stored.wants("a")
+    assert stored.report()["cache_store_dropped_writes"] == 1
+    store._most_waiting, store.storage.fault = 9, None
+    stored.write("a", whole_of(1))
+    store.announce()
+    assert stored.changes() == [("a", True)]
+
+
+def test_a_write_of_a_segment_that_was_forgotten_changes_nothing():
+    stored, store, _ = opened()
+    stored.write("a", whole_of(1))
+    stored.forget("a")
+    store.announce()
+    assert stored.changes() == []
+    assert stored.wants("a")
+
+
+# -- reading ------------------------------------------------------------------------
+
+
+def test_what_comes_is_taken_in_in_order_up_to_the_first_that_is_missing():
+    stored, store, taken = opened()
+    written(store, "abd")
+    stored.fetch("r", ["a", "b", "c", "d"], 0)
+    assert not finish(stored)
+    store.arrive()
+    assert finish(stored)
+    assert taken == [("a", None, ["whole"]), ("b", "a", ["whole"])]
+    assert stored.changes() == [("a", True), ("b", True), ("c", False)]
+    assert stored.pop("r") == (2 * TOKENS, 0)
+    assert stored.pop("r") == (0, None)
+
+
+def test_a_fetch_begins_with_the_segment_that_is_cached_in_part():
+    stored, store, taken = opened()
+    written(store, "abc")
+    stored.fetch("r", ["a", "b", "c"], 2 * TOKENS - 3)
+    store.arrive()
+    assert finish(stored)
+    assert [(name, parent) for name, parent, _ in taken] == [("b", "a"), ("c", "b")]
+    assert stored.pop("r") == (2 * TOKENS, TOKENS)
+
+
+def test_without_room_the_rest_is_not_taken_in():
+    stored, store, taken = opened(refuse=["b"])
+    written(store, "abc")
+    stored.fetch("r", ["a", "b", "c"], 0)
+    store.arrive()
+    assert finish(stored)
+    assert [name for name, *_ in taken] == ["a", "b"]
+    assert stored.pop("r") == (TOKENS, 0)
+
+
+def test_what_was_fetched_is_not_written_again():
+    stored, store, _ = opened()
+    written(store, "a")
+    assert store.put("b", pair_of(1), SNAPKV)
+    stored.fetch("r", ["a", "b"], 0)
+    store.arrive()
+    assert finish(stored)
+    assert [stored.wants(name) for name in "ab"] == [False, False]
+    assert [stored.wants(name, split=True) for name in "ab"] == [True, False]
+
+
+def test_a_long_prompt_is_read_and_taken_in_by_slices(monkeypatch):
+    """Else it would be in memory whole, beyond what the host tier may take."""
+    monkeypatch.setattr(stored_segments, "AHEAD_BYTES", 1600)
+    stored, store, taken = opened()
+    written(store, "abcde")
+    stored.fetch("r", list("abcdef"), 0)
+    for turn in range(2):
+        store.arrive()
+        assert not finish(stored)
+        assert [name for name, *_ in taken] == list("abcd"[: 2 * turn + 2])
+    assert stored.found("r") is None
+    store.arrive()
+    assert finish(stored)
+    assert taken[-1] == ("e", "d", ["whole"])
+    assert stored.changes()[-1] == ("f", False)
+    assert stored.pop("r") == (5 * TOKENS, 0)
+
+
+def test_no_request_waits_past_the_deadline(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stored_segments, "time", clock)
+    stored, store, taken = opened()
+    written(store, "a")
+    stored.fetch("r", ["a"], 0)
+    clock.now += stored_segments.LONGEST_S - 0.1
+    assert not finish(stored)
+    clock.now += 0.2
+    assert finish(stored)
+    assert stored.pop("r") == (0, None)
+    store.arrive()  # too late: it is not even read any more
+    assert store.counters.hits == 0
+    assert finish(stored)
+    assert taken == []
+
+
+def test_what_came_before_the_deadline_is_taken_in(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stored_segments, "time", clock)
+    stored, store, taken = opened()
+    written(store, "abc")
+    restore = store.restore
+
+    def slow(name, compressors):
+        if name == "c":
+            clock.now += stored_segments.LONGEST_S
+            assert finish(stored)
+        return restore(name, compressors)
+
+    monkeypatch.setattr(store, "restore", slow)
+    stored.fetch("r", ["a", "b", "c"], 0)
+    store.arrive()
+    assert [name for name, *_ in taken] == ["a", "b"]
+    assert stored.pop("r") == (2 * TOKENS, 0)
+
+
+def test_nothing_to_fetch_is_nothing_to_wait_for():
+    stored, store, _ = opened()
+    assert finish(stored)
+    stored.fetch("r", ["a"], TOKENS)
+    assert store.reads == 0
+    assert finish(stored)
+
+
+def test_a_request_is_fetched_for_once():
+    stored, store, _ = opened()
+    stored.fetch("r", ["a"], 0)
+    stored.fetch("r", ["a"], 0)
+    stored.fetch("s", ["a"], 0)
+    assert store.reads == 2
+
+
+def test_a_request_that_is_aborted_is_read_for_no_more():
+    stored, store, taken = opened()
+    written(store, "a")
+    stored.fetch("r", ["a"], 0)
+    assert stored.pop("r") == (0, None)
+    store.arrive()
+    assert store.counters.hits == 0
+    assert finish(stored)
+    assert taken == []
+
+
+@pytest.mark.parametrize("why", ["raise", "cancel", "close"])
+def test_a_read_that_failed_costs_a_prefill_and_nothing_else(why):
+    stored, store, taken = opened()
+    written(store, "a")
+    stored.fetch("r", ["a"], 0)
+    if why == "raise":
+        store.storage.fault = "raise"
+        store.arrive()
+    if why == "cancel":
+        store._reader.shutdown(cancel_futures=True)
+    if why == "close":
+        stored.close()
+    assert finish(stored)
+    assert taken == []
+    assert stored.pop("r") == (0, None)
+
+
+def test_what_takes_a_segment_in_may_fail_and_the_server_goes_on(caplog):
+    """What was checked should not fail; but no file may end a scheduler."""
+    stored, store, taken = opened(fails=["b"])
+    written(store, "abc")
+    stored.fetch("r", ["a", "b", "c"], 0)
+    store.arrive()
+    assert finish(stored)
+    assert [name for name, *_ in taken] == ["a", "b"]
+    assert stored.pop("r") == (TOKENS, 0)
+    assert "cannot be used" in caplog.text
+    assert store.counters.damaged == 1
+    assert store.restore("b") is None, "it is not read again"
+
+
+def test_a_segment_of_fewer_tokens_is_no_whole_segment():
+    stored, store, taken = opened()
+    short = {"tokens": TOKENS - 1}
+    forge(store.storage, FINGERPRINT, "a", whole_of(1, TOKENS - 1), short)
+    stored.fetch("r", ["a"], 0)
+    store.arrive()
+    assert finish(stored)
+    assert taken == []
+    assert store.counters.damaged == 1
+
+
+# -- several ranks ------------------------------------------------------------------
+
+
+def test_ranks_take_in_what_every_one_of_them_has(monkeypatch):
+    monkeypatch.setattr(stored_segments, "AHEAD_BYTES", 1600)
+    ranks = [opened(), opened()]
+    for (_, store, _), names in zip(ranks, ("abcde", "abc"), strict=True):
+        written(store, names)
+    for stored, *_ in ranks:
+        stored.fetch("r", list("abcde"), 0)
+    finished, slow = [False], 1
+    while not finished[0]:
+        ranks[1 - slow][1].arrive()
+        counts = [stored.found("r") for stored, *_ in ranks]
+        assert counts[slow] is None, "so all of them wait"
+        ranks[slow][1].arrive()
+        least = min(stored.found("r") for stored, *_ in ranks)
+        finished = [stored.take("r", least) for stored, *_ in ranks]
+        assert len(set(finished)) == 1
+    for stored, _, taken in ranks:
+        assert [name for name, *_ in taken] == ["a", "b", "c"]
+        assert stored.changes()[-1] == ("d", False)
+        assert stored.pop("r") == (3 * TOKENS, 0)
+
+
+# -- how much is remembered ---------------------------------------------------------
+
+
+def remembered(*holders):
+    """Count what is in every collection of some objects."""
+    return {
+        f"{type(holder).__name__}.{name}": len(value)
+        for holder in holders
+        for name, value in vars(holder).items()
+        if hasattr(value, "__len__")
+        and not isinstance(value, str | tuple | torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("ends", ["forgotten", "kept", "unasked"])
+def test_ten_thousand_segments_leave_nothing_behind(monkeypatch, ends):
+    """Written by one half, fetched by the other; most of them never asked for again."""
+    monkeypatch.setattr(stored_segments, "MOST_KNOWN", 500)
+    monkeypatch.setattr(stored_segments, "MOST_FETCHES", 20)
+    stored, store, _ = opened()
+    before = remembered(stored, store)
+    store.put = lambda name, parts, compressor: int(name) % 3 > 0
+    store.restore = lambda name, compressors: None
+    for at in range(5_000):
+        name, rid = f"{2 * at}", f"r{at}"
+        stored.write(name, {"whole": {}})
+        store.announce()
+        stored.fetch(rid, [f"{2 * at + 1}"], 0)
+        store.arrive()
+        if ends != "unasked":
+            stored.changes()
+            finish(stored, rid)
+            stored.pop(rid)
+        if ends == "forgotten":
+            stored.forget(name)
+    most = before | {"StoredSegments._changes": 1}
+    if ends != "forgotten":
+        most["StoredSegments._there"] = 500
+    if ends == "unasked":
+        most["StoredSegments._changes"] = 500
+        most["StoredSegments._fetches"] = 20
+        most["StoredSegments._writing"] = 1
+    after = remembered(stored, store)
+    assert {name: n for name, n in after.items() if n > most[name]} == {}

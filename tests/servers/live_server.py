@@ -1,0 +1,100 @@
+"""Servers of the tests: on a free loopback port, forked off a warm process or fresh."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from warm import AFTER_IMPORT, warm
+
+from vericache_sglang.evaluation import lossless
+from vericache_sglang.evaluation.fleet import CHECKED, ONE_THREAD
+from vericache_sglang.evaluation.server import OwnServer, free_port, spawn
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "configs" / "demo-model"
+FAULTS = ROOT / "tests" / "faults" / "plugin"
+
+PATHS = os.pathsep.join(
+    [
+        str(ROOT / "tests" / "compressors"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)
+"""Import path of servers: the tests' own compressors, and ours."""
+
+SERVERS = {**ONE_THREAD, **CHECKED}
+"""Environment of every server, with SGLang's strict memory checks."""
+
+
+def fork(command, environment, log):
+    """Start ``python -m ...`` off the warm process, where SGLang allows it."""
+    imported = environment.keys() - SERVERS.keys()
+    if not all(name.startswith(AFTER_IMPORT) for name in imported):
+        return spawn(command, {"PYTHONPATH": PATHS, **environment}, log)
+    assert command[:2] == [sys.executable, "-m"]
+    return warm().start(command[2:], {"PYTHONPATH": PATHS, **environment}, log)
+
+
+def run(system, model, waves):
+    """Do what ``lossless.run`` does, with a server forked off the warm process."""
+    return lossless.run(system, model, waves, start=fork)
+
+
+def faulty(fault, paths=PATHS):
+    """Return the environment that installs one of the tests' faults in a server.
+
+    Args:
+        fault: Module of ``vericache_test_faults``.
+        paths: What else it imports from.
+    """
+    return {"VERICACHE_TEST_FAULT": fault, "PYTHONPATH": f"{paths}{os.pathsep}{FAULTS}"}
+
+
+class LiveServer(OwnServer):
+    """``python -m vericache_sglang.launch_server`` with strict memory checks."""
+
+    def __init__(self, folder, *flags, environment=None, fresh=False):
+        """Start it: ``fresh`` as a user would, else forked off a warm process."""
+        port = free_port()
+        command = [sys.executable, "-m", "vericache_sglang.launch_server"]
+        command += ["--model-path", str(MODEL), "--port", str(port)]
+        command += ["--nccl-port", str(free_port())]
+        command += ["--max-running-requests", "16", "--log-level", "warning", *flags]
+        super().__init__(
+            command,
+            port,
+            {**SERVERS, "PYTHONPATH": PATHS, **(environment or {})},
+            folder / f"server-{port}.log",
+            spawn if fresh else fork,
+        )
+        self.port = port
+
+    def wait(self, seconds=240):
+        super().wait(seconds)
+        return self
+
+    def get(self, path):
+        return self.post(path, None)
+
+    def post(self, path, body):
+        """Return the reply, parsed where it is JSON; an error status is an error."""
+        text = self.fetch(path, body)
+        return json.loads(text) if text.startswith((b"{", b"[")) else text
+
+    def generate(self, texts, **params):
+        """Answer ``texts`` at once, greedily unless ``params`` say otherwise."""
+        sampling = {"temperature": 0.0, "max_new_tokens": 40, **params}
+        more = sampling.pop("more", {})
+        return self.post(
+            "/generate", {"text": texts, "sampling_params": sampling, **more}
+        )
+
+    def settle(self, seconds=120):
+        """Wait until nothing runs; return the counters."""
+        deadline = time.monotonic() + seconds
+        while (counters := self.counters())["running"]:
+            assert time.monotonic() < deadline, f"still running: {counters}"
+            time.sleep(0.1)
+        return counters

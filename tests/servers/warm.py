@@ -1,0 +1,205 @@
+"""Servers forked off one process that has imported SGLang once.
+
+A fresh server is three processes, and each spends 10 s of a core importing SGLang
+before it does anything. Where many are started one after the other, a process that has
+imported it (this file, run) forks a child for each, and the child forks its scheduler
+and detokenizer too, where SGLang would spawn them. Everything else is as in a fresh
+one: plugins, patches, model and pools are loaded after the fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from select import select
+
+IMPORTED = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+)
+"""What the processes of a server import; the plugins are not among it."""
+
+AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH")
+"""Environment variables that SGLang does not read while it is imported."""
+
+
+class Forked:
+    """A child of the warm process, watched as ``subprocess.Popen`` would be.
+
+    Args:
+        pid: Its process id, and that of its process group.
+        status: File that the warm process writes its exit status to.
+    """
+
+    def __init__(self, pid: int, status: Path) -> None:
+        self.pid = pid
+        self._status = status
+        self._handle = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return the exit status; negative: the signal that ended it; None: it runs."""
+        if not select([self._handle], [], [], 0)[0]:
+            return None
+        for _ in range(500):
+            if text := self._read():
+                return int(text)
+            time.sleep(0.01)
+        return -signal.SIGKILL  # the warm process has ended, and told nothing
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
+        """
+        if not select([self._handle], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.poll() or 0
+
+    def _read(self) -> str:
+        return self._status.read_text() if self._status.exists() else ""
+
+
+class WarmProcess:
+    """The process that forks; to be closed.
+
+    Args:
+        log: File that gets what the warm process itself prints.
+        environment: Of the warm process and so of every child.
+    """
+
+    def __init__(self, log: Path, environment: dict[str, str]) -> None:
+        with log.open("w", encoding="utf-8") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                start_new_session=True,  # an interrupt is for the tests, which stop it
+                env={**os.environ, **environment},
+                text=True,
+            )
+        self._log = log
+
+    def start(self, argv: list[str], environment: dict[str, str], log: Path) -> Forked:
+        """Run ``python -m argv`` in a fork, its output going to ``log``.
+
+        Args:
+            argv: Module and its arguments.
+            environment: Variables beyond those of the warm process.
+            log: File for standard output and error.
+
+        Raises:
+            RuntimeError: The warm process has ended.
+        """
+        requests, replies = self._process.stdin, self._process.stdout
+        try:
+            requests.write(json.dumps([argv, environment, str(log)]) + "\n")
+            requests.flush()
+            return Forked(int(replies.readline()), status_file(log))
+        except (ValueError, OSError) as error:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-6000:]
+            raise RuntimeError(f"no warm process: {tail}") from error
+
+    def close(self) -> None:
+        """End the warm process; its children go on."""
+        self._process.communicate(timeout=30)
+
+
+@cache
+def warm() -> WarmProcess:
+    """Return this process's warm one, started at the first call and ended at exit."""
+    from live_server import PATHS, SERVERS
+
+    folder = tempfile.TemporaryDirectory()
+    environment = {**SERVERS, "PYTHONPATH": PATHS}
+    process = WarmProcess(Path(folder.name, "warm.log"), environment)
+    atexit.register(folder.cleanup)
+    atexit.register(process.close)
+    return process
+
+
+def status_file(log: Path) -> Path:
+    """Return where the exit status of a child with this log stands."""
+    return log.with_suffix(".status")
+
+
+def serve() -> None:
+    """Fork a child for every line, [argv, environment, log], and print its id."""
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()
+    logs: dict[int, Path] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(logs))
+    for line in sys.stdin:
+        argv, environment, log = json.loads(line)
+        status_file(Path(log)).unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _become(argv, environment, log)
+        logs[child] = Path(log)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        print(child, flush=True)
+
+
+def _reap(logs: dict[int, Path]) -> None:
+    """Write down the status of every child that has ended."""
+    while logs:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        with suppress(FileNotFoundError):  # the test has ended, and its folder is gone
+            file = status_file(logs.pop(child))
+            file.write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def _become(argv: list[str], environment: dict[str, str], log: str) -> None:
+    """Be ``python -m argv`` in a process group of its own; does not return."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(stream, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(environment)
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = filter(None, paths)
+        multiprocessing.set_start_method("fork", force=True)
+        # SGLang asks for "spawn", which would import everything again.
+        multiprocessing.set_start_method = lambda *args, **more: None
+        sys.argv = argv
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else bool(ended.code)
+    except Exception:
+        logging.getLogger(__name__).exception("%s failed", argv[0])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()

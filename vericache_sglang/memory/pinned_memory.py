@@ -1,0 +1,68 @@
+"""Page-locked host memory, no larger than asked for."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+
+import torch
+
+from vericache_sglang.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+class PinnedMemory:
+    """Bytes a CUDA device copies from and to without the host's help.
+
+    Mapped and registered as HiCache's host pools are (SGLang,
+    ``mem_cache/pool_host/common.py``): torch's own allocator rounds up to a power of
+    two. In one piece, because a copy must not span two registrations; at boot and not
+    beside it, because registering fails while a graph is captured.
+
+    Args:
+        nbytes: Size, >= 1.
+
+    Attributes:
+        buffer: [nbytes] uint8, zeros.
+
+    Raises:
+        ConfigError: CUDA refuses to register so much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        began = time.perf_counter()
+        logger.info("VeriCache: page-locking %.1f GiB of host memory", nbytes / GIB)
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Fewer pages to lock; and after a fork a write would go to a copy of its page.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            pages.madvise(advice)
+        self.buffer = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        cudart = torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(self.buffer.data_ptr(), nbytes, 0))
+        if code:
+            raise ConfigError(
+                f"--vericache-host-gb: {nbytes / GIB:.1f} GiB of host memory cannot be "
+                f"page-locked ({cudart.cudaGetErrorString(code)}); ask for less, or "
+                f"raise the limit of locked memory (ulimit -l)"
+            )
+        self._registered = True
+        seconds = time.perf_counter() - began
+        logger.info("VeriCache: host memory is page-locked, %.1f s", seconds)
+
+    def close(self) -> None:
+        """Unlock the pages, once; nothing copies from or to them any more.
+
+        A process that ends with tens of GiB locked hangs in the kernel for long.
+        """
+        if not self._registered:
+            return
+        self._registered = False
+        cudart = torch.cuda.cudart()
+        code = int(cudart.cudaHostUnregister(self.buffer.data_ptr()))
+        if code:
+            reason = cudart.cudaGetErrorString(code)
+            logger.warning("VeriCache: host memory stays page-locked: %s", reason)

@@ -1,0 +1,1 @@
+"""What is seen of a server: counters, metrics, trace, online consistency check."""

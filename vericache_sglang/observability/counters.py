@@ -1,0 +1,116 @@
+"""The engine's counters, and totals that never fall."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.observability.table import COUNTER_KEYS, ENGINE_KEYS
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Move,
+    Offload,
+    Park,
+    Pin,
+    Plain,
+    Resume,
+    Split,
+    Unsplit,
+    Verify,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MOVES = {
+    Split: "splits",
+    Unsplit: "unsplits",
+    Offload: "offloads",
+    Pin: "pins",
+    Park: "parks",
+    Resume: "resumes",
+}
+"""The counter of each kind of move."""
+
+
+class Counters:
+    """Totals since the start of the process, and the link's present throughput.
+
+    The attributes are ``ENGINE_KEYS``; the table says what each counts.
+    """
+
+    __slots__ = ENGINE_KEYS
+
+    def __init__(self) -> None:
+        for key in ENGINE_KEYS:
+            setattr(self, key, 0)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any: ...
+
+        def __setattr__(self, key: str, value: float) -> None: ...
+
+    def note_iteration(self, running: int) -> None:
+        """Record one iteration and how many requests it has."""
+        self.iterations += 1
+        self._note_peak("peak_running", running)
+
+    def note_drafting(self, drafting: int) -> None:
+        """Record how many requests have a compressed prompt."""
+        self._note_peak("peak_drafting", drafting)
+
+    def _note_peak(self, key: str, value: int) -> None:
+        setattr(self, key, max(getattr(self, key), value))
+
+    def note_move(self, move: Move, made: bool) -> None:
+        """Record a change of residency, or that there was no memory for it."""
+        name = MOVES[type(move)] if made else "refused_moves"
+        setattr(self, name, getattr(self, name) + 1)
+
+    def note_forward(self, actions: Iterable[object]) -> None:
+        """Record the rows of one mixed forward, given its plan."""
+        kinds = Counter(type(action) for action in actions)
+        self.draft_rows += kinds[Draft]
+        self.verify_rows += kinds[Verify]
+        self.plain_rows += kinds[Plain]
+        self.waits += kinds[Wait]
+        self.mixed_iterations += bool(kinds[Draft] and kinds[Verify])
+
+    def note_round(self, drafted: int, accepted: int) -> None:
+        """Record one draft-verify cycle and how many of its drafts were accepted."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def report(self) -> dict[str, int | float]:
+        """Return every counter, and the ratios derived from them."""
+        counted = {key: getattr(self, key) for key in ENGINE_KEYS}
+        mean = self.accepted / self.rounds if self.rounds else 0.0
+        share = self.mixed_iterations / self.iterations if self.iterations else 0.0
+        return {**counted, "mean_accepted": mean, "mixed_share": share}
+
+
+class Totals:
+    """Keeps counters rising where what they are read from starts again at 0."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+
+    def over(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return ``report`` with every counter as a total since the first call.
+
+        What was counted between the last call and the restart is lost.
+        """
+        totals = dict(report)
+        for key in COUNTER_KEYS:
+            if key not in report:
+                continue
+            last, value = self._last.get(key, 0), report[key]
+            if value < last:
+                self._before[key] = self._before.get(key, 0) + last
+            self._last[key] = value
+            totals[key] = value + self._before.get(key, 0)
+        return totals

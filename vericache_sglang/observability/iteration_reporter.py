@@ -1,0 +1,254 @@
+"""Reports iterations to the sinks, and running requests to the live page."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+
+from vericache_sglang.observability.record import IterationRecord, Phase, RowRecord
+from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vericache_sglang.observability.guard import Guard
+    from vericache_sglang.observability.link_log import LinkLog
+    from vericache_sglang.observability.record import Observer
+    from vericache_sglang.scheduling.plan import Move, RowAction
+    from vericache_sglang.scheduling.runtime import Runtime
+    from vericache_sglang.scheduling.track import Track
+
+P = ParamSpec("P")
+
+PHASES: Mapping[type, Phase] = {
+    Draft: "draft",
+    Verify: "verify",
+    Plain: "plain",
+    Wait: "wait",
+}
+
+MOST_LANES = 256
+"""Requests the live page shows at most."""
+
+SLOW_S = 1.0
+"""Seconds; a sink that takes longer for an iteration fails, as it holds up serving."""
+
+
+class RunningRequest(Protocol):
+    """What is reported of a request; the engine's ``RequestState`` has it."""
+
+    @property
+    def rid(self) -> str:
+        """Request id."""
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted since the last verification."""
+
+    @property
+    def prompt(self) -> int:
+        """Tokens prefilled."""
+
+    @property
+    def emitted(self) -> int:
+        """Tokens emitted since."""
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration not reported yet: its end or its results are not known."""
+
+    index: int
+    began: float
+    positions: tuple[int, ...]
+    rows: Sequence[tuple[str, Phase, int]]
+    ended: float | None = None
+    moves: tuple[Move, ...] = ()
+    transfers: Any = ()
+    reservations: Any = None
+    emitted: list[int] | None = None
+    discarded: frozenset[int] = frozenset()
+
+    @property
+    def known(self) -> bool:
+        return self.ended is not None and self.emitted is not None
+
+    def record(self) -> IterationRecord:
+        emitted = self.emitted or []
+        return IterationRecord(
+            index=self.index,
+            began=self.began,
+            ended=self.ended or self.began,
+            rows=tuple(
+                RowRecord(*row, emitted[i], i in self.discarded)
+                for i, row in zip(self.positions, self.rows, strict=True)
+            ),
+            moves=self.moves,
+            transfers=self.transfers,
+            reservations=self.reservations,
+        )
+
+
+def _guarded(method: Callable[P, None]) -> Callable[P, None]:
+    """Keep what a method of ``IterationReporter`` raises away from the worker."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        reporter: Any = args[0]
+        guard, name = reporter._guard, "iteration reporter"
+        guard.call(name, partial(method, *args, **kwargs), None)
+        if guard.is_off(name):
+            reporter._sinks.clear()
+            reporter._open.clear()
+
+    return call
+
+
+class IterationReporter:
+    """Keeps the last iteration for the page and sends every one to the sinks.
+
+    An iteration is sent once its end and its results are known. Nothing raised here or
+    by a sink reaches the worker.
+
+    Args:
+        runtime: What is planned.
+        link: Copies that have ended.
+        sinks: Name -> observer; without one nothing is recorded.
+        guard: Calls the sinks, and the parts of this.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        link: LinkLog,
+        sinks: Mapping[str, Observer],
+        guard: Guard,
+    ) -> None:
+        self._runtime = runtime
+        self._link = link
+        self._sinks = dict(sinks)
+        self._guard = guard
+        self._rows: list[tuple[str, Phase, int]] = []
+        self._index = 0
+        self._open: deque[_Iteration] = deque()
+
+    @_guarded
+    def begin(
+        self,
+        requests: Mapping[int, RunningRequest],
+        actions: Mapping[int, RowAction] | None,
+    ) -> None:
+        """Record what is about to run.
+
+        Args:
+            requests: Position in the batch -> request.
+            actions: Position in the batch -> what it does; None where all rows are
+                autoregressive.
+        """
+        self._index += 1
+        self._rows = []
+        for i, request in requests.items():
+            phase: Phase = "plain" if actions is None else PHASES[type(actions[i])]
+            width = request.drafted + 1 if phase == "verify" else phase != "wait"
+            self._rows.append((request.rid, phase, int(width)))
+        if self._sinks:
+            began = time.perf_counter()
+            positions = tuple(requests)
+            self._open.append(_Iteration(self._index, began, positions, self._rows))
+
+    @_guarded
+    def end(self, moves: Sequence[Move]) -> None:
+        """Record the end of an iteration on the host.
+
+        Args:
+            moves: Changes of residency made.
+        """
+        if not self._sinks:
+            return
+        iteration = self._open[-1]
+        iteration.ended, iteration.moves = time.perf_counter(), tuple(moves)
+        iteration.transfers = self._link.drain()
+        iteration.reservations = {
+            name: tuple(ring.horizon())
+            for name, ring in self._runtime.pacing.rings().items()
+        }
+        self._send()
+
+    @_guarded
+    def landed(
+        self, counts: Callable[[], list[int]], discarded: frozenset[int]
+    ) -> None:
+        """Record the results of the oldest iteration, whether it has ended or not.
+
+        Args:
+            counts: Tokens emitted, by position in the batch; called only where there
+                is a sink.
+            discarded: Positions whose request had ended before.
+        """
+        for iteration in self._open:
+            if iteration.emitted is None:
+                iteration.emitted, iteration.discarded = counts(), discarded
+                break
+        self._send()
+
+    def _send(self) -> None:
+        while self._open and self._open[0].known:
+            record = self._open.popleft().record()
+            for name, sink in self._sinks.items():
+                part = partial(sink.iteration, record)
+                self._guard.call(name, part, None, slow_s=SLOW_S)
+
+    def idle(self) -> None:
+        """Tell the sinks that no request is left."""
+        for name, sink in self._sinks.items():
+            self._guard.call(name, sink.idle, None)
+
+    def close(self) -> None:
+        """Let the sinks write what they hold; the process ends."""
+        for name, sink in self._sinks.items():
+            self._guard.call(name, sink.close, None)
+
+    def report(self, requests: Mapping[str, RunningRequest]) -> dict[str, Any]:
+        """Return the requests' lanes and the rings, for the live page."""
+        phases = {rid: phase for rid, phase, _ in self._rows}
+        lanes = []
+        for request in islice(requests.values(), MOST_LANES):
+            track = self._runtime.tracks.get(request.rid)
+            residency = Residency.DEVICE if track is None else track.residency
+            swapped_out = residency is Residency.PARKED
+            lanes.append(
+                {
+                    "rid": request.rid,
+                    "phase": "parked"
+                    if swapped_out
+                    else phases.get(request.rid, "wait"),
+                    "drafts": request.drafted,
+                    "most": _drafts_wanted(track, request.drafted),
+                    "prompt": request.prompt,
+                    "emitted": request.emitted,
+                    "residency": residency.value,
+                    "acceptance": track.acceptance.p if track else 0.0,
+                }
+            )
+        rings = self._runtime.pacing.rings().items()
+        return {
+            "lanes": lanes,
+            "rings": {
+                name: {"limit": ring.limit, "windows": ring.horizon()}
+                for name, ring in rings
+            },
+        }
+
+
+def _drafts_wanted(track: Track | None, drafts: int) -> int:
+    """Return after how many drafts a cycle is to be verified; 0 where none is made.
+
+    The chosen length, not the width of the graph up to which a late one drafts on.
+    """
+    if track is None or track.most < 0:
+        return 0
+    return max(drafts, min(track.length, track.most))

@@ -1,0 +1,116 @@
+"""The table's figures as Prometheus metrics, beside SGLang's on ``GET /metrics``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.observability.table import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from prometheus_client import CollectorRegistry
+
+    from vericache_sglang.observability.record import IterationRecord
+    from vericache_sglang.observability.table import Figure
+
+EVERY_SECONDS = 1.0
+"""Least time between two readings of the report."""
+
+TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Upper bounds of the histograms' buckets, in tokens; a draft has 256 at most."""
+
+
+class Metrics:
+    """See ``Observer``; publishes rows of the table.
+
+    SGLang serves the counts of several processes: it names their folder in
+    ``PROMETHEUS_MULTIPROC_DIR`` before prometheus_client is imported. So this is made
+    after SGLang has started its process with ``--enable-metrics``.
+
+    Args:
+        labels: Labels of every sample, as SGLang's own metrics have them.
+        report: Returns totals and gauges by key; read here once, so that all metrics
+            are there from the start.
+        rows: What is published.
+        registry: Where the metrics are registered; None is prometheus_client's own.
+
+    Raises:
+        InvariantError: The report lacks a key of ``rows``.
+    """
+
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        report: Callable[[], Mapping[str, Any]],
+        rows: Sequence[Figure] = METRICS,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._report = report
+        self._read_at = 0.0
+        self._counters: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
+        self._counted: dict[str, float] = {}
+        self._histograms: dict[str, Any] = {}
+        found = report()
+        # The rings' metrics are left out as a whole where the pacing has none.
+        wanted = [row for row in rows if "ring_windows" in found or not row.rings]
+        missing = {key for row in wanted for key in row.samples.values()} - found.keys()
+        if missing:
+            raise InvariantError(f"metrics without a value: {sorted(missing)}")
+        for row in wanted:
+            self._register(row, labels, registry)
+        self.idle()
+
+    def iteration(self, record: IterationRecord) -> None:
+        """See ``Observer``; the report is read at most once a second."""
+        for row in record.rows:
+            if row.phase == "verify" and not row.discarded:
+                observe = self._histograms
+                observe["verification_accepted_tokens"](max(0, row.emitted - 1))
+                observe["verification_width_tokens"](row.tokens)
+                observe["burst_tokens"](row.emitted)
+        if record.ended - self._read_at >= EVERY_SECONDS:
+            self._read_at = record.ended
+            self.idle()
+
+    def idle(self) -> None:
+        """Publish the report as it is now; gauges would keep their last busy value."""
+        values = self._report()
+        for key, gauge in self._gauges.items():
+            gauge.set(values[key])
+        for key, counter in self._counters.items():
+            counter.inc(values[key] - self._counted.get(key, 0))
+            self._counted[key] = values[key]
+
+    def close(self) -> None:
+        """See ``Observer``."""
+        self.idle()
+
+    def _register(
+        self,
+        row: Figure,
+        labels: Mapping[str, str],
+        registry: CollectorRegistry | None,
+    ) -> None:
+        # It reads the folder's name from the environment when it is first imported.
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+        names = [*labels, row.label] if row.label else [*labels]
+        shared = (row.name, row.documentation, names)
+        place = registry or REGISTRY
+        if row.kind == "histogram":
+            histogram = Histogram(*shared, buckets=TOKENS, registry=place)
+            self._histograms[row.metric] = histogram.labels(*labels.values()).observe
+            return
+        family: Any
+        if row.kind == "counter":
+            family, samples = Counter(*shared, registry=place), self._counters
+        else:
+            # "mostrecent" has no label for the process: each gauge has one writer.
+            family = Gauge(*shared, registry=place, multiprocess_mode="mostrecent")
+            samples = self._gauges
+        for value, key in row.samples.items():
+            own = (value,) if row.label else ()
+            samples[key] = family.labels(*labels.values(), *own)

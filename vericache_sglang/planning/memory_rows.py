@@ -1,0 +1,286 @@
+"""Every tensor a server allocates on a GPU, as a table of formulas.
+
+Each formula is compared with the bytes of the real tensors on torch's meta device in
+``tests/planning/test_memory_truth.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Phase(Enum):
+    """When a tensor is allocated, which decides where its bytes come from."""
+
+    LOADED = "loaded before the KV pool is sized"
+    POOL = "the KV pool"
+    SUBTRACTED = "allocated after it, subtracted from it"
+    RESERVED = "inside the reserve that --mem-fraction-static leaves"
+    PASSING = "there for a moment, seldom all at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of tensor.
+
+    Attributes:
+        name: What it is.
+        phase: When it is allocated.
+        formula: Its bytes on one GPU, a Python expression over ``symbols``.
+        source: Who allocates it: a symbol of SGLang, or a file of ours.
+        remedy: The flag that makes it smaller, with its direction.
+        backend: The attention backend that needs it; "" for every one.
+    """
+
+    name: str
+    phase: Phase
+    formula: str
+    source: str
+    remedy: str = ""
+    backend: str = ""
+
+
+RUNNING = "lower --max-running-requests"
+CONTEXT = "lower --context-length"
+CHUNK = "lower --chunked-prefill-size"
+DRAFTS = "lower --vericache-draft-length"
+RANKS = "raise --tp-size"
+STAGING = "lower --vericache-staging-tokens"
+GRAPHS = "lower --cuda-graph-max-bs-decode"
+
+_SLOT = "2 * layers * kv_heads * head_dim * number"
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "CUDA context",
+        Phase.LOADED,
+        "600 * MiB",
+        "estimate: context and libraries of one process",
+    ),
+    Row("weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS),
+    Row(
+        "rotary table",
+        Phase.LOADED,
+        "4 * max(positions, context) * head_dim",
+        "RotaryEmbedding.cos_sin_cache",
+        CONTEXT,
+    ),
+    Row("KV pool", Phase.POOL, f"{_SLOT} * (slots + page)", "MHATokenToKVPool"),
+    Row(
+        "staging buffer",
+        Phase.POOL,
+        f"{_SLOT} * staging",
+        "memory/sglang_pools.py",
+        STAGING,
+    ),
+    Row(
+        "slot allocator",
+        Phase.SUBTRACTED,
+        "16 * slots / page",
+        "TokenToKVPoolAllocator.free_pages, twice while lists are joined",
+    ),
+    Row(
+        "block table",
+        Phase.SUBTRACTED,
+        "4 * rows * columns",
+        "engine/block_table.py, with draft and verification rows",
+        RUNNING,
+    ),
+    Row(
+        "draft token buffer",
+        Phase.SUBTRACTED,
+        "rows * (8 * (drafts + 2) + 4)",
+        "engine/token_board.py",
+        RUNNING,
+    ),
+    Row("overlap relay", Phase.SUBTRACTED, "16 * rows", "FutureMap", RUNNING),
+    Row(
+        "inputs of eager forwards",
+        Phase.SUBTRACTED,
+        "48 * max(slots, chunk, running * (drafts + 1)) + 16 * running",
+        "build_eager_registry",
+    ),
+    Row(
+        "inputs of decode graphs",
+        Phase.SUBTRACTED,
+        "graph_tokens * (49 + number * hidden + drafts)"
+        " + graph_rows * (83 + number * hidden + drafts) + 16",
+        "DecodeInputBuffers, of mixed batches and of decodes",
+        GRAPHS,
+    ),
+    Row(
+        "inputs of prefill graphs",
+        Phase.SUBTRACTED,
+        "(prefill_graphs > 0) * (24 * chunk + 4)",
+        "PrefillInputBuffers",
+        CHUNK,
+    ),
+    Row(
+        "logits of decode graphs",
+        Phase.SUBTRACTED,
+        "4 * graph_tokens * vocab",
+        "GraphSharedOutput",
+        GRAPHS,
+    ),
+    Row(
+        "page tables of decode graphs",
+        Phase.SUBTRACTED,
+        "(graph_rows > 0) * (20 * graph_rows * pages + 32 * pages"
+        " + graph_rows * (84 + (drafts + 1) ** 2) + 76)",
+        "FlashAttentionBackend.init_cuda_graph_state",
+        GRAPHS,
+        "fa3",
+    ),
+    Row(
+        "page tables of decode graphs",
+        Phase.SUBTRACTED,
+        "(graph_rows > 0) * (20 * graph_rows * pages + 40 * graph_rows + 64)",
+        "TRTLLMHAAttnBackend.init_cuda_graph_state",
+        GRAPHS,
+        "trtllm_mha",
+    ),
+    Row(
+        "attention workspaces",
+        Phase.SUBTRACTED,
+        "1024 * MiB",
+        "TRTLLMHAAttnBackend (512 MiB) and FlashInferAttnBackend (512 MiB)",
+        backend="trtllm_mha",
+    ),
+    Row(
+        "rows of decode graphs",
+        Phase.SUBTRACTED,
+        "32 * (graph_rows + 1)",
+        "engine/cuda_attention_backend.py, of mixed batches and of decodes",
+        GRAPHS,
+        "vericache",
+    ),
+    Row(
+        "attention scratch of splits",
+        Phase.SUBTRACTED,
+        "4 * (graph_tokens + mixed) * heads * 16 * (head_dim + 1)",
+        "kernels/vericache_kernels/split_softmax, of a graph and without one",
+        GRAPHS,
+        "vericache",
+    ),
+    Row(
+        "KV indices of a prefill",
+        Phase.SUBTRACTED,
+        "8 * slots",
+        "TritonAttnBackend, prefixes of one batch",
+        backend="vericache",
+    ),
+    Row(
+        "last queries of prompts",
+        Phase.SUBTRACTED,
+        "number * min(running, slots // min_prompt) * layers * heads * tail * head_dim",
+        "engine/query_tails.py",
+        RUNNING,
+    ),
+    Row(
+        "scores of tokens",
+        Phase.SUBTRACTED,
+        "4 * scored * layers * kv_heads * (slots + page + staging)",
+        "engine/prompt_watch.py",
+    ),
+    Row(
+        "CUDA graph pools",
+        Phase.RESERVED,
+        "MiB * (2 * graph_rows + 8 * prefill_graphs)",
+        "reserve_for_graph_mb, SGLang's own estimate",
+        GRAPHS,
+    ),
+    Row(
+        "cuBLAS workspaces",
+        Phase.RESERVED,
+        "3 * 32 * MiB",
+        "torch, 32 MiB a stream on Hopper",
+    ),
+    Row(
+        "buffers of collectives",
+        Phase.RESERVED,
+        "(ranks > 1) * ranks * GiB / 8",
+        "handle_gpu_memory_settings, SGLang's own estimate",
+    ),
+    Row(
+        "activations of a prefill",
+        Phase.RESERVED,
+        "number * chunk * (4 * hidden + max(3 * mlp,"
+        " (3 * heads + 4 * kv_heads) * head_dim))",
+        "one decoder layer over a chunk",
+        CHUNK,
+    ),
+    Row(
+        "logits of a prefill",
+        Phase.RESERVED,
+        "min(running, chunk) * vocab * (number + 4)",
+        "LogitsProcessor, the last token of every prompt",
+        RUNNING,
+    ),
+    Row(
+        "page table of a prefill",
+        Phase.RESERVED,
+        "4 * running * pages",
+        "FlashAttentionBackend.init_forward_metadata",
+        RUNNING,
+        "fa3",
+    ),
+    Row(
+        "page table of a prefill",
+        Phase.RESERVED,
+        "4 * running * pages",
+        "TRTLLMHAAttnBackend.init_forward_metadata",
+        RUNNING,
+        "trtllm_mha",
+    ),
+    Row(
+        "sampling copies",
+        Phase.PASSING,
+        "40 * mixed * (vocab + 1) + 8 * vocab",
+        "engine/sampling/sampler.py, every row with top-p and a seed",
+        RUNNING,
+    ),
+    Row(
+        "one layer being compressed",
+        Phase.PASSING,
+        "context * (kv_heads * (5 * number * head_dim + 64) + 4 * head_dim) "
+        "+ 256 * MiB",
+        "engine/splitter.py: KV, residual KV; scores of layers ranked together",
+        CONTEXT,
+    ),
+    Row(
+        "residual KV on its way to the host",
+        Phase.PASSING,
+        f"min(512 * MiB, {_SLOT} * context)",
+        "memory/stream_transfers.py, IN_FLIGHT",
+    ),
+    Row(
+        "draft KV that waits for slots",
+        Phase.PASSING,
+        f"{_SLOT} * int(kept * context)",
+        "engine/splitter.py, where the pool is full",
+        "lower --vericache-keep",
+    ),
+    Row(
+        "one layer being swapped in",
+        Phase.PASSING,
+        "2 * number * context * kv_heads * head_dim",
+        "memory/stream_transfers.py, restore and bring",
+        CONTEXT,
+    ),
+)
+
+
+def row_bytes(row: Row, symbols: Mapping[str, float]) -> int:
+    """Return the value of a row's formula, in bytes.
+
+    Args:
+        row: One of ``ROWS``.
+        symbols: See ``Deployment.symbols``.
+    """
+    known = {"__builtins__": {}, "int": int, "min": min, "max": max}
+    return int(eval(row.formula, known, dict(symbols)))

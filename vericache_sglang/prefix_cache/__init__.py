@@ -1,0 +1,1 @@
+"""Prefixes kept for later requests, below SGLang's radix tree."""

@@ -1,0 +1,1 @@
+"""Cached segments that outlive a server: named, sealed, in a storage backend."""

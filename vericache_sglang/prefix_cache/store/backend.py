@@ -1,0 +1,236 @@
+"""The key-value store below: a HiCache storage backend of SGLang, bounded and quiet."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.prefix_cache.store.calls import BoundedCalls
+from vericache_sglang.prefix_cache.store.counters import StoreCounters
+from vericache_sglang.prefix_cache.store.files import SegmentFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from vericache_sglang.prefix_cache.store.keys import Fingerprint
+
+BACKENDS = ("file", "mooncake", "dynamic")
+"""Those whose ``get``, ``set`` and ``exists`` work for keys that are not pages."""
+SLOWEST_BYTES_PER_S = 16e6
+"""A call may take its time-out and what its bytes take at this rate."""
+RETRY_S = 0.02
+"""Mooncake answers -800 for an object whose first replica's node died; then another."""
+
+
+class Tensors:
+    """Calls of a backend that takes tensors, as ``file`` does.
+
+    Args:
+        storage: The backend.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+
+    def get(self, key: str, nbytes: int) -> torch.Tensor | None:
+        """Read an object into new memory, [nbytes] uint8; None where there is none."""
+        target = torch.zeros(nbytes, dtype=torch.uint8)
+        return target if self.storage.get(key, target) is not None else None
+
+    def set(self, key: str, data: torch.Tensor) -> bool:
+        """Write [n] uint8 under a key; False where the backend refused."""
+        return bool(self.storage.set(key, data))
+
+
+class Addresses:
+    """Calls of a backend that takes addresses in memory it registered, as Mooncake.
+
+    Registered buffers are lent to one call at a time and never freed; a call that hangs
+    keeps its own. Thread-safe.
+
+    Args:
+        storage: The backend; has ``register_buffer``.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+        self._free: list[torch.Tensor] = []
+        self._lock = Lock()
+
+    def get(self, key: str, nbytes: int) -> torch.Tensor | None:
+        """See ``Tensors.get``."""
+        with self._lent(nbytes) as buffer:
+            found = self.storage.get(key, buffer.data_ptr(), nbytes)
+            if not found and self.storage.exists(key):
+                time.sleep(RETRY_S)
+                found = self.storage.get(key, buffer.data_ptr(), nbytes)
+            return buffer[:nbytes].clone() if found else None
+
+    def set(self, key: str, data: torch.Tensor) -> bool:
+        """See ``Tensors.set``."""
+        size = data.numel()
+        with self._lent(size) as buffer:
+            buffer[:size].copy_(data)
+            where = {"target_location": buffer.data_ptr(), "target_sizes": size}
+            return bool(self.storage.set(key, **where))
+
+    @contextmanager
+    def _lent(self, nbytes: int) -> Iterator[torch.Tensor]:
+        with self._lock:
+            fitting = (b for b in self._free if b.numel() >= nbytes)
+            buffer = next(fitting, None)
+            self._free = [other for other in self._free if other is not buffer]
+        if buffer is None:
+            size = 1 << max(20, (nbytes - 1).bit_length())
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            self.storage.register_buffer(buffer)
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._free.append(buffer)
+
+
+class Backend:
+    """A HiCache storage backend whose calls never raise and end in bounded time.
+
+    Thread-safe where the backend is; SGLang's are. Reads and writes are given up on
+    apart: a full disk can still be read.
+
+    Args:
+        storage: The backend; only ``get``, ``set`` and ``exists`` are used.
+        timeout_s: Most seconds of a call, but see ``SLOWEST_BYTES_PER_S``.
+        pause_s: See ``BoundedCalls``.
+
+    Attributes:
+        counters: Counters of this backend and of the store above it.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        timeout_s: float = 2.0,
+        pause_s: float = 5.0,
+    ) -> None:
+        by_address = hasattr(storage, "register_buffer")
+        self._calls = Addresses(storage) if by_address else Tensors(storage)
+        self._timeout_s = timeout_s
+        self.counters = StoreCounters()
+        self._reads = BoundedCalls(self.counters, pause_s)
+        self._writes = BoundedCalls(self.counters, pause_s)
+
+    def present(self, keys: Sequence[str]) -> list[bool]:
+        """Return which keys exist, in one bounded call; all False where it failed."""
+        storage = self._calls.storage
+
+        def look() -> list[bool]:
+            return [bool(storage.exists(key)) for key in keys]
+
+        if not keys:
+            return []
+        return self._reads.call("exists", look, self._timeout_s) or [False] * len(keys)
+
+    def read(self, keys: Sequence[str], nbytes: int) -> list[torch.Tensor | None]:
+        """Read objects of one size, in one bounded call.
+
+        Args:
+            keys: Their keys.
+            nbytes: Bytes of each; a shorter one comes back with zeros at its end.
+
+        Returns:
+            [nbytes] uint8 each, None where there is none or the call failed.
+        """
+        calls = self._calls
+
+        def fetch() -> list[torch.Tensor | None]:
+            exist = calls.storage.exists
+            return [calls.get(key, nbytes) if exist(key) else None for key in keys]
+
+        if not keys:
+            return []
+        limit = self._timeout_s + len(keys) * nbytes / SLOWEST_BYTES_PER_S
+        return self._reads.call("get", fetch, limit) or [None] * len(keys)
+
+    def write(self, key: str, data: torch.Tensor) -> bool:
+        """Write an object, unless its key exists.
+
+        Args:
+            key: Its key.
+            data: [n] uint8 in host memory; not modified, and unchanged until it is
+                written, which a call past its time may do later.
+
+        Returns:
+            It is there now, or was there before.
+        """
+
+        def put() -> bool:
+            if not self._calls.set(key, data):
+                raise OSError(f"the backend refused {data.numel()} bytes")
+            return True
+
+        limit = self._timeout_s + data.numel() / SLOWEST_BYTES_PER_S
+        return self._writes.call("set", put, limit) or False
+
+
+def open_backend(
+    name: str,
+    fingerprint: Fingerprint,
+    extra: Mapping[str, object],
+    shared_folder: bool = False,
+    timeout_s: float = 2.0,
+) -> Backend:
+    """Open a storage backend; those of SGLang through its factory.
+
+    Args:
+        name: One of ``BACKENDS``. ``dynamic`` loads a class of the user's, see
+            ``StorageBackendFactory``; one with ``register_buffer`` is called as
+            Mooncake's is, others as ``file`` is.
+        fingerprint: Whose KV; backends that keep ranks apart are told its rank.
+        extra: What HiCache's ``--hicache-storage-backend-extra-config`` holds:
+            Mooncake's addresses; ``directory``, ``max_size`` and ``min_free_space`` of
+            ``file``.
+        shared_folder: See ``SegmentFiles.shared``.
+        timeout_s: See ``Backend``.
+
+    Raises:
+        ConfigError: The name is unknown, a folder is missing from the settings or not
+            private, or the backend did not open.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"store backend {name!r}: wanted one of {BACKENDS}")
+    rank, ranks = fingerprint.tp_rank, fingerprint.tp_size
+    try:
+        if name == "file":
+            folder = extra.get("directory")
+            if not isinstance(folder, str) or not folder:
+                raise ConfigError(f"wanted a directory, got {folder!r}")
+            storage = SegmentFiles(Path(folder), extra, rank, ranks, shared_folder)
+            return Backend(storage, timeout_s)
+        config = HiCacheStorageConfig(
+            tp_rank=rank,
+            tp_size=ranks,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=False,
+            model_name=f"vericache-{fingerprint.short}",
+            extra_config=dict(extra),
+        )
+        return Backend(
+            StorageBackendFactory.create_backend(name, config, None), timeout_s
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"--hicache-storage-backend {name} did not open: {error}"
+        ) from error

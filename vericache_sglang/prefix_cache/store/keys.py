@@ -1,0 +1,223 @@
+"""Names and seals: whose KV it is, which tokens it stands for, who wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+from array import array
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.memory.segments import SEGMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT = 2
+"""Version of everything the store writes; another one is never read."""
+KEY_BYTES = 32
+"""Fewest bytes of a key file."""
+NAME_BYTES = 20
+"""Bytes of a segment's name: 2**80 tries for a collision, and 40 letters of hex."""
+WHOLE_FILE = 64 << 20
+"""Weight files up to this many bytes are hashed whole."""
+SAMPLE, STRIDE = 4 << 10, 1 << 20
+"""Of larger ones, 4 KiB of every MiB: 16 GB of weights cost 64 MB of reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """All that two servers must agree on before one may use the other's KV.
+
+    The page size is not part of it: what is stored are tokens in prompt order.
+
+    Attributes:
+        model: Name under which servers share; the same on all of them.
+        weights: ``model_digest`` of the folder the weights were loaded from. New
+            weights in a running server need a new fingerprint.
+        dtype: Dtype the model computes in, as ``bfloat16``.
+        quantization: How its weights are quantized; empty: not at all.
+        kv_dtype: Dtype of the KV pool.
+        layers: Layers of this rank.
+        first_layer: Index of the first of them (pipeline parallelism), >= 0.
+        kv_heads: KV heads per layer of this rank.
+        head_dim: Dims of a key.
+        v_head_dim: Dims of a value.
+        tp_rank: Rank, in [0, tp_size).
+        tp_size: Ranks the heads are shared by.
+        key: ``read_key``'s; b"" where whoever can write to the store is trusted. With
+            a key, names follow from it too, so that they betray no guessed prompt.
+        version: ``FORMAT``.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    kv_dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    first_layer: int = 0
+    quantization: str = ""
+    key: bytes = field(default=b"", repr=False)
+    version: int = FORMAT
+
+    @property
+    def short(self) -> str:
+        """16 letters of hex that stand for every field."""
+        return _canonical(self.fields())[:8].hex()
+
+    def fields(self) -> dict[str, str | int]:
+        """Return every field, the key hashed."""
+        key = hashlib.blake2b(self.key, person=b"vericache-names").hexdigest()
+        return {**asdict(self), "key": key if self.key else ""}
+
+
+class Seal:
+    """What tells content that changed: a checksum, or with a key also a forgery.
+
+    Args:
+        key: Without one the seal is xxh3 (128 bits), which shows damage and no malice;
+            with one it is keyed BLAKE2b (RFC 7693, 256 bits).
+
+    Attributes:
+        nbytes: Bytes of a seal.
+    """
+
+    def __init__(self, key: bytes = b"") -> None:
+        # BLAKE2b takes keys of up to 64 bytes.
+        self._key = hashlib.blake2b(key, person=b"vericache-seal").digest()
+        self._keyed = bool(key)
+        self.nbytes = 32 if key else 16
+
+    def of(self, data: bytes | memoryview) -> bytes:
+        """Return the seal of some content."""
+        if self._keyed:
+            return hashlib.blake2b(data, key=self._key, digest_size=32).digest()
+        return xxhash.xxh3_128_digest(data)
+
+    def holds(self, data: bytes | memoryview, sealed: bytes) -> bool:
+        """Return whether a seal is that of some content."""
+        return hmac.compare_digest(self.of(data), sealed)
+
+
+def read_key(file: str) -> bytes:
+    """Read the key of ``--vericache-store-key``.
+
+    Args:
+        file: Of at least ``KEY_BYTES`` bytes, which only its owner can read.
+
+    Raises:
+        ConfigError: It cannot be read, is too short, or others can read it.
+    """
+    where = f"--vericache-store-key {file}"
+    try:
+        with Path(file).open("rb") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            key = opened.read()
+    except OSError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"{where}: wanted mode 0600, got 0{mode:03o}: run chmod 600")
+    if len(key) < KEY_BYTES:
+        raise ConfigError(f"{where}: wanted {KEY_BYTES} bytes or more, got {len(key)}")
+    return key
+
+
+def model_digest(folder: Path) -> str:
+    """Hash a model's folder: its configuration, and its weights by samples.
+
+    Two fine-tunes of one model differ in no file's name or size, so contents are read:
+    files up to ``WHOLE_FILE`` whole, of larger ones ``SAMPLE`` bytes of every
+    ``STRIDE``. An edit that touches less than a MiB of a large file can be missed.
+
+    Args:
+        folder: Local folder with ``config.json`` and weight files.
+
+    Returns:
+        32 letters of hex.
+
+    Raises:
+        OSError: A file cannot be read; ``config.json`` is missing.
+    """
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    patterns = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.index.json")
+    files = {file for pattern in patterns for file in folder.glob(pattern)}
+    for file in sorted(files, key=lambda file: file.name):
+        size = file.stat().st_size
+        digest.update(_canonical([file.name, size]))
+        with file.open("rb") as weights:
+            if size <= WHOLE_FILE:
+                digest.update(weights.read())
+                continue
+            for start in range(0, size, STRIDE):
+                weights.seek(start)
+                digest.update(weights.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def segment_names(
+    fingerprint: Fingerprint,
+    namespace: Sequence[str | None],
+    tokens: Sequence[int],
+    segment: int = SEGMENT,
+) -> list[str]:
+    """Name the whole segments of a prompt; a name implies everything before it.
+
+    Each is BLAKE2b (RFC 7693) over its parent's name and its tokens, so two prompts
+    share the names of the segments they share from the start, and no other. A tail
+    shorter than a segment has no name.
+
+    Args:
+        fingerprint: Whose KV.
+        namespace: What separates requests with equal tokens, in a fixed order: SGLang's
+            ``extra_key``, ``cache_salt``, the LoRA adapter. None and "" differ.
+        tokens: Token ids of the prompt, each within 64 signed bits.
+        segment: Tokens of a segment, >= 1.
+
+    Returns:
+        ``len(tokens) // segment`` names of 40 letters of hex.
+
+    Raises:
+        OverflowError: A token id does not fit 64 bits.
+        TypeError: A token id is not an integer.
+    """
+    ids = array("q", tokens[: len(tokens) // segment * segment])
+    data, step = ids.tobytes(), segment * ids.itemsize
+    names, parent = [], _canonical([segment, fingerprint.fields(), list(namespace)])
+    for start in range(0, len(data), step):
+        digest = hashlib.blake2b(parent, digest_size=NAME_BYTES)
+        digest.update(data[start : start + step])
+        parent = digest.digest()
+        names.append(parent.hex())
+    return names
+
+
+def compressor_identity(line: str, keep: float, version: str) -> str:
+    """Name how draft KV was chosen, so that only equal choices are ever mixed.
+
+    Args:
+        line: The ``--vericache-compressor`` line.
+        keep: Fraction of the prompt kept, in (0, 1].
+        version: Version of the package that compressed.
+
+    Returns:
+        16 letters of hex; of a whole segment the identity is "".
+    """
+    return _canonical([line, keep, version])[:8].hex()
+
+
+def _canonical(value: object) -> bytes:
+    """Return a hash, [32], of JSON's own types; equal for equal values alone."""
+    text = json.dumps(value, sort_keys=True).encode("ascii")
+    return hashlib.blake2b(text, digest_size=32).digest()

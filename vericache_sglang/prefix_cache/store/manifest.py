@@ -1,0 +1,210 @@
+"""What the store has of a segment in one form: written last, read first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from vericache_sglang.errors import StoreError
+from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.prefix_cache.store.keys import Seal
+from vericache_sglang.prefix_cache.store.objects import memory_of, parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.prefix_cache.store.backend import Backend
+    from vericache_sglang.prefix_cache.store.keys import Fingerprint
+    from vericache_sglang.prefix_cache.store.objects import Part
+
+ValueT = TypeVar("ValueT")
+
+MANIFEST_BYTES = 1024
+"""Bytes of a manifest: fixed, because HiCache's ``get`` wants a target of its size."""
+MOST_MANIFESTS = 16
+"""Manifests of a segment; each form, upgrade or repair adds one."""
+MOST_UNUSABLE = 65_536
+"""Keys remembered as damaged, the last ones."""
+
+FORMS: tuple[frozenset[Part], ...] = (
+    frozenset(("whole",)),
+    frozenset(("draft", "residual")),
+)
+
+
+class Recent(OrderedDict[str, ValueT]):
+    """A dict of the last names that were set, no more than ``most`` (>= 2)."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, name: str, value: ValueT) -> None:
+        super().__setitem__(name, value)
+        self.move_to_end(name)
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+
+class Stored(NamedTuple):
+    """An object: its bytes, and its seal in hex, which is its key.
+
+    What exists under it has the right content, whichever process wrote it, or is
+    damaged.
+    """
+
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One form of a segment.
+
+    Attributes:
+        model: ``Fingerprint.short``.
+        name: The segment's name.
+        compressor: Identity of what chose the kept tokens; "" for ``whole``.
+        tokens: Tokens of the segment, in [1, SEGMENT].
+        kept: Tokens that each head keeps in the draft KV, in [0, tokens].
+        objects: ``whole``, or ``draft`` and ``residual`` of the same KV. Which of them
+            are there now is the backend's to say.
+    """
+
+    model: str
+    name: str
+    compressor: str
+    tokens: int
+    kept: int
+    objects: Mapping[Part, Stored]
+
+    def keys(self, only: Part | None = None) -> dict[Part, str]:
+        """Return the keys of its objects, or of this part alone, by part."""
+        return {
+            part: f"{self.model}.{stored.digest}"
+            for part, stored in self.objects.items()
+            if only in (None, part)
+        }
+
+    def encode(self, seal: Seal) -> torch.Tensor:
+        """Return [MANIFEST_BYTES] uint8: a JSON object, spaces, the seal of both."""
+        said = {name: getattr(self, name) for name in self.__slots__}
+        text = json.dumps(said, separators=(",", ":")).encode("ascii")
+        text = text.ljust(MANIFEST_BYTES - seal.nbytes)
+        return torch.frombuffer(bytearray(text + seal.of(text)), dtype=torch.uint8)
+
+
+def decode_manifest(data: torch.Tensor, seal: Seal, model: str, name: str) -> Manifest:
+    """Read what ``Manifest.encode`` wrote.
+
+    Args:
+        data: [MANIFEST_BYTES] uint8 of any content.
+        seal: Of the store.
+        model: ``Fingerprint.short``.
+        name: The segment's name.
+
+    Raises:
+        StoreError: It is damaged, or of another model or segment.
+    """
+    memory = memory_of(data)
+    text, sealed = bytes(memory[: -seal.nbytes]), bytes(memory[-seal.nbytes :])
+    if not seal.holds(text, sealed):
+        raise StoreError("checksum", f"the manifest of segment {name}")
+    said = parse_object(text)
+    if (said.get("model"), said.get("name")) != (model, name):
+        got = said.get("name")
+        raise StoreError("name", f"wanted {name} of {model}, got {got!a:.60}")
+    match said:
+        case {
+            "tokens": int(tokens),
+            "kept": int(kept),
+            "compressor": str(compressor),
+            "objects": dict(objects),
+        } if (
+            0 <= kept <= tokens
+            and 1 <= tokens <= SEGMENT
+            and objects.keys() in FORMS
+            and ("whole" in objects) != bool(compressor)
+        ):
+            stored = {part: _stored(objects[part], seal) for part in sorted(objects)}
+            return Manifest(model, name, compressor, tokens, kept, stored)
+    raise StoreError("header", f"a manifest that says {said!a:.300}")
+
+
+def _stored(row: object, seal: Seal) -> Stored:
+    digits = f"[0-9a-f]{{{2 * seal.nbytes}}}"
+    match row:
+        case [int(nbytes), str(digest)] if nbytes > 0 and re.fullmatch(digits, digest):
+            return Stored(nbytes, digest)
+    raise StoreError("header", f"wanted [bytes, digest] of an object, got {row!a:.100}")
+
+
+class Manifests:
+    """The manifests of a store: per segment a list that only grows. Thread-safe.
+
+    A manifest is written under the first free number and never changed, which every
+    backend can do, write-once ones too. So a reader sees all of one or nothing.
+
+    Args:
+        backend: Where they are.
+        fingerprint: Whose KV, and the key of the seals.
+
+    Attributes:
+        unusable: Keys, of objects too, that were found damaged by this process.
+    """
+
+    def __init__(self, backend: Backend, fingerprint: Fingerprint) -> None:
+        self.unusable: Recent[None] = Recent(MOST_UNUSABLE)
+        self._backend = backend
+        self._model = fingerprint.short
+        self._seal = Seal(fingerprint.key)
+
+    def read(self, names: Sequence[str]) -> list[list[Manifest]]:
+        """Return the manifests of each segment, newest first."""
+        found: dict[str, list[Manifest]] = {name: [] for name in names}
+        pending = list(found)
+        for generation in range(MOST_MANIFESTS):
+            keys = {name: self._key(name, generation) for name in pending}
+            asked = [name for name in pending if keys[name] not in self.unusable]
+            buffers = self._backend.read([keys[n] for n in asked], MANIFEST_BYTES)
+            for name, buffer in zip(asked, buffers, strict=True):
+                if buffer is None:
+                    pending.remove(name)
+                    continue
+                try:
+                    manifest = decode_manifest(buffer, self._seal, self._model, name)
+                    found[name].insert(0, manifest)
+                except StoreError as error:
+                    self._backend.counters.note_unreadable("manifest", error)
+                    self.unusable[keys[name]] = None
+        return [found[name] for name in names]
+
+    def announce(self, manifest: Manifest) -> bool:
+        """Make a form of a segment readable, unless it is.
+
+        Returns:
+            It is readable now. False: the backend failed, or there are too many.
+        """
+        data = manifest.encode(self._seal)
+        for generation in range(MOST_MANIFESTS):
+            key = self._key(manifest.name, generation)
+            if key in self.unusable:
+                continue
+            there = self._backend.read([key], MANIFEST_BYTES)[0]
+            if there is None:
+                if not self._backend.write(key, data):
+                    return False
+                # Another writer may have been faster; a write-once backend says
+                # nothing about that.
+                there = self._backend.read([key], MANIFEST_BYTES)[0]
+            if there is not None and there.equal(data):
+                return True
+        return False
+
+    def _key(self, name: str, generation: int) -> str:
+        return f"{self._model}.{name}.manifest.{generation}"

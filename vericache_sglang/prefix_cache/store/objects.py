@@ -1,0 +1,234 @@
+"""What one object of the store holds: tensors in the safetensors format, all checked.
+
+Written and read here rather than by the library, whose functions hold the interpreter
+lock while they copy (100 ms for 64 MB): the scheduler would stand still meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from vericache_sglang.errors import StoreError
+
+if TYPE_CHECKING:
+    from vericache_sglang.prefix_cache.store.keys import Fingerprint
+
+Part: TypeAlias = Literal["whole", "draft", "residual"]
+"""A segment's KV as it is; the draft KV of one; what draft KV lacks of the full KV."""
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+DTYPES = {
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""Names of safetensors, which also holds packed draft KV: ``U8`` by layer."""
+
+LENGTH = struct.Struct("<Q")
+"""Bytes of the JSON header, which follows; the tensors follow the header."""
+ALIGN = 64
+"""The tensors start at a multiple of this."""
+MOST_HEADER_BYTES = 1 << 20
+
+
+class Field(NamedTuple):
+    """A tensor that an object may hold."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    required: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout(
+    fingerprint: Fingerprint, part: Part, tokens: int, kept: int
+) -> dict[str, Field]:
+    """Return the tensors that one part of a segment consists of, by name.
+
+    Args:
+        fingerprint: Whose KV: [layers, tokens, heads, dim].
+        part: Which part.
+        tokens: Tokens of the segment, n.
+        kept: Tokens that each head keeps in the draft KV; 0 where ``part`` is whole.
+
+    Returns:
+        ``keys``, ``values``; of draft KV also ``kept``, int32 [L, H, kept]; where each
+        token has a score of its own (``Selector.update``), ``noted`` [L, H, n].
+    """
+    count = {"whole": tokens, "draft": kept, "residual": tokens - kept}[part]
+    dtype: torch.dtype = getattr(torch, fingerprint.kv_dtype)
+    layers, heads = fingerprint.layers, fingerprint.kv_heads
+    fields = {
+        "keys": Field(dtype, (layers, count, heads, fingerprint.head_dim)),
+        "values": Field(dtype, (layers, count, heads, fingerprint.v_head_dim)),
+    }
+    if part == "draft":
+        fields["kept"] = Field(torch.int32, (layers, heads, kept))
+    if part != "residual":
+        fields["noted"] = Field(torch.float32, (layers, heads, tokens), required=False)
+    return fields
+
+
+def most_bytes(fields: Mapping[str, Field]) -> int:
+    """Return the bytes that no object of these tensors exceeds."""
+    header = LENGTH.size + MOST_HEADER_BYTES
+    return header + sum(field.nbytes for field in fields.values())
+
+
+def encode(tensors: Tensors, salt: int = 0) -> torch.Tensor:
+    """Write tensors in the safetensors format; equal arguments give equal bytes.
+
+    Args:
+        tensors: Of dtypes in ``DTYPES``, on any device.
+        salt: Makes other bytes of the same tensors, so that they get another name.
+
+    Returns:
+        [n] uint8 in host memory.
+
+    Raises:
+        StoreError: tensor: one of another dtype.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"salt": str(salt)}} if salt else {}
+    end = 0
+    # Tensors of larger elements first: then every one is aligned, without gaps.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in names:
+            raise StoreError("tensor", f"{name}: dtype {tensor.dtype} is not stored")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(LENGTH.size + len(text)) % ALIGN)
+    body = LENGTH.size + len(text)
+    data = torch.empty(body + end, dtype=torch.uint8)
+    LENGTH.pack_into(memory_of(data), 0, len(text))
+    memory_of(data)[LENGTH.size : body] = text
+    for name in order:
+        raw = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        data[body : body + raw.numel()].copy_(raw)
+        body += raw.numel()
+    return data
+
+
+def decode(
+    data: torch.Tensor, fields: Mapping[str, Field], tokens: int
+) -> dict[str, torch.Tensor]:
+    """Read an object that holds these tensors and nothing else.
+
+    Nothing the object says is believed: dtypes and shapes must be the expected ones,
+    the tensors must lie in it, and kept positions must be tokens of the segment.
+
+    Args:
+        data: [n] uint8 in host memory, contiguous, of any content.
+        fields: See ``layout``.
+        tokens: Tokens of the segment.
+
+    Returns:
+        Views of ``data``.
+
+    Raises:
+        StoreError: header or tensor.
+    """
+    memory = memory_of(data)
+    begin = LENGTH.size + (LENGTH.unpack_from(memory)[0] if len(memory) >= 8 else 0)
+    if not LENGTH.size < begin <= min(len(memory), LENGTH.size + MOST_HEADER_BYTES):
+        raise StoreError("header", f"of {begin - LENGTH.size} bytes in {len(memory)}")
+    header = parse_object(bytes(memory[LENGTH.size : begin]))
+    header.pop("__metadata__", None)
+    required = {name for name, field in fields.items() if field.required}
+    if not required <= header.keys() <= fields.keys():
+        raise StoreError(
+            "tensor", f"wanted {sorted(fields)}, got {sorted(header)!a:.200}"
+        )
+    body = data[begin:]
+    tensors = {
+        name: _view(name, row, fields[name], body) for name, row in header.items()
+    }
+    if "kept" in tensors:
+        _check_positions(tensors["kept"], tokens)
+    return tensors
+
+
+def parse_object(text: bytes) -> dict[str, object]:
+    """Parse a JSON object.
+
+    Raises:
+        StoreError: header: it is none.
+    """
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError("header", f"is not JSON: {error!s:.100}") from error
+    if not isinstance(header, dict):
+        raise StoreError("header", f"wanted an object, got {type(header).__name__}")
+    return header
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a [n] uint8 tensor in host memory, without copying."""
+    return tensor.numpy().data
+
+
+def _view(name: str, row: object, field: Field, body: torch.Tensor) -> torch.Tensor:
+    """Return one tensor of an object's body.
+
+    Raises:
+        StoreError: tensor: its row of the header is not the expected one.
+    """
+    said = row if isinstance(row, dict) else {}
+    dtype, shape = said.get("dtype"), said.get("shape")
+    match said.get("data_offsets"):
+        case [int(begin), int(end)]:
+            inside = 0 <= begin <= end <= body.numel()
+        case _:
+            begin, end, inside = 0, 0, False
+    if (
+        not (isinstance(dtype, str) and DTYPES.get(dtype) == field.dtype)
+        or shape != list(field.shape)
+        or not inside
+        or end - begin != field.nbytes
+    ):
+        raise StoreError(
+            "tensor",
+            f"{name}: wanted {field.dtype} {list(field.shape)} within {body.numel()} "
+            f"bytes, got {row!a:.200}",
+        )
+    raw = body[begin:end]
+    if raw.storage_offset() % field.dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(field.dtype).view(field.shape)
+
+
+def _check_positions(kept: torch.Tensor, tokens: int) -> None:
+    """Require that kept positions [L, H, n] ascend within [0, tokens), head by head.
+
+    Raises:
+        StoreError: tensor: they do not.
+    """
+    ascend = bool((kept[..., 1:] > kept[..., :-1]).all())
+    inside = not kept.numel() or (int(kept.min()) >= 0 and int(kept.max()) < tokens)
+    if not (ascend and inside):
+        raise StoreError(
+            "tensor", f"kept: wanted ascending positions below {tokens} in each head"
+        )

@@ -1,0 +1,470 @@
+"""Segments in a store: put, look up, restore, upgrade, move."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from vericache_sglang.errors import InvariantError, StoreError
+from vericache_sglang.prefix_cache.store.keys import Seal
+from vericache_sglang.prefix_cache.store.manifest import (
+    FORMS,
+    Manifest,
+    Manifests,
+    Stored,
+)
+from vericache_sglang.prefix_cache.store.objects import (
+    decode,
+    encode,
+    layout,
+    memory_of,
+    most_bytes,
+)
+from vericache_sglang.prefix_cache.store.pace import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from vericache_sglang.prefix_cache.store.backend import Backend
+    from vericache_sglang.prefix_cache.store.keys import Fingerprint
+    from vericache_sglang.prefix_cache.store.objects import Part, Tensors
+
+    Split: TypeAlias = Callable[["Found"], tuple[Tensors, Tensors]]
+
+BATCH = 64
+"""Segments looked up in one bounded call: 32,768 tokens."""
+MOST_SALTS = 8
+"""Times an object found damaged is written anew, each time under another key."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A segment as it came back, every byte checked.
+
+    Attributes:
+        manifest: Its compressor, number of tokens, and how many of them are kept.
+        parts: ``whole``, or ``draft`` and ``residual``, see ``layout``; views.
+    """
+
+    manifest: Manifest
+    parts: Mapping[Part, Tensors]
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """Segments that are read in the background, up to the first that is missing.
+
+    Attributes:
+        names: What is asked for.
+        found: What was read so far, in order; another thread appends to it.
+        cancelled: Read no more.
+    """
+
+    names: Sequence[str]
+    found: list[Found] = field(default_factory=list)
+    cancelled: bool = False
+    future: Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """No further segment will be found."""
+        return self.future is None or self.future.done()
+
+
+class SegmentStore:
+    """What a store has of the segments of one model. Thread-safe.
+
+    No method raises because of the store or its backend: what cannot be read is
+    missing, what cannot be written is dropped, and both are counted. An object is
+    named by its content and announced by a manifest that is written last, so readers
+    see whole segments only, however many processes write at the same time. HiCache's
+    interface has no delete: what is replaced stays until the backend evicts it.
+
+    With several ranks each has a store of its own heads (the rank is part of the
+    fingerprint); they must agree on the smallest of their numbers of segments.
+
+    Args:
+        backend: Where the bytes are.
+        fingerprint: Whose KV, and the key of the seals. After new weights: a new store.
+        most_waiting: Segments that ``put_later`` may hold; as many prefetches.
+
+    Attributes:
+        counters: Of this store and its backend.
+        pace: How fast ``restore`` reads.
+    """
+
+    def __init__(
+        self, backend: Backend, fingerprint: Fingerprint, most_waiting: int = 64
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.counters = backend.counters
+        self.pace = Pace()
+        self._backend = backend
+        self._manifests = Manifests(backend, fingerprint)
+        self._unusable = self._manifests.unusable
+        self._seal = Seal(fingerprint.key)
+        self._most_waiting = most_waiting
+        self._writer = ThreadPoolExecutor(1, "store-writer")
+        self._reader = ThreadPoolExecutor(1, "store-reader")
+        self._writes: set[Future[bool]] = set()
+        self._reads: set[Future[None]] = set()
+
+    # -- writing ----------------------------------------------------------------
+
+    def put(
+        self, name: str, parts: Mapping[Part, Tensors], compressor: str = ""
+    ) -> bool:
+        """Store a segment in one form; its parts become readable together.
+
+        Nothing is written where the same form by the same compressor is there: KV of
+        the same tokens differs in rounding at most.
+
+        Args:
+            name: The segment's name.
+            parts: ``whole`` alone, or ``draft`` and ``residual`` of the same KV, see
+                ``layout``. Never store as ``whole`` what was restored from a lossy
+                part.
+            compressor: ``compressor_identity`` of what chose the kept tokens.
+
+        Returns:
+            It is readable now, or was before.
+
+        Raises:
+            StoreError: tensor: one is not as ``layout`` says.
+            InvariantError: Other parts than these, or ``whole`` with a compressor.
+        """
+        if parts.keys() not in FORMS or ("whole" in parts) == bool(compressor):
+            raise InvariantError(
+                f"parts {sorted(parts)} compressed by {compressor!r} of segment {name}"
+            )
+        if self._leading([name], compressor):
+            return True
+        began = time.perf_counter()
+        counts = {part: _count(tensors) for part, tensors in parts.items()}
+        tokens, kept = sum(counts.values()), counts.get("draft", 0)
+        objects = {}
+        for part, tensors in parts.items():
+            stored = self._write(part, tensors, tokens, kept)
+            if stored is not None:
+                objects[part] = stored
+        model = self.fingerprint.short
+        manifest = Manifest(model, name, compressor, tokens, kept, objects)
+        if len(objects) < len(parts) or not self._manifests.announce(manifest):
+            self.counters.add(dropped_writes=1)
+            return False
+        nbytes = sum(stored.nbytes for stored in objects.values())
+        self.pace.note("write", nbytes, time.perf_counter() - began)
+        return True
+
+    def put_later(
+        self, name: str, parts: Mapping[Part, Tensors], compressor: str = ""
+    ) -> Future[bool] | None:
+        """``put`` in the writer's thread; ``parts`` must not change until it is done.
+
+        Returns:
+            What ``put`` returns; False also where it raises. None: the queue is full
+            or closed, the segment is dropped.
+        """
+        try:
+            if len(self._writes) >= self._most_waiting:
+                raise RuntimeError("too many segments wait")
+            future = self._writer.submit(self._put_or_warn, name, parts, compressor)
+        except RuntimeError as error:  # also of an executor that was shut down
+            self.counters.add(dropped_writes=1)
+            self.counters.warn("a segment is not stored", error)
+            return None
+        self._writes.add(future)
+        future.add_done_callback(self._writes.discard)
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """Segments that wait to be written or are being written."""
+        return len(self._writes)
+
+    # -- reading ----------------------------------------------------------------
+
+    def lookup(self, names: Sequence[str]) -> int:
+        """Count the segments, from the first on, that can be restored whole.
+
+        Args:
+            names: Names of a prompt's segments, see ``segment_names``.
+
+        Returns:
+            Length of the longest run that is stored whole, or as draft KV and residual
+            KV of any compressor.
+        """
+        return self._leading(names)
+
+    def lookup_compressed(self, names: Sequence[str], compressor: str) -> int:
+        """Count the segments, from the first on, whose draft KV is stored."""
+        return self._leading(names, compressor, "draft")
+
+    def restore(
+        self, name: str, compressors: Sequence[str] = (), only: Part | None = None
+    ) -> Found | None:
+        """Read a segment, every byte checked.
+
+        Args:
+            name: The segment's name.
+            compressors: What of several to take first, in this order: their draft KV
+                and residual KV; then the whole segment, then any other's.
+            only: Read this part alone, of the first of ``compressors`` that has it.
+
+        Returns:
+            None: a miss.
+        """
+        began = time.perf_counter()
+        ranks = {each: at for at, each in enumerate(compressors)}
+        last = len(ranks)
+        for manifest in sorted(
+            self._manifests.read([name])[0],
+            key=lambda m: ranks.get(m.compressor, last + bool(m.compressor)),
+        ):
+            if only is not None and manifest.compressor not in ranks:
+                break
+            objects = self._read(manifest, only)
+            if objects:
+                nbytes = sum(data.numel() for data, _ in objects.values())
+                self.counters.add(hits=len(objects), read_bytes=nbytes)
+                self.pace.note("read", nbytes, time.perf_counter() - began)
+                return Found(manifest, {part: ts for part, (_, ts) in objects.items()})
+        self.counters.add(misses=1)
+        return None
+
+    def prefetch(
+        self, names: Sequence[str], compressors: Sequence[str] = ()
+    ) -> Prefetch:
+        """Restore segments in the reader's thread, up to the first that is missing.
+
+        Returns:
+            Done at once, with nothing found, where too many wait or the store closed.
+        """
+        prefetch = Prefetch(names)
+        if len(self._reads) < self._most_waiting:
+            try:
+                future = self._reader.submit(self._prefetch, prefetch, compressors)
+            except RuntimeError:  # closed
+                return prefetch
+            prefetch.future = future
+            self._reads.add(future)
+            future.add_done_callback(self._reads.discard)
+        return prefetch
+
+    def refuse(self, found: Found) -> None:
+        """Count a segment that cannot be used as damaged, and read it no more."""
+        self.counters.add(damaged=1)
+        for key in found.manifest.keys().values():
+            self._unusable[key] = None
+
+    # -- what is stored already -------------------------------------------------
+
+    def compress(self, names: Sequence[str], split: Split, compressor: str) -> int:
+        """Upgrade stored segments to the draft KV and residual KV of a compressor.
+
+        Until both are there, and for ever where that fails, readers see what was
+        stored before.
+
+        Args:
+            names: Segments; those that are not stored are passed over.
+            split: Makes (draft, residual) from what is stored. What it raises is
+                passed on.
+            compressor: ``compressor_identity`` of what ``split`` makes.
+
+        Returns:
+            Segments that have both parts now.
+        """
+        done = 0
+        for name in names:
+            if self._leading([name], compressor):
+                done += 1
+                continue
+            found = self.restore(name)
+            if found is not None:
+                draft, residual = split(found)
+                parts: dict[Part, Tensors] = {"draft": draft, "residual": residual}
+                done += self.put(name, parts, compressor)
+        return done
+
+    def move(
+        self,
+        name: str,
+        target: SegmentStore,
+        compressor: str = "",
+        only: Part | None = None,
+    ) -> bool:
+        """Copy one form of a segment to another store, as it is, through this machine.
+
+        This store keeps its own: HiCache's interface has no delete. Draft KV whose
+        residual KV is moved later joins it then.
+
+        Args:
+            name: The segment's name.
+            target: Where it shall be.
+            compressor: ``compressor_identity``; empty for ``whole``.
+            only: Copy this part alone.
+
+        Returns:
+            The target has it now.
+
+        Raises:
+            InvariantError: The stores are of different models, ranks or keys.
+        """
+        if self.fingerprint != target.fingerprint:
+            raise InvariantError(f"{self.fingerprint} is not {target.fingerprint}")
+        for manifest in self._manifests.read([name])[0]:
+            if manifest.compressor != compressor:
+                continue
+            keys, objects = manifest.keys(), self._read(manifest, only)
+            if objects and all(
+                target._place(keys[part], data) for part, (data, _) in objects.items()
+            ):
+                return target._manifests.announce(manifest)
+        return False
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits to be written; False where that took too long."""
+        return not wait(set(self._writes), timeout_s).not_done
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Write what waits and take no more; False where that took too long."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False)
+        drained = self.drain(timeout_s)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        return drained
+
+    # -- objects ----------------------------------------------------------------
+
+    def _leading(
+        self,
+        names: Sequence[str],
+        compressor: str | None = None,
+        only: Part | None = None,
+    ) -> int:
+        """Count the segments, from the first on, of which one form exists.
+
+        Args:
+            names: Segments.
+            compressor: ``compressor_identity`` of the form; None: any will do.
+            only: Part that must exist; None: all of the form.
+        """
+        for start in range(0, len(names), BATCH):
+            forms = [
+                [
+                    set(manifest.keys(only).values())
+                    for manifest in manifests
+                    if compressor in (None, manifest.compressor)
+                ]
+                for manifests in self._manifests.read(names[start : start + BATCH])
+            ]
+            listed = {key for each in forms for keys in each for key in keys}
+            asked = sorted(key for key in listed if key not in self._unusable)
+            exist = zip(asked, self._backend.present(asked), strict=True)
+            there = {key for key, exists in exist if exists}
+            for at, each in enumerate(forms):
+                if not any(keys and keys <= there for keys in each):
+                    return start + at
+        return len(names)
+
+    def _read(
+        self, manifest: Manifest, only: Part | None
+    ) -> Mapping[Part, tuple[torch.Tensor, Tensors]] | None:
+        """Read objects of a manifest, [n] uint8, and what they hold.
+
+        Returns:
+            None where one is missing or damaged; {} where it has no such part.
+        """
+        keys, objects = manifest.keys(only), {}
+        if any(key in self._unusable for key in keys.values()):
+            return None
+        for part, key in keys.items():
+            stored, tokens = manifest.objects[part], manifest.tokens
+            fields = layout(self.fingerprint, part, tokens, manifest.kept)
+            try:
+                if stored.nbytes > most_bytes(fields):
+                    raise StoreError("length", f"{stored.nbytes} bytes")
+                data = self._backend.read([key], stored.nbytes)[0]
+                if data is None:
+                    return None
+                if self._digest(data) != stored.digest:
+                    raise StoreError("checksum", f"of segment {manifest.name}")
+                objects[part] = data, decode(data, fields, tokens)
+            except StoreError as error:
+                self.counters.note_unreadable(part, error)
+                self._unusable[key] = None
+                return None
+        return objects
+
+    def _write(
+        self, part: Part, tensors: Tensors, tokens: int, kept: int
+    ) -> Stored | None:
+        """Write an object under the name of its content; None: the backend refused.
+
+        Raises:
+            StoreError: tensor: no reader would accept it.
+        """
+        fields = layout(self.fingerprint, part, tokens, kept)
+        for salt in range(MOST_SALTS):
+            data = encode(tensors, salt)
+            decode(data, fields, tokens)
+            stored = Stored(data.numel(), self._digest(data))
+            key = f"{self.fingerprint.short}.{stored.digest}"
+            if self._place(key, data):
+                return stored
+            if key not in self._unusable:
+                return None
+        return None
+
+    def _place(self, key: str, data: torch.Tensor) -> bool:
+        """Have an object be there; False: it is damaged there, or was refused."""
+        if key in self._unusable:
+            return False
+        # One without a manifest is of a writer that died, and was never checked; a
+        # write-once backend would keep it as it is.
+        there = self._backend.read([key], data.numel())[0]
+        if there is None:
+            written = self._backend.write(key, data)
+            self.counters.add(written_bytes=data.numel() * written)
+            return written
+        if not there.equal(data):
+            self._unusable[key] = None
+        return key not in self._unusable
+
+    def _digest(self, data: torch.Tensor) -> str:
+        return self._seal.of(memory_of(data)).hex()
+
+    # -- background -------------------------------------------------------------
+
+    def _put_or_warn(
+        self, name: str, parts: Mapping[Part, Tensors], compressor: str
+    ) -> bool:
+        try:
+            return self.put(name, parts, compressor)
+        except Exception as error:  # noqa: BLE001 (the future may never be looked at)
+            self.counters.add(dropped_writes=1)
+            self.counters.warn("a segment cannot be stored", error)
+            return False
+
+    def _prefetch(self, prefetch: Prefetch, compressors: Sequence[str]) -> None:
+        for name in prefetch.names:
+            found = None if prefetch.cancelled else self.restore(name, compressors)
+            if found is None:
+                return
+            prefetch.found.append(found)
+
+
+def _count(tensors: Tensors) -> int:
+    """Return the tokens that a part holds.
+
+    Raises:
+        StoreError: tensor: it has no keys.
+    """
+    keys = tensors.get("keys")
+    if keys is None or keys.dim() != 4:
+        raise StoreError("tensor", f"no keys [L, n, H, D] in {sorted(tensors)}")
+    return keys.shape[1]

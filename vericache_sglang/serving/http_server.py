@@ -1,0 +1,89 @@
+"""What VeriCache adds to SGLang's HTTP server: the page and the consistency check."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.config.files import active_config
+from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.observability.consistency_check import ConsistencyCheck
+from vericache_sglang.observability.guard import Guard
+from vericache_sglang.observability.prometheus import Metrics
+from vericache_sglang.observability.table import METRICS
+from vericache_sglang.serving.live_page import add_routes
+from vericache_sglang.serving.refused_flags import ALGORITHM
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+
+logger = logging.getLogger(__name__)
+
+
+def extend(app: Any) -> None:
+    """Add routes and check as the settings say, before SGLang's server listens.
+
+    With several tokenizer processes (``--tokenizer-worker-num``) SGLang serves from
+    processes that are not told of this, so there is neither.
+
+    Args:
+        app: ``sglang.srt.entrypoints.http_server.app``.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    if not app.is_single_tokenizer_mode:
+        logger.warning(
+            "VeriCache: GET /vericache and the consistency check need "
+            "--tokenizer-worker-num 1"
+        )
+        return
+    guard, manager = Guard(), get_global_state().tokenizer_manager
+    guard.call("live page", lambda: _extend(app, manager, guard), None)
+
+
+def _extend(app: Any, manager: Any, guard: Guard) -> None:
+    config = active_config() or VeriCacheConfig()
+    read = manager.get_internal_state
+    if (app.server_args.speculative_algorithm or "").upper() == ALGORITHM:
+        check = open_check(config, manager, guard)
+        read = _with_figures(read, check)
+    if config.live_page == "on":
+        add_routes(app, read, guard)
+
+
+def open_check(config: VeriCacheConfig, manager: Any, guard: Guard) -> ConsistencyCheck:
+    """Return the consistency check, hooked up to answers and metrics.
+
+    Args:
+        config: Its ``consistency_check_rate``; at 0 nothing is checked, and its
+            metrics stay at 0.
+        manager: SGLang's ``TokenizerManager``.
+        guard: Keeps its faults away from SGLang's loop.
+    """
+    rate = config.consistency_check_rate
+    check = ConsistencyCheck(rate, config.seed, manager, guard)
+    if rate:
+        # Called by the hook (patches: managers_tokenizer_manager).
+        manager.vericache_finished = check.finished
+    if manager.enable_metrics:
+        rows = [row for row in METRICS if row.source == "check"]
+        labels = manager.metrics_collector.labels
+        check.changed = Metrics(labels, check.report, rows).idle
+    return check
+
+
+def _with_figures(
+    read: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], check: ConsistencyCheck
+) -> Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]:
+    """Return a reader whose reports have the check's figures too."""
+
+    async def joined() -> Sequence[Mapping[str, Any]]:
+        return [
+            {**state, "vericache": {**state["vericache"], **check.report()}}
+            if state.get("vericache")
+            else state
+            for state in await read()
+        ]
+
+    return joined

@@ -1,1 +1,0 @@
-"""``GET /vericache``: what every request does now, as a page rendered on the server."""

@@ -1,1 +1,0 @@
-"""Segments of prompts that outlive a server: named, sealed, kept in a store."""

@@ -1,1 +1,0 @@
-"""What an iteration was, and where that is written: metrics, traces."""
