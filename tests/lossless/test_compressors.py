@@ -127,9 +127,8 @@ def test_packed_drafts_move_between_residencies(compressor, engine, long, long_p
     ours = run(restless, MODEL, long)
     assert compare(long_plain, ours) == []
     state = ours["state"]
-    moves = {name: state[name] for name in ("splits", "unsplits", "offloads", "pins")}
-    assert all(moves.values()), moves
-    # Where reloads are quick nobody waits long enough to be parked.
+    moves = ("splits", "unsplits", "offloads", "pins", "parks", "resumes")
+    made = {name: state[name] for name in moves}
+    assert all(made.values()), str(made)
     assert state["parks"] == state["resumes"]
-    assert state["parks"] > 0 or compressor == "kivi:bits=4"
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
