@@ -16,18 +16,24 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from demo.fork_server import ForkServer
 from demo.page import Result, draw, marked, table
-from demo.question import Document
-from demo.servers import DemoError, Server, import_sglang
+from demo.question import Document, ask
 from vericache_sglang.evaluation.altered import LOSSY, environment
+from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL, ALONE, OURS = "full KV", "compressed KV alone", "VeriCache"
+LAUNCHER = "vericache_sglang.launch_server"
+BOOT_SECONDS = 300.0
 LONGEST = 512
-"""Tokens of an answer."""
+"""Most tokens of an answer."""
+
+WARM = 16
+"""Tokens of the answers that are not timed."""
 
 TICK_SECONDS = 10.0
 console = Console(highlight=False, soft_wrap=True)
@@ -49,7 +55,7 @@ def step(label: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        ticker.join()  # nothing runs beside a fork
+        ticker.join()
     console.print(f"  {label}: done in {time.monotonic() - began:.1f} s")
 
 
@@ -58,16 +64,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "configs/demo-model-long")
     parser.add_argument("--settings", type=Path, default=ROOT / "configs/demo.yaml")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
     parser.add_argument("--prompt-tokens", type=int, default=16000)
     parser.add_argument("--requests", type=int, default=6, help="questions at once")
-    parser.add_argument("--calls", type=int, default=5, help="tool calls a question")
+    parser.add_argument("--calls", type=int, default=4, help="tool calls a question")
     parser.add_argument("--png", type=Path, default=Path("demo.png"))
     parser.add_argument("--once", action="store_true", help="stop after the comparison")
     return parser.parse_args(argv)
 
 
-def start(options: argparse.Namespace, folder: Path) -> dict[str, Server]:
+def start(
+    options: argparse.Namespace, folder: Path, forks: ForkServer
+) -> dict[str, OwnServer]:
     """Fork the three servers; they differ in VeriCache and in nothing else."""
     room = (options.requests + 2) * (options.prompt_tokens + LONGEST)
     shared = [
@@ -77,28 +85,39 @@ def start(options: argparse.Namespace, folder: Path) -> dict[str, Server]:
         *("--context-length", str(options.prompt_tokens + LONGEST)),
         "--sleep-on-idle",  # an idle server takes no core from the one measured
     ]
+    # Not left to what the throughput model measures while three servers boot at once.
     ours = [*shared, "--vericache-config", str(options.settings)]
-    lossy = environment(folder / "lossy", LOSSY)
-    alone = [*ours, "--vericache-residency", "host"]
-    return {
-        FULL: Server([*shared, "--disable-vericache"], {}, folder / "full.log"),
-        ALONE: Server(alone, lossy, folder / "alone.log"),
-        OURS: Server(ours, {}, folder / "ours.log", options.port),
+    kinds: dict[str, tuple[list[str], dict[str, str]]] = {
+        FULL: ([*shared, "--disable-vericache"], {}),
+        ALONE: (
+            [*ours, "--vericache-residency", "host"],
+            environment(folder / "lossy", LOSSY),
+        ),
+        OURS: ([*ours, "--vericache-residency", "device"], {}),
     }
+    servers = {}
+    for name, (flags, more) in kinds.items():
+        stays = name == OURS and not options.once
+        port = (options.port if stays else 0) or free_port()
+        where = ["--port", str(port), "--nccl-port", str(free_port())]
+        command = [sys.executable, "-m", LAUNCHER, *flags, *where]
+        log = folder / f"{port}.log"
+        servers[name] = OwnServer(command, port, more, log, forks.start)
+    return servers
 
 
-def ask(servers: dict[str, Server], document: Document) -> list[Result]:
+def measure(servers: dict[str, OwnServer], document: Document) -> list[Result]:
     """Warm every server, then ask one after the other all questions at once."""
     prompts = [question.prompt for question in document.questions]
     reading = f"reading the document, {document.tokens} tokens, with each"
     # Prompts are in every prefix cache then, and no first call is timed.
     with step(reading), ThreadPoolExecutor(len(servers)) as pool:
-        list(pool.map(lambda each: each.generate(prompts, 16), servers.values()))
+        list(pool.map(lambda each: ask(each, prompts, WARM), servers.values()))
     results = []
     for name, server in servers.items():
         with step(f"asking {len(prompts)} questions at once: {name}"):
             began = time.perf_counter()
-            answers = server.generate(prompts, LONGEST)
+            answers = ask(server, prompts, LONGEST)
             seconds = time.perf_counter() - began
         results.append(Result(name, answers, seconds))
     return results
@@ -136,30 +155,31 @@ def run(options: argparse.Namespace) -> int:
     document = Document(
         options.model, options.prompt_tokens, options.requests, options.calls
     )
-    with step("importing SGLang, once for all servers"):
-        import_sglang()
-    servers: dict[str, Server] = {}
+    servers: dict[str, OwnServer] = {}
     with tempfile.TemporaryDirectory(prefix="vericache-demo-") as folder:
+        # Nothing that is used is compiled: saves an import.
+        forks = ForkServer(Path(folder, "forks.log"), {"TORCHDYNAMO_DISABLE": "1"})
         try:
-            servers = start(options, Path(folder))
-            with step("starting three servers"):
+            with step("starting three servers, forked from one import of SGLang"):
+                servers = start(options, Path(folder), forks)
                 for server in servers.values():
-                    server.wait_until_healthy()
-            full, alone, ours = results = ask(servers, document)
+                    server.wait(BOOT_SECONDS)
+            full, alone, ours = results = measure(servers, document)
             show(results, document, options.png)
             point = all(ours.same_as(full)) and not all(alone.same_as(full))
             if not point:
                 console.print("this did not show what it should", style="bold red")
             if not options.once:
-                servers.pop(FULL).stop()
-                servers.pop(ALONE).stop()
+                for name in (FULL, ALONE):
+                    servers.pop(name).close(at_once=True)
                 console.print(f"\nserving on {servers[OURS].url}/v1 until Ctrl-C")
-                while not servers[OURS].has_ended():
+                while servers[OURS].process.poll() is None:
                     time.sleep(0.5)
             return 0 if point else 1
         finally:
             for server in servers.values():
-                server.stop()
+                server.close(at_once=True)
+            forks.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return run(parse_args(argv))
-    except DemoError as error:
+    except ServerError as error:
         console.print(f"serve_demo: error: {error}", style="bold red", markup=False)
         return 1
     except KeyboardInterrupt:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from demo.question import Question
-    from demo.servers import Answer
+    from demo.question import Answer, Question
 
 WRONG = "bold red"
 RIGHT = "green"

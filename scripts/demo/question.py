@@ -1,4 +1,4 @@
-"""One document of user records, and several questions about it."""
+"""One document of user records, several questions about it, and what is answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tokenizers import Tokenizer
 from vericache_sglang.demo_records import multi_request, prompt_of_length, prompt_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from vericache_sglang.evaluation.server import Server
 
 SEED = 7
 
@@ -31,6 +34,19 @@ class Question:
     text: str
     prompt: tuple[int, ...]
     answer: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said to one request.
+
+    Attributes:
+        text: As a client reads it.
+        tokens: Their ids, in order.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
 
 
 class Document:
@@ -66,6 +82,25 @@ class Document:
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def ask(server: Server, prompts: Sequence[Sequence[int]], most: int) -> list[Answer]:
+    """Return the greedy answers to prompts, all sent at once.
+
+    Args:
+        server: Asked.
+        prompts: Token ids of each.
+        most: Tokens of an answer.
+
+    Raises:
+        ServerError: The server ended or refused.
+    """
+    body = {
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": {"temperature": 0, "max_new_tokens": most},
+    }
+    found: list[dict[str, Any]] = server.generate(body)
+    return [Answer(each["text"], tuple(each["output_ids"])) for each in found]
 
 
 def calls_of(text: str) -> list[dict[str, Any]] | None:

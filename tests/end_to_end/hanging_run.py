@@ -20,7 +20,7 @@ def hang():
 
 @pytest.fixture
 def servers(tmp_path):
-    """Return a server that is up, forked off the warm process, and one that boots."""
+    """Return a server that is up, forked, and one that boots."""
     flags = ("--max-total-tokens", "4000", "--disable-vericache")
     pair = LiveServer(tmp_path, *flags), LiveServer(tmp_path, *flags, fresh=True)
     try:

@@ -73,7 +73,7 @@ def test_an_ended_run_leaves_no_process(what, number, started, tmp_path):
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.1)
         family += family[0].children(recursive=True)
-        assert len(family) >= 4, "pytest, the warm process, and two more"
+        assert len(family) >= 4, "pytest, the fork server, and two more"
         os.killpg(run.pid, number)
         assert run.wait(240) != 0
         _, alive = psutil.wait_procs(family[1:], timeout=120)

@@ -1,13 +1,15 @@
-"""Servers of the tests: on a free loopback port, forked off a warm process or fresh."""
+"""Servers of the tests: on a free loopback port, forked or fresh."""
 
+import atexit
 import json
 import os
 import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
-from warm import AFTER_IMPORT, warm
-
+from demo.fork_server import AFTER_IMPORT, ForkServer
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.fleet import CHECKED, ONE_THREAD
 from vericache_sglang.evaluation.server import OwnServer, free_port, spawn
@@ -28,17 +30,27 @@ SERVERS = {**ONE_THREAD, **CHECKED}
 """Environment of every server, with SGLang's strict memory checks."""
 
 
+@cache
+def fork_server():
+    """Return this process's fork server, started at the first call, ended at exit."""
+    folder = tempfile.TemporaryDirectory()
+    log = Path(folder.name, "fork_server.log")
+    started = ForkServer(log, {**SERVERS, "PYTHONPATH": PATHS})
+    atexit.register(folder.cleanup)
+    atexit.register(started.close)
+    return started
+
+
 def fork(command, environment, log):
-    """Start ``python -m ...`` off the warm process, where SGLang allows it."""
+    """Start ``python -m ...`` off the fork server, where SGLang allows it."""
     imported = environment.keys() - SERVERS.keys()
     if not all(name.startswith(AFTER_IMPORT) for name in imported):
         return spawn(command, {"PYTHONPATH": PATHS, **environment}, log)
-    assert command[:2] == [sys.executable, "-m"]
-    return warm().start(command[2:], {"PYTHONPATH": PATHS, **environment}, log)
+    return fork_server().start(command, {"PYTHONPATH": PATHS, **environment}, log)
 
 
 def run(system, model, waves):
-    """Do what ``lossless.run`` does, with a server forked off the warm process."""
+    """Do what ``lossless.run`` does, with a server forked."""
     return lossless.run(system, model, waves, start=fork)
 
 
@@ -56,7 +68,7 @@ class LiveServer(OwnServer):
     """``python -m vericache_sglang.launch_server`` with strict memory checks."""
 
     def __init__(self, folder, *flags, environment=None, fresh=False):
-        """Start it: ``fresh`` as a user would, else forked off a warm process."""
+        """Start it: ``fresh`` as a user would, else forked."""
         port = free_port()
         command = [sys.executable, "-m", "vericache_sglang.launch_server"]
         command += ["--model-path", str(MODEL), "--port", str(port)]

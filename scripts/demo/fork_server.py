@@ -2,14 +2,14 @@
 
 A fresh server is three processes, and each spends 10 s of a core importing SGLang
 before it does anything. Where many are started one after the other, a process that has
-imported it (this file, run) forks a child for each, and the child forks its scheduler
-and detokenizer too, where SGLang would spawn them. Everything else is as in a fresh
-one: plugins, patches, model and pools are loaded after the fork.
+imported it (this file, run) forks a child for each, and the child forks its
+scheduler and detokenizer too, where SGLang would spawn them. Everything else is as in a
+fresh one: plugins, patches, model and pools are loaded after the fork.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -20,12 +20,17 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from select import select
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.evaluation.server import ServerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 IMPORTED = (
     "sglang.srt.entrypoints.engine",
@@ -39,13 +44,16 @@ IMPORTED = (
 AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH")
 """Environment variables that SGLang does not read while it is imported."""
 
+DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2): what a child gets when the fork server has ended."""
 
-class Forked:
-    """A child of the warm process, watched as ``subprocess.Popen`` would be.
+
+class ForkedProcess:
+    """A child of the fork server, watched as ``subprocess.Popen`` would be.
 
     Args:
         pid: Its process id, and that of its process group.
-        status: File that the warm process writes its exit status to.
+        status: File that the fork server writes its exit status to.
     """
 
     def __init__(self, pid: int, status: Path) -> None:
@@ -61,7 +69,7 @@ class Forked:
             if text := self._read():
                 return int(text)
             time.sleep(0.01)
-        return -signal.SIGKILL  # the warm process has ended, and told nothing
+        return -signal.SIGKILL  # the fork server has ended, and told nothing
 
     def wait(self, timeout: float) -> int:
         """Return the exit status once it has ended.
@@ -77,63 +85,66 @@ class Forked:
         return self._status.read_text() if self._status.exists() else ""
 
 
-class WarmProcess:
+class ForkServer:
     """The process that forks; to be closed.
 
     Args:
-        log: File that gets what the warm process itself prints.
-        environment: Of the warm process and so of every child.
+        log: File that gets what the fork server itself prints.
+        environment: Of the fork server and so of every child, beyond this process's.
+        modules: What it imports.
     """
 
-    def __init__(self, log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        log: Path,
+        environment: Mapping[str, str],
+        modules: Sequence[str] = IMPORTED,
+    ) -> None:
         with log.open("w", encoding="utf-8") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
-                start_new_session=True,  # an interrupt is for the tests, which stop it
+                start_new_session=True,  # an interrupt is for us, who stop it
                 env={**os.environ, **environment},
                 text=True,
             )
         self._log = log
 
-    def start(self, argv: list[str], environment: dict[str, str], log: Path) -> Forked:
-        """Run ``python -m argv`` in a fork, its output going to ``log``.
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> ForkedProcess:
+        """Run ``python -m ...`` in a fork, its output going to ``log``.
+
+        The first call waits for the imports.
 
         Args:
-            argv: Module and its arguments.
-            environment: Variables beyond those of the warm process.
+            command: This interpreter, ``-m``, the module and its arguments.
+            environment: Variables beyond those of the fork server.
             log: File for standard output and error.
 
         Raises:
-            RuntimeError: The warm process has ended.
+            InvariantError: ``command`` is no module of this interpreter.
+            ServerError: The fork server has ended; says how its log ends.
         """
+        if tuple(command[:2]) != (sys.executable, "-m"):
+            raise InvariantError(f"only python -m is forked, not {command}")
         requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        line = json.dumps([list(command[2:]), dict(environment), str(log)])
         try:
-            requests.write(json.dumps([argv, environment, str(log)]) + "\n")
+            requests.write(line + "\n")
             requests.flush()
-            return Forked(int(replies.readline()), status_file(log))
+            return ForkedProcess(int(replies.readline()), status_file(log))
         except (ValueError, OSError) as error:
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-6000:]
-            raise RuntimeError(f"no warm process: {tail}") from error
+            raise ServerError(f"no fork server: {tail}") from error
 
     def close(self) -> None:
-        """End the warm process; its children go on."""
+        """End it; children that still run get a SIGTERM."""
         self._process.communicate(timeout=30)
-
-
-@cache
-def warm() -> WarmProcess:
-    """Return this process's warm one, started at the first call and ended at exit."""
-    from live_server import PATHS, SERVERS
-
-    folder = tempfile.TemporaryDirectory()
-    environment = {**SERVERS, "PYTHONPATH": PATHS}
-    process = WarmProcess(Path(folder.name, "warm.log"), environment)
-    atexit.register(folder.cleanup)
-    atexit.register(process.close)
-    return process
 
 
 def status_file(log: Path) -> Path:
@@ -143,7 +154,7 @@ def status_file(log: Path) -> Path:
 
 def serve() -> None:
     """Fork a child for every line, [argv, environment, log], and print its id."""
-    for module in IMPORTED:
+    for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()
     logs: dict[int, Path] = {}
@@ -168,7 +179,7 @@ def _reap(logs: dict[int, Path]) -> None:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
             return
-        with suppress(FileNotFoundError):  # the test has ended, and its folder is gone
+        with suppress(FileNotFoundError):  # whoever started it has removed the folder
             file = status_file(logs.pop(child))
             file.write_text(str(os.waitstatus_to_exitcode(status)))
 
@@ -178,6 +189,7 @@ def _become(argv: list[str], environment: dict[str, str], log: str) -> None:
     status = 1
     try:
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for descriptor in (1, 2):
             os.dup2(stream, descriptor)
