@@ -67,7 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
     parser.add_argument("--prompt-tokens", type=int, default=16000)
     parser.add_argument("--requests", type=int, default=6, help="questions at once")
-    parser.add_argument("--calls", type=int, default=4, help="tool calls a question")
+    parser.add_argument("--calls", type=int, default=5, help="tool calls a question")
     parser.add_argument("--png", type=Path, default=Path("demo.png"))
     parser.add_argument("--once", action="store_true", help="stop after the comparison")
     return parser.parse_args(argv)

@@ -48,9 +48,54 @@ def pytest_configure(config):
         config.add_cleanup(ProcessGuard().close)
 
 
+COMPLETE = (
+    *("fake_device/", "engine/test_device_moves.py", "engine/test_two_streams.py"),
+    *("engine/test_cuda_backend.py", "engine/test_cuda_arguments.py"),
+    *("planning/test_memory.py", "scripts/test_gpu_parts.py"),
+)
+"""What stands for a GPU until there is one: every combination is tried, always."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files; the order inside a file stays."""
+    """Begin with the longest files; leave combinations of parameters to ``--all``.
+
+    The order inside a file stays. A test with several parameters runs without
+    ``--all`` until every value of each has been tried once.
+    """
     items.sort(key=_turn)
+    tests = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if not name.removeprefix("tests/").startswith(COMPLETE):
+            tests.setdefault(name, []).append(item)
+    for rows in tests.values():
+        usual = [row for row in rows if not row.get_closest_marker("extended")]
+        if len(usual) > 1:
+            for row in _repeating(usual):
+                row.add_marker(pytest.mark.extended)
+
+
+def _repeating(rows):
+    """Return the rows of one test that try no value which the others do not."""
+    values = {row: set(_values(row)) for row in rows}
+    missing = set().union(*values.values())
+    while missing:
+        row = max(values, key=lambda row: len(values[row] & missing))
+        missing -= values.pop(row)
+    return list(values)
+
+
+def _values(row):
+    """Yield what every parameter of a row is; names given together are one."""
+    params = dict(row.callspec.params)
+    for mark in row.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        names = tuple(name.strip() for name in names)
+        yield names, tuple(id(params.pop(name)) for name in names)
+    for name, value in params.items():
+        yield name, id(value)
 
 
 def _turn(item):

@@ -19,15 +19,13 @@ MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 
 USUAL = (
-    "snapkv",
     "expected-attention",
     "kivi:bits=2",
-    "split-planes:exponent_bits=3,mantissa_bits=1",
     "snapkv+split-planes:exponent_bits=3,mantissa_bits=1",
     "test-nonsense",
 )
-"""One of each family: dropping for a question and for all of them, quantizing, split
-planes, a pair, a third party's."""
+"""One of each family: dropping for all questions, quantizing, split planes in a pair,
+a third party's. Dropping for one question is in test_matrix.py."""
 
 ALL = (*METHODS, "test-nan+test-nonsense", "test-nonsense")
 """The last two are a third party's, bad on purpose."""

@@ -17,7 +17,6 @@ from vericache_sglang.evaluation.workload import load_tokenizer
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 USUAL = (
-    "draft 16, keep 0.25",
     "snapkv, keep 0.125, draft 32, page 16, chunks of 256",
     "on the device, no radix cache, no overlap, draft 16",
 )
