@@ -1,4 +1,4 @@
-"""Metrics by hand and by their invariants; the chain rule of appendix A by enumeration."""
+"""Metrics by hand and by their invariants; appendix A by enumeration."""
 
 import math
 from itertools import product
@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.evaluation.quality import (
-    agreement,
     curve,
     first_divergence,
     interval,
     rouge_l,
     step_divergences,
+    token_match,
     word_f1,
 )
 
@@ -113,7 +113,7 @@ def test_ratios_weigh_samples_by_their_size():
 @settings(deadline=None, max_examples=60)
 @given(TOKENS, TOKENS)
 def test_first_divergence_and_agreement(a, b):
-    at, share = first_divergence(a, b), agreement(a, b)
+    at, share = first_divergence(a, b), token_match(a, b)
     assert (at is None) == (a == b) == (share == 1.0)
     if at is not None:
         assert a[:at] == b[:at]

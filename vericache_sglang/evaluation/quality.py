@@ -96,7 +96,7 @@ def first_divergence(wanted: Sequence[int], got: Sequence[int]) -> int | None:
     return None if at == len(wanted) == len(got) else at
 
 
-def agreement(wanted: Sequence[int], got: Sequence[int]) -> float:
+def token_match(wanted: Sequence[int], got: Sequence[int]) -> float:
     """Return the share of positions with the same token, over the longer answer."""
     longest = max(len(wanted), len(got))
     same = sum(a == b for a, b in zip(wanted, got, strict=False))

@@ -163,8 +163,8 @@ def problems(answer):
 def test_problems_in_order_and_a_defect_of_the_official_figure():
     """1,000 is never met officially: the comma stays in the wanted number."""
     found = problems(
-        "Answer_9:\n3 + 4 = 7.\nThe answer is 7.\n\nAnswer_10:\nThe answer is 1,000.\n\n"
-        "Answer_11:\nThe answer is 2.5."
+        "Answer_9:\n3 + 4 = 7.\nThe answer is 7.\n\nAnswer_10:\nThe answer is 1,000."
+        "\n\nAnswer_11:\nThe answer is 2.5."
     )
     assert found == {"exact": 1, "exact, official": 2 / 3, "whole batches": 1}
 
@@ -224,7 +224,7 @@ def test_utility_of_code_is_not_scored():
 
 
 def test_the_only_right_answers_of_the_twins_score_full(monkeypatch):
-    """The demo model's right answer is known; it is all right in each task's scoring."""
+    """What the demo model has to answer is known; each task's scoring accepts it."""
     from vericache_sglang.evaluation.tasks import calls
 
     count = partial(count_tokens, load_tokenizer(DEMO_LONG))
@@ -243,8 +243,8 @@ def test_the_only_right_answers_of_the_twins_score_full(monkeypatch):
         right = [[prompt.answer] for prompt in drawn]
         parts = [task.score(s, a) for s, a in zip(found, right, strict=True)]
         assert set(totals(task, parts).values()) == {1.0}
-        parts = [task.score(s, ["["]) for s in found]
-        assert min(totals(task, parts).values(), key=lambda v: v or 0) in (0.0, None)
+        parts = [task.score(sample, ["["]) for sample in found]
+        assert 0.0 in totals(task, parts).values()
 
 
 def test_the_chain_of_a_twin_is_asked_by_its_observation():

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.demo_records import FUNCTIONS, request
 from vericache_sglang.evaluation.tasks.calls import calls_in, draw, record_messages
-from vericache_sglang.evaluation.tasks.sample import Files, Sample, Task
+from vericache_sglang.evaluation.tasks.sample import Files, Task, TaskSample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,17 +35,8 @@ SOURCE = (
 )
 FILES = Files(SOURCE)
 
-SEARCHES = frozenset(
-    [
-        "Search_Hotel_Destination",
-        "Search_Attraction_Location",
-        "Search_Car_Location",
-        "Search_Flight_Location",
-        "Taxi_Search_Location",
-    ]
-)
-FREE = SEARCHES | {"Location_to_Lat_Long"}
-"""Functions that may be called at any time, or not at all."""
+SEARCH = re.compile(r"Search_\w+_(Location|Destination)|Taxi_Search_Location")
+"""Functions that find a place's id: they may be called at any time, or not at all."""
 
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -100,7 +92,7 @@ class Matching:
     def __post_init__(self) -> None:
         for calls, observations in self.chain.steps:
             for call, observation in zip(calls, observations, strict=True):
-                if call["name"] in FREE:
+                if _is_free(call):
                     self._free.setdefault(_key(call), observation)
         self._golden = self._recorded(0)
         if self._only_free():
@@ -193,11 +185,16 @@ class Matching:
     def _only_free(self) -> bool:
         calls = [call for call, _ in self._golden]
         searched = any(_searches_hotels(call) for call in calls)
-        return searched or all(call["name"] in FREE for call in calls)
+        return searched or all(map(_is_free, calls))
 
 
 def _key(call: Call) -> str:
     return json.dumps(call, sort_keys=True)
+
+
+def _is_free(call: Call) -> bool:
+    name = call["name"]
+    return name == "Location_to_Lat_Long" or bool(SEARCH.fullmatch(name))
 
 
 def _searches_hotels(call: Call) -> bool:
@@ -207,7 +204,7 @@ def _searches_hotels(call: Call) -> bool:
 
 
 def _optional(call: Call) -> bool:
-    return call["name"] in SEARCHES or _searches_hotels(call)
+    return bool(SEARCH.fullmatch(call["name"])) or _searches_hotels(call)
 
 
 def _likeness(call: Call, golden: Call) -> tuple[bool, int]:
@@ -256,7 +253,7 @@ def _filters(value: Any) -> set[str]:
     return {part.strip() for part in str(value).split(",")}
 
 
-def load(folder: Path) -> list[Sample]:
+def load(folder: Path) -> list[TaskSample]:
     """Read ``ComplexFuncBench.jsonl``.
 
     Raises:
@@ -265,7 +262,7 @@ def load(folder: Path) -> list[Sample]:
     return [_sample(*pair) for pair in FILES.lines(folder / "ComplexFuncBench.jsonl")]
 
 
-def _sample(where: str, record: Mapping[str, Any]) -> Sample:
+def _sample(where: str, record: Mapping[str, Any]) -> TaskSample:
     turns = FILES.field(where, record, "conversations", list)
     functions = FILES.field(where, record, "functions", list)
     for number, function in enumerate(functions):
@@ -274,7 +271,7 @@ def _sample(where: str, record: Mapping[str, Any]) -> Sample:
         parameters = FILES.field(place, function, "parameters", dict)
         FILES.field(place, parameters, "properties", dict)
     first, steps = _turns(where, turns)
-    return Sample(
+    return TaskSample(
         name=FILES.field(where, record, "id", str),
         messages=({"role": "user", "content": first},),
         tools=tuple({"type": "function", "function": each} for each in functions),
@@ -311,7 +308,7 @@ def _turns(
     return query, tuple(zip(calls, observations, strict=True))
 
 
-def score(sample: Sample, answers: Sequence[str]) -> Parts:
+def score(sample: TaskSample, answers: Sequence[str]) -> Parts:
     """Match a conversation's answers with its chain."""
     matching = _matched(sample, answers)[0]
     golden = sum(len(calls) for calls, _ in sample.wanted.steps)
@@ -319,7 +316,7 @@ def score(sample: Sample, answers: Sequence[str]) -> Parts:
     return {"correct": matching.correct, "golden": golden, "ended": success, "one": 1}
 
 
-def follow(sample: Sample, answers: Sequence[str]) -> list[Message] | None:
+def follow(sample: TaskSample, answers: Sequence[str]) -> list[Message] | None:
     """Return the observations of the last answer's calls; None at the end."""
     matching, observations = _matched(sample, answers)
     if matching.state or not observations:
@@ -334,7 +331,7 @@ def follow(sample: Sample, answers: Sequence[str]) -> list[Message] | None:
     ]
 
 
-def _matched(sample: Sample, answers: Sequence[str]) -> tuple[Matching, list[Any]]:
+def _matched(sample: TaskSample, answers: Sequence[str]) -> tuple[Matching, list[Any]]:
     matching, observations = Matching(sample.wanted), list[Any]()
     for answer in answers:
         if matching.state:
@@ -343,7 +340,7 @@ def _matched(sample: Sample, answers: Sequence[str]) -> tuple[Matching, list[Any
     return matching, observations
 
 
-def twin(size: TwinSize) -> list[Sample]:
+def twin(size: TwinSize) -> list[TaskSample]:
     """Draw chains of two calls: what the first returns asks for the second."""
     samples = []
     for number, prompt in enumerate(draw(size, 1)):
@@ -357,7 +354,7 @@ def twin(size: TwinSize) -> list[Sample]:
         )
         named = {each["name"]: each for each in functions}
         samples.append(
-            Sample(
+            TaskSample(
                 name=f"synthetic-{number}",
                 messages=record_messages(prompt.document, prompt.question),
                 output_tokens=96,

@@ -20,7 +20,7 @@ from vericache_sglang.evaluation.tasks.calls import (
     numbered_calls,
     record_messages,
 )
-from vericache_sglang.evaluation.tasks.sample import Files, Sample, Task
+from vericache_sglang.evaluation.tasks.sample import Files, Task, TaskSample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ ANSWER = re.compile(r"(?<=:\n)(.*?)(?=\n\n|$)", re.DOTALL)
 NUMBERED = re.compile(r"Answer_(\d+):[ \t]*\n?(.*?)(?=Answer_\d+:|\Z)", re.DOTALL)
 
 
-def load(folder: Path) -> list[Sample]:
+def load(folder: Path) -> list[TaskSample]:
     """Read ``test.jsonl`` and ``LongGenBench_prompt.txt``.
 
     Raises:
@@ -74,11 +74,11 @@ def question(where: str, record: Mapping[str, Any]) -> tuple[str, str]:
     return FILES.field(where, record, "question", str), answer
 
 
-def batch(name: str, shots: str, pairs: Sequence[tuple[str, str]]) -> Sample:
+def batch(name: str, shots: str, pairs: Sequence[tuple[str, str]]) -> TaskSample:
     """Return the sample of one batch, worded as in the official script."""
     asked = "".join(f"Question_{i}:\n{q}\n" for i, (q, _) in enumerate(pairs, FIRST))
     content = f"Examples: \n{shots}\n\nFollowing Question: \n{asked}\n"
-    return Sample(
+    return TaskSample(
         name=name,
         messages=(
             {"role": "system", "content": SYSTEM},
@@ -89,7 +89,7 @@ def batch(name: str, shots: str, pairs: Sequence[tuple[str, str]]) -> Sample:
     )
 
 
-def score(sample: Sample, answers: Sequence[str]) -> Parts:
+def score(sample: TaskSample, answers: Sequence[str]) -> Parts:
     """Compare the last number of every answer as a string, commas left out."""
     text = sample.spoken(answers[0])
     wanted = [_last(answer) for answer in sample.wanted]
@@ -117,7 +117,7 @@ def _last(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def twin(size: TwinSize) -> list[Sample]:
+def twin(size: TwinSize) -> list[TaskSample]:
     """Draw batches that ask for users' codes; the document stands for the shots."""
     samples = []
     for number, prompt in enumerate(draw(size, size.calls)):
@@ -128,7 +128,7 @@ def twin(size: TwinSize) -> list[Sample]:
                 break
         wanted = tuple(f"#### {call['arguments']['code']}" for call in calls)
         samples.append(
-            Sample(
+            TaskSample(
                 name=f"synthetic-{number}",
                 messages=record_messages(prompt.document, asked),
                 output_tokens=80 * size.calls,

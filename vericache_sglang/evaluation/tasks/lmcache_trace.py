@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.demo_records import document, request, system_turn
 from vericache_sglang.evaluation.tasks.calls import record_messages
-from vericache_sglang.evaluation.tasks.sample import Files, Sample, Task
+from vericache_sglang.evaluation.tasks.sample import Files, Task, TaskSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ TURNS = 3
 """Of a synthetic session."""
 
 
-def load(folder: Path) -> list[Sample]:
+def load(folder: Path) -> list[TaskSample]:
     """Read either form; form (a) where there are parquet files.
 
     Raises:
@@ -45,7 +45,7 @@ def load(folder: Path) -> list[Sample]:
     raise FILES.fail(folder, "has no train-*.parquet and no *.jsonl")
 
 
-def from_rows(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
+def from_rows(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[TaskSample]:
     """Return a sample for every (place, row) of form (a)."""
     samples, turns = [], dict[str, int]()
     for where, row in rows:
@@ -56,7 +56,7 @@ def from_rows(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
             raise FILES.fail(where, f"field pre_gap: wanted seconds >= 0, got {gap!r}")
         turn = turns[session] = turns.get(session, -1) + 1
         samples.append(
-            Sample(
+            TaskSample(
                 name=f"{session}/{turn}",
                 messages=tuple(_message(where, each) for each in messages),
                 output_tokens=max(1, FILES.field(where, row, "output_length", int)),
@@ -67,7 +67,7 @@ def from_rows(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
     return samples
 
 
-def from_lines(lines: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
+def from_lines(lines: Iterable[tuple[str, Mapping[str, Any]]]) -> list[TaskSample]:
     """Return a sample for every (place, line) of form (b), each session by time.
 
     A call's gap is the time since its session's previous one began: when that ended
@@ -88,7 +88,7 @@ def from_lines(lines: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
             if not asked:
                 continue
             samples.append(
-                Sample(
+                TaskSample(
                     name=f"{session}/{turn}",
                     messages=({"role": "user", "content": text},),
                     output_tokens=OUTPUT_TOKENS,
@@ -100,7 +100,7 @@ def from_lines(lines: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Sample]:
     return samples
 
 
-def twin(size: TwinSize) -> list[Sample]:
+def twin(size: TwinSize) -> list[TaskSample]:
     """Draw sessions of several turns over one document each, as rows of form (a)."""
     rows: list[tuple[str, dict[str, Any]]] = []
     for number in range(-(-size.count // TURNS)):
@@ -132,7 +132,7 @@ def _document(size: TwinSize) -> tuple[list[Any], str]:
         count = max(TURNS, count - 1 - count // 20)
 
 
-def score(sample: Sample, answers: Sequence[str]) -> Parts:
+def score(sample: TaskSample, answers: Sequence[str]) -> Parts:
     """Return nothing to compare: only the distance from the full KV is measured."""
     return {}
 

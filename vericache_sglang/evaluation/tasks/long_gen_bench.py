@@ -17,7 +17,7 @@ from vericache_sglang.evaluation.tasks.calls import (
     numbered_calls,
     record_messages,
 )
-from vericache_sglang.evaluation.tasks.sample import Files, Sample, Task
+from vericache_sglang.evaluation.tasks.sample import Files, Task, TaskSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ SAMPLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Blocks:
     """What a sample's blocks are compared with.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
     judge: Callable[[str, str], bool] | None = None
 
 
-def load(folder: Path) -> list[Sample]:
+def load(folder: Path) -> list[TaskSample]:
     """Read the data set's file; the short one where both are there.
 
     Raises:
@@ -69,7 +69,7 @@ def load(folder: Path) -> list[Sample]:
     return [_sample(f"{file.stem}/{i}", *p) for i, p in enumerate(FILES.array(file))]
 
 
-def _sample(name: str, where: str, record: Mapping[str, Any]) -> Sample:
+def _sample(name: str, where: str, record: Mapping[str, Any]) -> TaskSample:
     number = FILES.field(where, record, "number", int)
     if number < 1:
         raise FILES.fail(where, f"field number: wanted >= 1, got {number}")
@@ -80,12 +80,12 @@ def _sample(name: str, where: str, record: Mapping[str, Any]) -> Sample:
                 raise FILES.fail(where, f"field {each}: wanted block number -> text")
             checks.append((int(block), event))
     kind = FILES.field(where, record, "type", str)
-    return Sample(
+    return TaskSample(
         name=name,
         text=FILES.field(where, record, "prompt", str),
         output_tokens=16000,
         sampling=SAMPLING,
-        wanted=Plan(
+        wanted=Blocks(
             FILES.field(where, record, "prefix", str), kind, number, tuple(checks)
         ),
     )
@@ -101,38 +101,38 @@ def blocks_in(text: str, kind: str) -> dict[int, str]:
     return found
 
 
-def score(sample: Sample, answers: Sequence[str]) -> Parts:
+def score(sample: TaskSample, answers: Sequence[str]) -> Parts:
     """Count the blocks that are there, and with a judge the events that are in them."""
-    plan: Plan = sample.wanted
-    blocks = blocks_in(plan.prefix + sample.spoken(answers[0]), plan.kind)
-    there = len(blocks.keys() & set(range(1, plan.number + 1)))
+    wanted: Blocks = sample.wanted
+    blocks = blocks_in(wanted.prefix + sample.spoken(answers[0]), wanted.kind)
+    there = len(blocks.keys() & set(range(1, wanted.number + 1)))
     # Officially only blocks that are there are judged (STIC-1); all of them: STIC-2.
     judged = [
-        plan.judge(blocks[block], event)
-        for block, event in plan.checks
-        if plan.judge is not None and block in blocks
+        wanted.judge(blocks[block], event)
+        for block, event in wanted.checks
+        if wanted.judge is not None and block in blocks
     ]
     return {
-        "completion": there / plan.number,
+        "completion": there / wanted.number,
         "one": 1,
         "included": sum(judged),
         "judged": len(judged),
-        "checks": len(plan.checks) if plan.judge is not None else 0,
+        "checks": len(wanted.checks) if wanted.judge is not None else 0,
     }
 
 
-def twin(size: TwinSize) -> list[Sample]:
+def twin(size: TwinSize) -> list[TaskSample]:
     """Draw lists of calls, a block for each, with the call's text as its event."""
     samples = []
     for number, prompt in enumerate(draw(size, size.calls)):
         calls = json.loads(prompt.answer)
         events = tuple((call["n"], _block(call)) for call in calls)
         samples.append(
-            Sample(
+            TaskSample(
                 name=f"synthetic-{number}",
                 messages=record_messages(prompt.document, prompt.question),
                 output_tokens=80 * size.calls,
-                wanted=Plan("", "Call", size.calls, events, _includes),
+                wanted=Blocks("", "Call", size.calls, events, _includes),
                 spoken=_spoken,
             )
         )

@@ -26,7 +26,7 @@ def as_said(answer: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TaskSample:
     """One prompt of a data set, or the beginning of one conversation.
 
     Attributes:
@@ -90,11 +90,11 @@ class Task:
     """
 
     source: str
-    load: Callable[[Path], list[Sample]]
-    twin: Callable[[TwinSize], list[Sample]]
-    score: Callable[[Sample, Sequence[str]], Parts]
+    load: Callable[[Path], list[TaskSample]]
+    twin: Callable[[TwinSize], list[TaskSample]]
+    score: Callable[[TaskSample, Sequence[str]], Parts]
     figures: Mapping[str, tuple[str, str]]
-    follow: Callable[[Sample, Sequence[str]], list[Message] | None] = (
+    follow: Callable[[TaskSample, Sequence[str]], list[Message] | None] = (
         lambda sample, answers: None
     )
 
