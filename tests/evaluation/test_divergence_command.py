@@ -92,6 +92,8 @@ def test_every_compressor_is_served_alone_and_verified():
     [
         ({"tasks": ["poems"]}, r"--tasks poems; known: lmcache-trace"),
         ({"model": DEMO}, "only demo-model-long"),
+        ({"temperature": 0.0}, "--temperature must be > 0"),
+        ({"kl_tokens": 0}, "--kl-tokens must be >= 1"),
         ({"context": 30}, "--context"),
         ({"data": "/nowhere"}, r"--data /nowhere.*ComplexFuncBench\.jsonl"),
     ],

@@ -139,7 +139,8 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
     _draw_scores(axes[3], rows)
     for axis in axes[:3]:
         axis.grid(alpha=0.3)
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center")
+    names = axes[1].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=3)
     figure.suptitle(f"{Path(report['options']['model']).name}: distance from full KV")
     try:
         # The same figures make the same file.
@@ -207,7 +208,7 @@ def _draw_scores(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for i, row in enumerate(shown):
         middle = i * (len(tasks) + 1) + (len(tasks) - 1) / 2
         axis.text(middle, 1.04, row["name"], ha="center", fontsize=6)
-    axis.legend(fontsize=7, loc="lower right")
+    axis.legend(fontsize=7, loc="upper center", ncols=3)
     axis.set(
-        title="Text metric and task score", ylabel="of the full KV's", ylim=(0, 1.15)
+        title="Text metric and task score", ylabel="of the full KV's", ylim=(0, 1.3)
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,8 @@ def prepare(options: argparse.Namespace) -> Study:
     """Read or draw the samples, and what is known of the model.
 
     Raises:
-        ConfigError: A task is unknown, or its data is missing or malformed.
+        ConfigError: An option is out of bounds, a task is unknown, or its data is
+            missing or malformed.
     """
     from vericache_sglang.engine.torchvision_ops import define_missing_ops
 
@@ -185,6 +186,13 @@ def prepare(options: argparse.Namespace) -> Study:
     unknown = [name for name in options.tasks if name not in TASKS]
     if unknown:
         raise ConfigError(f"--tasks {unknown[0]}; known: {', '.join(TASKS)}")
+    for name in ("samples", "output", "turns", "kl_tokens", "clients"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= 1")
+    if not options.temperature > 0:
+        raise ConfigError("--temperature must be > 0: KL is of sampled sequences")
+    if options.top_k < 0:
+        raise ConfigError("--top-k must be >= 0")
     model = str(options.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -251,7 +259,7 @@ def _described(
     seeds = {"enable_deterministic_inference": True, "disable_radix_cache": True}
     system = described(name, settings, seeds, **more)
     flags = (*system.flags, *words("--engine", options.engine))
-    return type(system)(**{**asdict(system), "flags": flags})
+    return replace(system, flags=flags)
 
 
 def ask_all(
