@@ -39,11 +39,12 @@ ROOM_OF = {
     "doctor": "serving",
     "evaluation": "plugin",
     "bench": "plugin",
+    "divergence": "plugin",
     "calibrate": "engine",
 }
 LEAVES = {"evaluation", "calibrate"}
 """Nobody's foundation: only they import themselves."""
-LEAF_DOORS = {"bench.py": "evaluation"}
+LEAF_DOORS = {"bench.py": "evaluation", "divergence.py": "evaluation"}
 """Commands that lead into one of them."""
 NO_TORCH = {
     *("registry", "errors", "demo_records", "provenance", "config", "planning"),

@@ -63,7 +63,9 @@ class Benchmark:
         options = self._parser(name).parse_args(argv)
         for path in {"model", "out"} & vars(options).keys():
             given = getattr(options, path)
-            setattr(options, path, given and given.resolve())
+            # What is no folder is a model's name on a hub.
+            is_name = path == "model" and given and not given.exists()
+            setattr(options, path, given if is_name else given and given.resolve())
         results = Results(self, [name, *argv], options)
         self.measure(options, results)
         print(json.dumps(results.write(), indent=1))

@@ -12,6 +12,7 @@ from vericache_sglang.evaluation import compare
 from vericache_sglang.evaluation.benchmarks.chats import CHATS
 from vericache_sglang.evaluation.benchmarks.compress_cost import COMPRESS_COST
 from vericache_sglang.evaluation.benchmarks.compressors import COMPRESSORS
+from vericache_sglang.evaluation.benchmarks.divergence import DIVERGENCE
 from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
 from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
 from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
@@ -40,6 +41,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "sampling": SAMPLING,
     "compressors": COMPRESSORS,
     "compress-cost": COMPRESS_COST,
+    "divergence": DIVERGENCE,
     "scheduling": SCHEDULING,
     "fuzz": FUZZ,
 }

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 LEAST = 1e-9
 """What is left of a probability that rounds to nothing."""
 
+SMALLEST = 1e-38
+"""About the smallest float32: a listed probability that underflowed is below it."""
+
 Position = list[list[Any]]
 """SGLang's ``output_top_logprobs`` of one token: [log-probability, id, text] each."""
 
@@ -28,7 +31,7 @@ def top_k_divergence(full: Mapping[int, float], lossy: Mapping[int, float]) -> f
     """
     shared = full.keys() & lossy.keys()
     p = [math.exp(full[token]) for token in shared]
-    q = [math.exp(lossy[token]) for token in shared]
+    q = [max(SMALLEST, math.exp(lossy[token])) for token in shared]
     p.append(max(LEAST, 1.0 - sum(p)))
     q.append(max(LEAST, 1.0 - sum(q)))
     terms = (a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
@@ -54,7 +57,7 @@ def divergence(
     same = 0
     for wanted, got in zip(full, lossy, strict=True):
         pairs = list(zip(wanted[1:], got[1:], strict=True))
-        nats.append([top_k_divergence(_by_id(a), _by_id(b)) for a, b in pairs])
+        nats.append([top_k_divergence(by_id(a), by_id(b)) for a, b in pairs])
         same += sum(_first(a) == _first(b) for a, b in pairs)
     every = [value for values in nats for value in values]
     if not every:
@@ -68,8 +71,11 @@ def divergence(
     }
 
 
-def _by_id(position: Position) -> dict[int, float]:
-    return {token: value for value, token, *_ in position}
+def by_id(position: Position) -> dict[int, float]:
+    """Return token id -> log-probability; JSON has no infinity, so None is one."""
+    return {
+        token: -math.inf if value is None else value for value, token, *_ in position
+    }
 
 
 def _first(position: Position) -> int:

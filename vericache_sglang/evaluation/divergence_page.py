@@ -1,0 +1,214 @@
+"""The page of ``vericache_sglang.divergence``: two tables and four plots."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.evaluation.picture import require_matplotlib
+from vericache_sglang.evaluation.quality import curve
+from vericache_sglang.evaluation.report import markdown_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LEGEND = """\
+Brackets are 95 % bootstrap intervals over samples. `KL/step` and `KL/sequence`: nats of
+KL(full KV || system), after sequences that plain SGLang sampled at temperature
+{temperature}, from the {top_k} most probable tokens of both, all others as one
+outcome: a lower bound, and exact where that is the vocabulary. A sequence has at most
+{kl_tokens} tokens; its first one is left out. `log ratio`: log p_full / p_system of the
+sampled tokens, summed over a sequence; its mean is the KL whatever the number of tokens
+compared, but it scatters. `{again}` is plain SGLang against itself at another batch
+size: what arithmetic in another order comes to. VeriCache's KL is of its verified
+distributions. `first differing token`: median over the answers that differ, and how
+many they are. `same tokens`: share of positions with the same token. `F1` and `ROUGE-L`
+are against the full KV's answer.
+"""
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Return the Markdown page of a report; rows may be missing still."""
+    origin, options = report["provenance"], report["options"]
+    rows = report.get("rows", [])
+    hardware, versions = origin["hardware"], origin["versions"]
+    machine = ", ".join(hardware["gpus"]) or hardware["cpu"]
+    head = (
+        f"{options['model']}, {options['samples']} samples of each task, data: "
+        f"{options['data']}. {machine}, SGLang {versions['sglang']}, torch "
+        f"{versions['torch']}, commit {origin['commit']}, {origin['date'][:10]}."
+    )
+    parts = ["# Divergence from the full KV", f"    {origin['command']}", head]
+    if options["out"] and rows:
+        name = Path(options["out"]).with_suffix(".svg").name
+        parts.append(f"![KL, first divergence and scores]({name})")
+    parts += _tables(rows)
+    legend = LEGEND.format(
+        temperature=options["temperature"],
+        top_k=report.get("top_k", "-"),
+        kl_tokens=options["kl_tokens"],
+        again="full KV, all at once",
+    )
+    failures = [f"- {text}" for text in report.get("failures", ())]
+    parts += [legend, *(["## Failures", "\n".join(failures)] if failures else [])]
+    return "\n\n".join(parts).rstrip() + "\n"
+
+
+def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    parts = []
+    for task in rows[0]["tasks"] if rows else ():
+        named = [*rows[0]["tasks"][task]["scores"]]
+        alike = ["F1", "ROUGE-L", "same tokens", "first differing token"]
+        heads = ["system", *named, *alike]
+        scored = [row for row in rows if "scores" in row["tasks"][task]]
+        cells = [
+            [
+                row["name"],
+                *(_cell(row["tasks"][task]["scores"][name]) for name in named),
+                *(_cell(row["tasks"][task][n]) for n in ("word_f1", "rouge_l")),
+                _cell(row["tasks"][task]["token_match"]),
+                _first(row["tasks"][task]["first_divergence"]),
+            ]
+            for row in scored
+        ]
+        parts += [f"## {task}", markdown_table(heads, cells)]
+        apart = [row for row in rows if "steps" in row["tasks"][task]]
+        columns = {
+            "KL/step": "kl_per_step",
+            "KL/sequence": "kl_per_sequence",
+            "log ratio": "log_ratio",
+        }
+        if apart:
+            cells = [
+                [
+                    row["name"],
+                    *(_cell(row["tasks"][task][key], 5) for key in columns.values()),
+                    str(sum(map(len, row["tasks"][task]["steps"]))),
+                ]
+                for row in apart
+            ]
+            parts.append(markdown_table(["system", *columns, "tokens"], cells))
+    return parts
+
+
+def _cell(found: Mapping[str, float] | None, digits: int = 2) -> str:
+    if found is None:
+        return "-"
+    shown = [f"{found[name]:.{digits}f}" for name in ("value", "low", "high")]
+    return f"{shown[0]} [{shown[1]}, {shown[2]}]"
+
+
+def _first(found: Sequence[int | None]) -> str:
+    differ = [at for at in found if at is not None]
+    middle = f"{statistics.median(differ):g}, " if differ else ""
+    return f"{middle}{len(differ)} of {len(found)}"
+
+
+def draw_page(report: Mapping[str, Any], path: Path) -> None:
+    """Write the SVG of a report.
+
+    Args:
+        report: With its rows.
+        path: Of the SVG.
+
+    Raises:
+        ConfigError: matplotlib is missing, or ``path`` cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = report["rows"]
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
+    for i, row in enumerate(each for each in rows if _steps(each)):
+        means, sums = curve(_steps(row))
+        steps = range(1, len(means) + 1)
+        style = {"color": f"C{i}", "label": row["name"]}
+        dashes = ":" if row["system"].startswith("full KV") else "-"
+        axes[0].plot(steps, means, dashes, linewidth=1, **style)
+        axes[1].plot(steps, sums, dashes, **style)
+    axes[0].set_yscale("symlog", linthresh=1e-5)
+    axes[0].set(title="Per step", xlabel="decoded token t", ylabel="KL_t, nats")
+    axes[1].set(
+        title="Accumulated", xlabel="decoded token t", ylabel="KL of the first t, nats"
+    )
+    _draw_first(axes[2], rows)
+    _draw_scores(axes[3], rows)
+    for axis in axes[:3]:
+        axis.grid(alpha=0.3)
+    names = axes[1].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=3)
+    figure.suptitle(f"{Path(report['options']['model']).name}: distance from full KV")
+    try:
+        # The same figures make the same file.
+        with rc_context({"svg.hashsalt": "vericache"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error}") from error
+
+
+def _steps(row: Mapping[str, Any]) -> list[list[float]]:
+    return [each for task in row["tasks"].values() for each in task.get("steps", ())]
+
+
+def _draw_first(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the share of answers that have differed by a position."""
+    drawn = [row for row in rows if _steps(row)]
+    for i, row in enumerate(drawn):
+        found = [
+            at
+            for task in row["tasks"].values()
+            for at in task.get("first_divergence", ())
+        ]
+        differ = sorted(at for at in found if at is not None)
+        if found:
+            shares = [(k + 1) / len(found) for k in range(len(differ))]
+            axis.step([0, *differ], [0.0, *shares], where="post", color=f"C{i}")
+    axis.set(
+        title="Answers that differ from the full KV's",
+        xlabel="output token",
+        ylabel="share of answers",
+        ylim=(-0.03, 1.03),
+    )
+
+
+def _draw_scores(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw each task's first score and F1 over the full KV's, as bars of a group."""
+    shown = [row for row in rows if row["system"] in {"lossy", "VeriCache"}]
+    wanted = rows[0]["tasks"]
+    tasks = [name for name, task in wanted.items() if task["scores"]]
+    heights = []
+    for row in shown:
+        for task in tasks:
+            name = next(iter(wanted[task]["scores"]))
+            whole, got = (
+                wanted[task]["scores"][name],
+                row["tasks"][task]["scores"][name],
+            )
+            part = got["value"] / whole["value"] if whole and whole["value"] else 0.0
+            heights.append((row, task, part, row["tasks"][task]["word_f1"]["value"]))
+    for i, (row, _, score, f1) in enumerate(heights):
+        at = i + i // max(1, len(tasks))
+        color = "C3" if row["system"] == "lossy" else "C2"
+        axis.bar(at - 0.2, f1, 0.4, color="lightgrey")
+        axis.bar(at + 0.2, score, 0.4, color=color)
+    for label, color in (
+        ("F1 of the text", "lightgrey"),
+        ("task score, lossy", "C3"),
+        ("task score, VeriCache", "C2"),
+    ):
+        axis.bar(0, 0, color=color, label=label)
+    places = [i + i // max(1, len(tasks)) for i in range(len(heights))]
+    axis.set_xticks(
+        places, [task for _, task, _, _ in heights], rotation=75, fontsize=7
+    )
+    for i, row in enumerate(shown):
+        middle = i * (len(tasks) + 1) + (len(tasks) - 1) / 2
+        axis.text(middle, 1.04, row["name"], ha="center", fontsize=6)
+    axis.legend(fontsize=7, loc="upper center", ncols=3)
+    axis.set(
+        title="Text metric and task score", ylabel="of the full KV's", ylim=(0, 1.3)
+    )

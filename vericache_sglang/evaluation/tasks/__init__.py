@@ -1,0 +1,1 @@
+"""The data sets of the paper's evaluation: loaders, synthetic twins, scoring."""
