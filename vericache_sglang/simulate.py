@@ -34,25 +34,29 @@ WARM_SHARE = 0.25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 2 for a wrong flag."""
+    """Run the command line; 1 where something is held at the end, 2: a wrong flag."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(words)
     try:
-        _compare(options, provenance(words, "python -m vericache_sglang.simulate"))
+        origin = provenance(words, "python -m vericache_sglang.simulate")
+        leaks = _compare(options, origin)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    for leak in leaks:
+        print(f"FAILED: {leak}", file=sys.stderr)
+    return 1 if leaks else 0
 
 
-def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> list[str]:
+    """Simulate, print and write; return what was held after the last request."""
     command = origin["command"]
     presets = named(options.preset, PRESETS, "--preset")
     known = policies(options.keep, options.planes_accept)
     picked = list(named(options.policies, known, "--policies").values())
     setups = {name: _setup(options, preset) for name, preset in presets.items()}
     print(f"{LABEL}\n{command}", flush=True)
-    pages, figures = [], {}
+    pages, figures, leaks = [], {}, []
     timelines: dict[str, Timeline] = {}
     for name, setup in setups.items():
         results = []
@@ -62,6 +66,9 @@ def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             if timeline is not None:
                 timelines[f"{policy.name}, {name}"] = timeline
         print(f"\n{name}\n{table(results)}", flush=True)
+        for row in results:
+            held = {room: n for room, n in row.held.items() if n}
+            leaks += [f"{name}, {row.policy}: held at the end: {held}"] if held else []
         assumptions = _assumptions(options, presets[name], setup)
         figures[name] = as_json(results, picked, assumptions)
         pages.append(section(name, results, assumptions))
@@ -74,6 +81,7 @@ def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         _write("--markdown", options.markdown, "\n".join([head, *pages]))
     if options.plot:
         draw(timelines, Path(options.plot), options.plot_seconds)
+    return leaks
 
 
 def _setup(options: argparse.Namespace, preset: Preset) -> Setup:

@@ -17,8 +17,15 @@ def get_internal_state(original: Hook, scheduler: Any, recv_req: Any) -> Any:
 
 
 def process_input_requests(original: Hook, scheduler: Any, recv_reqs: Any) -> None:
-    """Let the worker's gate hold control requests until the scheduler is idle."""
-    gate = getattr(scheduler.draft_worker, "control_gate", None)
+    """Let the worker's gate hold control requests until the scheduler is idle.
+
+    What does not add up is forgotten first, with all that is cached.
+    """
+    worker = scheduler.draft_worker
+    if getattr(worker, "doubts", False) and scheduler.is_fully_idle():
+        worker.forget_all()
+        scheduler.flush_cache(empty_cache=False)
+    gate = getattr(worker, "control_gate", None)
     if gate is not None:
         recv_reqs = gate.admit(scheduler, recv_reqs or ())
     original(scheduler, recv_reqs)

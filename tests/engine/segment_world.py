@@ -134,7 +134,10 @@ class SegmentWorld:
             dtype = self.places.host.dtype
             shape = (LAYERS, 2, SHORT, HEADS, DIM * dtype.itemsize)
             raw = torch.randint(0, 256, shape, generator=self._random)
-            made = raw.to(torch.uint8).view(self.bits)
+            made = raw.to(torch.uint8)
+            # One bit less of the exponent: a store has finite entries only.
+            made[..., self.bits.itemsize - 1 :: self.bits.itemsize] &= 0xBF
+            made = made.view(self.bits)
             made[:, :, 0, :, 0] = NAN[dtype]
             self._truths[name] = made
         return self._truths[name]

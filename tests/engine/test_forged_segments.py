@@ -90,6 +90,25 @@ def test_what_is_forged_here_is_used_as_long_as_nothing_is_changed(split):
     assert torch.equal(use(*arrived(storage)), truth)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "place", ["whole keys", "whole values", "draft keys", "residual values"]
+)
+def test_kv_that_is_not_finite_is_prefilled(place, wrong):
+    """Well sealed: a writer that has no key needs none where the reader has none."""
+    part, name = place.split()
+    objects, _ = parts_of(split=part != "whole")
+    tensors = objects[part] = dict(objects[part])
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[3] = wrong
+    storage = MemoryStorage()
+    said = {"compressor": COMPRESSOR, "kept": KEPT} if part != "whole" else {}
+    forge(storage, MODEL, "a", objects, said)
+    world, store = arrived(storage)
+    assert store.counters.damaged == 1
+    assert use(world, store) is None
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -67,6 +68,22 @@ def test_a_server_is_stopped_with_all_it_started(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not server.is_healthy()
+
+
+def test_who_has_the_process_id_of_an_ended_server_is_left_alone(tmp_path):
+    server = OwnServer([sys.executable, "-c", ""], 1, {}, tmp_path / "log")
+    server.process.wait(60)
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
+    try:
+        server.process.pid = stranger.pid
+        server.close()
+        assert stranger.poll() is None
+        assert is_running(stranger.pid)
+    finally:
+        stranger.kill()
+        stranger.wait(60)
 
 
 def test_why_it_did_not_start_is_told(tmp_path):

@@ -34,6 +34,7 @@ from vericache_sglang.engine.flights import Flights
 from vericache_sglang.engine.graph_runner import eager_reasons, graph_figures
 from vericache_sglang.engine.mixed import MixedForward
 from vericache_sglang.engine.probing import Probing
+from vericache_sglang.engine.recovery import Recovery
 from vericache_sglang.engine.runtime_settings import runtime_settings
 from vericache_sglang.engine.token_board import TokenBoard
 from vericache_sglang.observability.guard import Guard
@@ -183,6 +184,7 @@ class Server:
             board=self.board,
             flights=self.flights,
             conclusion=conclusion,
+            recovery=Recovery(self.states, self.runtime, residence, strict=True),
             watch=reporter,
             max_running=6,
         )

@@ -73,6 +73,22 @@ def test_neighbours_are_put_into_holes_elsewhere():
     assert all(read(extents[i]) == content(i, 1024) for i in kept)
 
 
+def test_what_was_emptied_is_one_span_with_all_that_is_free_beside_it():
+    """Two gaps merged with each other, and not with the hole behind them."""
+    arena = Arena(64 * 8, pinned=False)
+    sizes = (2, 2, 1, 1, 2)
+    gap, moved, hole, wall, elsewhere = (arena.take(64 * size) for size in sizes)
+    wall.hold()
+    for extent in (elsewhere, hole, gap):
+        arena.give(extent)
+    assert arena.room_for(64 * 3)
+    arena.check()
+    assert moved.start > wall.start
+    taken = arena.take(64 * 5)
+    assert taken.start == 0, "one span of all three"
+    arena.check()
+
+
 def test_a_hole_too_small_for_its_neighbours_is_reached_by_sliding():
     arena = new_arena(6 * 1024)
     first, second = arena.take(1024), arena.take(2048)

@@ -77,7 +77,8 @@ def test_an_expression_uses_what_is_published(expr):
             assert re.search(rf"(rate|increase)\({name}\b", expr), name
     # Our own labels, where an expression groups or selects by them.
     for label in re.findall(r"\b(?:by|without) \((\w+)\)", expr):
-        owners = {OURS[name].label for name in names if name in OURS}
+        known = [OURS[name] for name in names if name in OURS]
+        owners = {each.label for each in known} | {n for f in known for n in f.told}
         assert label in {"instance", "le", *owners}
 
 

@@ -186,6 +186,7 @@ def test_staggering_beats_lock_step_and_sequential_on_the_papers_example():
 
 def check_conserved(server, requests, output):
     drain(server)
+    assert {*server._held_at_end().values()} == {0}
     assert server.counters.finished == requests
     assert set(server.emitted.values()) == {output}
     assert len(server.emitted) == requests

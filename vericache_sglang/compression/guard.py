@@ -103,10 +103,14 @@ class CompressorGuard:
         finally:
             self._rid = before
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, int | str]:
         """Return failed calls and given-up requests, by their names in the report."""
         calls = {f"compressor_errors_{call}": self.errors[call] for call in CALLS}
-        return {**calls, "compressor_failures": self.failures}
+        return {
+            **calls,
+            "compressor_failures": self.failures,
+            "compressor_line": self._method,
+        }
 
     # -- the calls --------------------------------------------------------------
 

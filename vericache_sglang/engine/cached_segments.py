@@ -96,8 +96,17 @@ class CachedSegments(SegmentRoom):
             self.counters.inconsistencies += 1
             if self.counters.inconsistencies <= MOST_LOGGED:
                 logger.exception("VeriCache: cached prefixes are dropped: %s", error)
-            self._abandoned = self._abandoned or self.active
-            self.active = False
+            self.abandon()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether something did not add up since the last flush."""
+        return self._abandoned
+
+    def abandon(self) -> None:
+        """Use no cached prefix from now on until SGLang's caches are flushed."""
+        self._abandoned = self._abandoned or self.active
+        self.active = False
 
     def make_room(self, nbytes: int) -> None:
         """See ``SegmentRoom.make_room``; without room a move is put off."""
@@ -373,6 +382,13 @@ class CachedSegments(SegmentRoom):
             for segment in list(self._index.segments()):
                 if segment.content.away and not segment.pins:
                     self._index.drop(segment.name, strand=True)
+
+    def forget_users(self) -> None:
+        """No request lists or refers to anything any more, whatever is counted."""
+        self._listing.clear()
+        self._referring.clear()
+        self.shelf.forget_users()
+        self.complements.forget_users()
 
     def clear(self) -> None:
         """Forget everything; SGLang has taken back every slot, and nothing runs."""

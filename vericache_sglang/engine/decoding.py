@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.entrance import Entrance
     from vericache_sglang.engine.flights import Flights
     from vericache_sglang.engine.mixed import MixedForward
+    from vericache_sglang.engine.recovery import Recovery
     from vericache_sglang.engine.residence import Residence
     from vericache_sglang.engine.token_board import TokenBoard
     from vericache_sglang.observability.iteration_reporter import IterationReporter
@@ -58,6 +59,7 @@ class Decoding:
         board: Tokens of all requests.
         flights: Forwards in the air.
         conclusion: Is told of plain rows.
+        recovery: Decides what an error costs.
         watch: Is told of every iteration.
         max_running: Most requests SGLang runs.
     """
@@ -72,6 +74,7 @@ class Decoding:
     board: TokenBoard
     flights: Flights
     conclusion: Conclusion
+    recovery: Recovery
     watch: IterationReporter
     max_running: int
     _launched: float = field(default=0.0, init=False)
@@ -82,7 +85,28 @@ class Decoding:
         self._work = None
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Run one iteration of SGLang's decode batch."""
+        """Run one iteration of SGLang's decode batch.
+
+        After an error every request of it is prefilled again: of a plan that was
+        carried out in part nobody knows what holds.
+        """
+        launched = self.flights.launched
+        try:
+            return self._run(batch)
+        except Exception as error:  # noqa: BLE001 (raised again where it has to be)
+            self.recovery.all_lost(error)
+        last = self.flights.last
+        if last is None or self.flights.launched == launched:
+            result = self.mixed.nothing(batch)
+        else:
+            result = last.result
+        self._work = None
+        # Nobody reads them: no request of the batch is decoded from them.
+        result.new_seq_lens = batch.seq_lens
+        self.target_worker.model_runner.shared_read_done_event = None
+        return result
+
+    def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._observe_last()
         self.flights.land_all_but_last()
         self.residence.counters.note_iteration(len(batch.reqs))
@@ -149,27 +173,15 @@ class Decoding:
         self.agreement.check(world, plan)
         for stage_in in plan.stage_ins:
             state = self.states[stage_in.rid]
-            state.figures.staged_bytes += self.residence.start_reload(state)
+            with self.recovery.of_request(state):
+                state.figures.staged_bytes += self.residence.start_reload(state)
         self.residence.counters.note_drafting(self.runtime.drafting)
         return plan
 
     def _note_failure(self, rid: str) -> None:
         """Count a failed reload; the second in a row costs the request its KV."""
         if self.runtime.gives_up(rid):
-            self._lose(self.states[rid])
-
-    def _lose(self, state: RequestState) -> None:
-        """Have the scheduler send a request back to prefill; nothing wrong was emitted.
-
-        Read by the hook on the scheduler (patches: managers_scheduler_retraction).
-        """
-        self.runtime.leave(state.rid)
-        if state.parts is not None:
-            self.residence.segments.distrust(state.parts.segments)
-        state.lost = True
-        state.req.vericache_lost = True
-        state.req.vericache_distrusted = True
-        self.residence.counters.reprefills += 1
+            self.recovery.lose(self.states[rid])
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
         """Carry out what a plan moves; return what was moved."""
@@ -186,7 +198,7 @@ class Decoding:
                 logger.error("VeriCache: %s: %s", state.rid, error)
                 if isinstance(error, CompressionError):
                     self.residence.guard.give_up(state.rid)
-                self._lose(state)
+                self.recovery.lose(state)
                 continue
             if not made:
                 self.runtime.refused(move)

@@ -126,6 +126,13 @@ class DraftShelf:
         self._idle -= len(part.slots)
         return part
 
+    def forget_users(self) -> None:
+        """Nobody lists any of them any more, whatever is counted."""
+        for part in self._parts.values():
+            part.users = 0
+        self._used = 0
+        self._idle = sum(len(part.slots) for part in self._parts.values())
+
     def clear(self) -> None:
         """Forget all; SGLang has taken every slot back.
 

@@ -81,6 +81,10 @@ class Flights:
             ended and the results are discarded.
         landed: Takes the accepted count of every request of a decoding forward's batch,
             and the positions whose results were discarded.
+
+    Attributes:
+        launched: Forwards so far.
+        last: The newest of them.
     """
 
     def __init__(
@@ -93,12 +97,16 @@ class Flights:
         self._air: deque[tuple[int, Flight]] = deque()
         self._decodes = 0
         self._reported = 0
+        self.launched = 0
+        self.last: Flight | None = None
 
     def __len__(self) -> int:
         return len(self._air)
 
     def launch(self, flight: Flight) -> None:
         """Note a forward that was just launched."""
+        self.launched += 1
+        self.last = flight
         # A prefill lands with the decode after it: by then SGLang has its result.
         self._air.append((self._decodes + 1, flight))
         self._decodes += flight.decode

@@ -90,9 +90,7 @@ class MixedForward:
         for i, state in seats.items():
             rows.add(i, state, actions[i])
         if not rows.rows:
-            result = self._result(batch)
-            self._flights.launch(Flight(result, self._board.most))
-            return result, None
+            return self.nothing(batch), None
         work = rows.work()
         inputs = rows.inputs(self._board)
         forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
@@ -116,6 +114,12 @@ class MixedForward:
             result = self._settle(batch, asked, *chosen)
         self._residence.counters.note_forward(actions.values())
         return result, work
+
+    def nothing(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Return the result of an iteration in which every request waited."""
+        result = self._result(batch)
+        self._flights.launch(Flight(result, self._board.most))
+        return result
 
     def _leave_on_device(
         self,

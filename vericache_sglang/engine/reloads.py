@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.memory.ledger import Account
+from vericache_sglang.memory.staging import StagingRegion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from vericache_sglang.memory.host_image import DraftParts
     from vericache_sglang.memory.host_store import HostStore
     from vericache_sglang.memory.ledger import Ledger
-    from vericache_sglang.memory.staging import Lease, Span, StagingRegion
+    from vericache_sglang.memory.staging import Lease, Span
     from vericache_sglang.memory.transfers import Transfer, Transfers
     from vericache_sglang.observability.counters import Counters
     from vericache_sglang.observability.link_log import LinkLog
@@ -182,6 +183,16 @@ class Reloads:
         self.region.give(staged.lease)
         self._ledger.give(Account.STAGING_SLOTS, key)
         del self._staged[key]
+
+    def forget_all(self) -> None:
+        """Stop every copy and hold no slot, whatever is booked."""
+        for staged in self._staged.values():
+            if staged.transfer is not None:
+                staged.transfer.cancel()
+        self._staged.clear()
+        self._key_of.clear()
+        region = self.region
+        self.region = StagingRegion(region.start, region.slots, region.page)
 
     @property
     def keys(self) -> set[str]:

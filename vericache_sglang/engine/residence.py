@@ -46,7 +46,7 @@ from vericache_sglang.scheduling.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.compressor import Compressor
@@ -101,7 +101,8 @@ class Residence:
         )
         self.table: torch.Tensor = req_to_token_pool.req_to_token
         self.verify_rows = req_to_token_pool.shape.verify_rows
-        self._draft_rows = list(req_to_token_pool.shape.draft_rows)
+        self._every_draft_row = req_to_token_pool.shape.draft_rows
+        self._draft_rows = list(self._every_draft_row)
         self.ledger = Ledger()
         selector, codec = compressor.selector, compressor.codec
         if codec is not None:
@@ -225,15 +226,50 @@ class Residence:
         body = self._body(state, state.split.budget)
         self.watch.note(body, state.split.noted)
 
-    def release(self, state: RequestState) -> None:
-        """Give back all a request holds; its row itself is SGLang's to free."""
-        for holder in (self.watch, self._mover, self._common, self.guard):
-            holder.forget(state.rid)
-        self.reloads.end(state.rid)
-        self.host.drop(state.rid)
-        self.segments.release(state.rid)
-        self.ledger.give(Account.KEPT_SLOTS, state.rid)
-        self._give_shadow(state)
+    def release(
+        self, state: RequestState, each_of: Callable[..., None] | None = None
+    ) -> None:
+        """Give back all a request holds; its row itself is SGLang's to free.
+
+        Args:
+            state: The request.
+            each_of: Makes steps, see ``Recovery.each_of``; None: one after another.
+        """
+        rid = state.rid
+        steps: tuple[Callable[[], object], ...] = (
+            *(
+                partial(holder.forget, rid)
+                for holder in (self.watch, self._mover, self._common, self.guard)
+            ),
+            partial(self.reloads.end, rid),
+            partial(self.host.drop, rid),
+            partial(self.segments.release, rid),
+            partial(self.ledger.give, Account.KEPT_SLOTS, rid),
+            partial(self._give_shadow, state),
+        )
+        if each_of is not None:
+            each_of(*steps)
+            return
+        for step in steps:
+            step()
+
+    def distrust(self, state: RequestState) -> None:
+        """Have nobody else use the shared parts of a request that lost its KV."""
+        if state.parts is not None:
+            self.segments.distrust(state.parts.segments)
+
+    def forget_all(self) -> None:
+        """Hold nothing any more, whatever is booked; no request has KV.
+
+        SGLang has forgotten every slot, and the prefix cache all that it held.
+        """
+        self.reloads.forget_all()
+        self.segments.forget_users()
+        self.host.clear()
+        self.ledger.clear()
+        self._outgoing.clear()
+        self._common = CommonHost(self._agreement, self.host, self.budget)
+        self._draft_rows = list(self._every_draft_row)
 
     def poll_outgoing(self) -> None:
         """Learn from copies to the host that have ended."""
@@ -269,7 +305,7 @@ class Residence:
             self.host.check(living, self.segments.copies.held_bytes)
             self.segments.check()
 
-    def report(self) -> dict[str, int | float]:
+    def report(self) -> dict[str, int | float | str]:
         """Return counters and current holdings."""
         held = {account.value: self.ledger.total(account) for account in Account}
         return {

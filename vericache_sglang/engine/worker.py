@@ -24,6 +24,7 @@ from vericache_sglang.engine.mixed import MixedForward
 from vericache_sglang.engine.model_services import ModelServices
 from vericache_sglang.engine.probing import Probing
 from vericache_sglang.engine.query_tails import attention_layers
+from vericache_sglang.engine.recovery import Recovery
 from vericache_sglang.engine.residence import PLAIN_ROOM, Residence
 from vericache_sglang.engine.runtime_settings import runtime_settings
 from vericache_sglang.engine.spec_input import VeriCacheSpecInput
@@ -125,12 +126,19 @@ class VeriCacheWorker(BaseSpecWorker):
             compressor,
             self.model_runner,
         )
-        strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get()
-        self.residence.segments.strict = strict > 0
+        strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
+        self.residence.segments.strict = strict
         self.residence.guard.vocabulary = self.model_runner.model_config.vocab_size
         self._agreement.hear(self.residence.host_slots, ())
         self.runtime = Runtime(
             runtime_settings(self._config, self.residence), self._agreement.estimates
+        )
+        self._recovery = Recovery(
+            self._states,
+            self.runtime,
+            self.residence,
+            # Ranks that recover apart would not plan alike any more.
+            strict=strict or not self._agreement.alone,
         )
         probing = Probing(
             compressor.selector,
@@ -173,6 +181,7 @@ class VeriCacheWorker(BaseSpecWorker):
             board=self._board,
             flights=self._flights,
             conclusion=conclusion,
+            recovery=self._recovery,
             watch=self._watch,
             max_running=req_to_token_pool.size,
         )
@@ -210,7 +219,8 @@ class VeriCacheWorker(BaseSpecWorker):
         Called for every decode result, in order, before it is processed
         (``batch_result_processor.py``).
         """
-        self._flights.land_reported()
+        with self._recovery.of_all():
+            self._flights.land_reported()
 
     def prepare_for_kv_cache_release(self, req: Req) -> None:
         """Make a finished request's row whole for the prefix tree, if there is room.
@@ -222,26 +232,61 @@ class VeriCacheWorker(BaseSpecWorker):
         state = self._states.get(req.rid)
         if state is None or state.lost:
             return
-        if state.parts is not None:
-            self.residence.join(state, self._tree_cache)
-        keep_last_token(state)
+        known = False
+        with self._recovery.of_all():
+            if state.parts is not None:
+                self.residence.join(state, self._tree_cache)
+            keep_last_token(state)
+            known = True
+        if not known:  # what its row lists
+            req.skip_radix_cache_insert = True
 
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
-        self.residence.watch.forget(req.rid)
-        self._entrance.forget(req.rid)
+        each_of = self._recovery.each_of
+        each_of(
+            lambda: self.residence.watch.forget(req.rid),
+            lambda: self._entrance.forget(req.rid),
+        )
         state = self._states.pop(req.rid, None)
         if state is None:
             return
-        self.runtime.leave(req.rid)
-        state.drop_drafts()  # a retracted request keeps its grammar
+        each_of(
+            lambda: self.runtime.leave(req.rid),
+            state.drop_drafts,  # a retracted request keeps its grammar
+        )
         if state.parts is not None:
             # A retracted request prefills again and is an ordinary one until split.
             req.skip_radix_cache_insert = not state.parts.insertable
-            self.residence.release(state)
+            self.residence.release(state, each_of)
             self.residence.check(self._states)
         if not self._states:
             self._watch.idle()
+
+    @property
+    def forgets_all(self) -> bool:
+        """Whether every request is to give its KV back, and all is to be forgotten.
+
+        Asked for by the hook on the scheduler (patches: managers_scheduler_retraction).
+        """
+        return self._recovery.pending
+
+    @property
+    def doubts(self) -> bool:
+        """Whether all is to be forgotten once no request runs.
+
+        Asked for by the hook on the scheduler (patches: managers_scheduler).
+        """
+        return self._recovery.doubtful or self.residence.segments.abandoned
+
+    def forget_all(self) -> None:
+        """Forget what is booked; SGLang forgets its slots and its cache with it."""
+        self._flights.land_all()
+        for state in list(self._states.values()):
+            self.release(state.req)
+        self.runtime.clear()
+        self.residence.forget_all()
+        self._recovery.complete()
 
     def _new_weights(self) -> None:
         """Leave the store alone from now on: its KV is of the weights before."""
@@ -265,7 +310,7 @@ class VeriCacheWorker(BaseSpecWorker):
             {},
         )
 
-    def _figures(self) -> dict[str, int | float]:
+    def _figures(self) -> dict[str, int | float | str]:
         return self._totals.over(
             {
                 **self.residence.report(),
@@ -294,15 +339,13 @@ class VeriCacheWorker(BaseSpecWorker):
             seats = batch.req_pool_indices.to(torch.int64)
             self._board.start(seats, result.next_token_ids)
             lengths = batch.seq_lens_cpu.tolist()
-            states = [
-                self._arrive(req, length)
-                for req, length in zip(batch.reqs, lengths, strict=True)
-            ]
-            passengers = [
-                Passenger(state, i, 0, state.round) for i, state in enumerate(states)
-            ]
+            passengers = []
+            for i, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
+                with self._recovery.of_arrival(req):
+                    state = self._arrive(req, length)
+                    passengers.append(Passenger(state, i, 0, state.round))
             self._flights.launch(Flight(result, 1, passengers, decode=False))
-            if not all(state.late for state in states):
+            if not all(passenger.state.late for passenger in passengers):
                 self._flights.land_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1

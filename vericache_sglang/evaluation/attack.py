@@ -276,7 +276,7 @@ async def streams(
     async def one(index: int, prompt: str, fate: str, events: int, wait: float) -> None:
         wanted, name = probes[prompt], f"stream-{seed}-{index:06d}"
         body = {**probe(prompt), "rid": name}
-        reader = asyncio.create_task(_read(session, target, body, fate, events))
+        reader = asyncio.create_task(read_stream(session, target, body, fate, events))
         if fate.endswith("early"):
             await asyncio.sleep(wait * count / 25)
             if fate == "hang_up_early":
@@ -303,7 +303,7 @@ async def _abort(session: aiohttp.ClientSession, target: Target, name: str) -> N
         pass
 
 
-async def _read(
+async def read_stream(
     session: aiohttp.ClientSession,
     target: Target,
     body: dict[str, Any],

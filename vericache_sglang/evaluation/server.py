@@ -12,6 +12,8 @@ import time
 import urllib.request
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
+
 from vericache_sglang.errors import VeriCacheError
 from vericache_sglang.evaluation.altered import alteration_in
 
@@ -235,15 +237,28 @@ class OwnServer(Server):
             at_once: Without the seconds that SGLang takes to drain.
         """
         for sign in (signal.SIGTERM, signal.SIGKILL)[at_once:]:
-            try:
-                os.killpg(self.process.pid, sign)
-            except ProcessLookupError:
+            if not self._signal(sign):
                 break
             try:
                 self.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
         self.process.wait(STOP_SECONDS)
+
+    def _signal(self, sign: signal.Signals) -> bool:
+        """Signal its process group; return whether there is one.
+
+        What it has started may outlive it, and keeps its process id from being given
+        to others. A process that has this id after it has ended is somebody else's.
+        """
+        pid = self.process.pid
+        if self.process.poll() is not None and psutil.pid_exists(pid):
+            return False
+        try:
+            os.killpg(pid, sign)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def spawn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.codecs.base import Codec
     from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.memory.host_image import HostImage
 
 
 @dataclass(slots=True, eq=False)
@@ -251,6 +253,17 @@ class HostStore:
         """
         freed = self.drop_parked(rid)
         return freed + (self._leave(rid) if rid in self._of_request else 0)
+
+    def clear(self) -> None:
+        """Let go of what every request holds, whatever is counted."""
+        images: list[HostImage] = [*self._parked.values()]
+        images += [each.complement for each in self._groups.values() if each.owned]
+        self._parked.clear()
+        self._groups.clear()
+        self._of_request.clear()
+        for image in images:
+            with suppress(InvariantError):  # it was freed before
+                image.free()
 
     def drop_parked(self, rid: str) -> int:
         """Free a request's parked image, if any, and return its bytes."""

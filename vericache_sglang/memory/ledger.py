@@ -39,6 +39,11 @@ class Ledger:
         """Book back everything a request holds of an account; returns the amount."""
         return self._books[account].pop(rid, 0)
 
+    def clear(self) -> None:
+        """Forget what everybody holds."""
+        for book in self._books.values():
+            book.clear()
+
     def total(self, account: Account) -> int:
         """Return what all requests together hold."""
         return sum(self._books[account].values())

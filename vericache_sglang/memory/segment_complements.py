@@ -124,6 +124,12 @@ class SegmentComplements:
         self._bytes -= held.complement.held_bytes
         self._free(held.complement)
 
+    def forget_users(self) -> None:
+        """Nobody refers to any of them any more, whatever is counted."""
+        for held in self._held.values():
+            held.holders = 0
+        self._held_bytes = 0
+
     def clear(self) -> None:
         """Free all of them.
 

@@ -234,11 +234,16 @@ class SpanTable:
         span.start = start
 
     def _enter_free(self, start: int, end: int) -> None:
-        """Enter free bytes, merged with free neighbours."""
-        for span in (self._ends.get(start), self._starts.get(end)):
-            if span is not None and not isinstance(span, Taken):
-                self._forget(span)
-                start, end = min(start, span.start), max(end, span.end)
+        """Enter free bytes, merged with all that is free beside them.
+
+        Where a window is being emptied, several free spans may lie side by side.
+        """
+        while (span := self._ends.get(start)) and not isinstance(span, Taken):
+            self._forget(span)
+            start = span.start
+        while (span := self._starts.get(end)) and not isinstance(span, Taken):
+            self._forget(span)
+            end = span.end
         whole = Span(start, end - start)
         self._enter(whole)
         self._free.add(whole)

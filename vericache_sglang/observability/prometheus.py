@@ -56,11 +56,15 @@ class Metrics:
         found = report()
         # The rings' metrics are left out as a whole where the pacing has none.
         wanted = [row for row in rows if "ring_windows" in found or not row.rings]
-        missing = {key for row in wanted for key in row.samples.values()} - found.keys()
+        needed = {
+            key for row in wanted for key in (*row.samples.values(), *row.told.values())
+        }
+        missing = needed - found.keys()
         if missing:
             raise InvariantError(f"metrics without a value: {sorted(missing)}")
         for row in wanted:
-            self._register(row, labels, registry)
+            told = {name: str(found[key]) for name, key in row.told.items()}
+            self._register(row, {**labels, **told}, registry)
         self.idle()
 
     def iteration(self, record: IterationRecord) -> None:

@@ -23,6 +23,7 @@ class Figure(BaseModel):
         key: Its key in the report (``GET /server_info``); "" where ``keys`` has them.
         keys: Value of ``label`` -> key, for a family of several figures.
         label: Name of the label of its own.
+        told: Further labels -> keys of the report that say their values, which stay.
         source: What counts it: the engine's ``Counters``, another part of the worker's
             report, or the consistency check in the HTTP process. A histogram is fed
             from the rows of iterations and has no key.
@@ -38,6 +39,7 @@ class Figure(BaseModel):
     key: str = ""
     keys: dict[str, str] = {}
     label: str = ""
+    told: dict[str, str] = {}
     source: Literal["engine", "report", "check"] = "report"
     rings: bool = False
     help: str
@@ -120,6 +122,8 @@ def page() -> str:
                 f"{row.label}={value}: `{key}`" if value else f"`{key}`"
                 for value, key in row.samples.items()
             )
+            told = ", ".join(f"{name} (`{key}`)" for name, key in row.told.items())
+            keys += f"; further labels: {told}" if told else ""
             lines.append(
                 f"| {name} | {row.kind} | {row.unit} | {keys or '-'} | {row.help} |"
             )

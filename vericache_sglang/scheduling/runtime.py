@@ -100,6 +100,15 @@ class Runtime:
         for group in (self._whole, self._leaving, self._parked):
             group.pop(rid, None)
 
+    def clear(self) -> None:
+        """Forget every request, and what pacing has reserved for them."""
+        groups = (self.tracks, self._whole, self._parked, self._leaving)
+        for group in groups:
+            group.clear()
+        self._host_slots.clear()
+        self._link_slots = 0
+        self.pacing = _pacing(self.settings, self.throughput, self.estimates)
+
     def stop_drafted(self, rid: str) -> None:
         """A draft ended the request, if it is right: verify soon."""
         track = self.tracks[rid]

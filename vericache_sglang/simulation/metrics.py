@@ -131,6 +131,8 @@ class Result:
         parked_p99_s: 99th percentile of how long it was away.
         retractions: Requests thrown out and prefilled again.
         slips: Iterations by which reloads or verifications were late, summed.
+        held: What is held after the last request, by name, each to be 0; empty where
+            a workload has no last request.
     """
 
     policy: str
@@ -155,6 +157,7 @@ class Result:
     parked_p99_s: float
     retractions: int
     slips: int
+    held: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,7 @@ class Run:
     machine: Machine
     start: Counters
     end: Counters
+    held: dict[str, int]
     gaps: Gaps
     parked_waits_s: list[float]
     slips: int
@@ -199,4 +203,5 @@ def result(run: Run) -> Result:
         parked_p99_s=quantile(((wait, 1) for wait in run.parked_waits_s), 0.99),
         retractions=run.end.retractions,
         slips=run.slips,
+        held=run.held,
     )

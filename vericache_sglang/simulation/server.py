@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 IDLE_S = 1e-3
 """Simulated seconds between two looks when nothing is on its way."""
 
+RESERVED = (
+    *("ring_link_reserved", "ring_staging_reserved"),
+    *("staging_held_slots", "unplaced_rounds"),
+)
+"""Figures of the runtime that are zero while no request runs."""
+
 MOST_IDLE = 20_000
 """Looks in a row without a forward after which the schedule is called stuck."""
 
@@ -104,17 +110,36 @@ class SimulatedServer:
         if self.timeline is not None:
             self.timeline.to_device = self.machine.to_device.copies
             self.timeline.to_host = self.machine.to_host.copies
+        end = self.counters.at(self.machine)
         return result(
             Run(
                 policy=self.policy.name,
                 machine=self.machine,
                 start=self._start,
-                end=self.counters.at(self.machine),
+                end=end,
+                held=self._held_at_end(),
                 gaps=self._gaps,
                 parked_waits_s=self.mover.parked_waits_s,
                 slips=int(self.runtime.pacing.report().get("slips", 0)),
             )
         )
+
+    def _held_at_end(self) -> dict[str, int]:
+        """Return what is held once every request has left; empty where some have not.
+
+        Copies on their way end first: their slots are held until then.
+        """
+        if self.running or self._retracted or self._next is not None:
+            return {}
+        while (event := self.machine.next_event()) is not None:
+            self.machine.advance(event)
+        machine, told = self.machine, self.runtime.report()
+        rooms = (machine.pool, machine.staging, machine.host)
+        return {
+            **{room.name: room.used for room in rooms},
+            "requests": len(self.runtime.tracks),
+            **{name: int(told.get(name, 0)) for name in RESERVED},
+        }
 
     # -- who runs ---------------------------------------------------------------
 

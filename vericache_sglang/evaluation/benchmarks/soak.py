@@ -1,35 +1,67 @@
-"""A working set far above the host budget, for minutes: nothing fails, nothing grows.
+"""A working set far above the host budget, for long: nothing fails, nothing grows.
 
 Documents whose KV is many times the host budget are asked about at random, some far
 more often than others. The pool holds two of them. Every answer is compared with plain
-SGLang's, and the memory of the server's processes is read after every wave.
+SGLang's, and the memory of the server's processes is read all the while. With
+``--mixed`` requests are of every kind, and odd ones, aborts, disconnects, flushes and
+weight updates come between, with a store and metrics on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import tempfile
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from vericache_sglang.evaluation.attack import HELD, Target
 from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
+from vericache_sglang.evaluation.client import open_session
 from vericache_sglang.evaluation.fleet import served
-from vericache_sglang.evaluation.lossless import answer, greedy
+from vericache_sglang.evaluation.fuzzing import send
+from vericache_sglang.evaluation.mixed_load import (
+    KINDS,
+    SAMPLED,
+    Asked,
+    Client,
+    Seen,
+    ask_all,
+    drawn,
+    healthy,
+    odd_bodies,
+)
+from vericache_sglang.evaluation.server import ServerError
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from vericache_sglang.evaluation.benchmark import Results
+    from vericache_sglang.evaluation.mixed_load import Answers
+    from vericache_sglang.evaluation.server import Server
 
 MIB = 1 << 20
 WARM_SHARE = 0.2
 """Share of the time after which memory is compared: every tier is full by then."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the memory of the processes."""
+
+CONTROLS_EVERY = 50
+FLUSH_EVERY = 500
+"""Requests between two control requests, and between two times in which all answers are
+waited for, what is held is looked at and the cache is flushed."""
+
+MOST_GROWTH = 1.05
+"""Of the resident memory, from the second quarter of the time to the last one."""
 
 
 def _token_bytes(model: Path) -> int:
@@ -39,88 +71,182 @@ def _token_bytes(model: Path) -> int:
     return 2 * 4 * int(config["num_hidden_layers"] * width)
 
 
-def _wave(texts: Sequence[str]) -> dict[str, Any]:
-    return {"prompts": [*texts], "params": [greedy(8, ignore_eos=True)] * len(texts)}
-
-
 def _resident_mib() -> float:
     """Return the memory of all processes below this one, in MiB."""
-    below = psutil.Process().children(recursive=True)
-    return sum(float(process.memory_info().rss) for process in below) / MIB
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += float(process.memory_info().rss)
+    return total / MIB
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
     working_set = options.working_set_mb * MIB
     count = int(working_set / _token_bytes(options.model) / options.tokens)
-    lengths = [options.tokens] * count
     tokenizer = load_tokenizer(options.model)
+    lengths = [options.tokens] * count
     documents = record_prompts(tokenizer, lengths, options.seed, calls=1)
+    kinds = [*KINDS] if options.mixed else ["plain"]
     engine = {"max_total_tokens": 8 * options.tokens, "disable_radix_cache": True}
     with served(described("plain", None, engine), options.model, checked=True) as plain:
-        wanted = [answer(plain, _wave([text]))[0]["ids"] for text in documents]
-    results.figures = {"documents": count, **_soak(options, documents, wanted)}
-    for name in ("failed", "answers_that_differ"):
-        results.require(not results.figures[name], f"{results.figures[name]} {name}")
+        wanted = asyncio.run(_references(plain, documents, kinds))
+    requests = _mixed(options, documents) if options.mixed else _alike(documents)
+    figures = _soak(options, requests, wanted)
+    results.figures = {"documents": count, **figures}
+    for name in ("wrong", "lost", "held", "tracebacks"):
+        results.require(not figures[name], f"{name}: {figures[name]}")
+    growth = figures["resident_mib"]["growth"]
+    results.require(growth < MOST_GROWTH, f"memory grew by a factor of {growth}")
+
+
+def _mixed(options: argparse.Namespace, documents: Sequence[str]) -> Iterator[Asked]:
+    ids = load_tokenizer(options.model).encode(documents[0])
+    odd = odd_bodies(documents, ids)
+    return drawn(random.Random(options.seed), documents, odd, CONTROLS_EVERY)
+
+
+def _alike(documents: Sequence[str]) -> Iterator[Asked]:
+    rng = random.Random(1)
+    while True:
+        # Squaring makes the first documents the ones asked about most.
+        at = int(len(documents) * rng.random() ** 2)
+        yield Asked("plain", at, healthy("plain", documents[at]))
+
+
+async def _references(
+    plain: Server, documents: Sequence[str], kinds: Sequence[str]
+) -> dict[tuple[str, int], Answers]:
+    """Ask plain SGLang every healthy request that can come.
+
+    Raises:
+        ServerError: One has no answer.
+    """
+    found = {}
+    async with open_session(300.0) as session:
+        for kind in (each for each in kinds if each != SAMPLED):
+            for i, document in enumerate(documents):
+                reply = await send(session, plain.url, healthy(kind, document), 300.0)
+                answers = reply.answers()
+                if reply.status != 200 or not answers:
+                    raise ServerError(f"plain SGLang, {kind}: {reply}"[:600])
+                found[kind, i] = answers
+    return found
 
 
 def _soak(
-    options: argparse.Namespace, documents: Sequence[str], wanted: Sequence[list[int]]
+    options: argparse.Namespace,
+    requests: Iterator[Asked],
+    wanted: dict[tuple[str, int], Answers],
 ) -> dict[str, Any]:
-    """Ask until the time is over; return what was seen."""
-    engine = {
+    """Ask until the time is over, or all is asked; return what was seen."""
+    engine: dict[str, Any] = {
         "max_total_tokens": int(2.5 * options.tokens),
         "max_running_requests": options.at_once,
     }
     settings = {
         "residency": "host",
         "compressor": options.compressor,
-        "min_prompt": 256,
+        "min_prompt": min(256, options.tokens // 2),
         "host_gb": options.budget_mb / 1024,
     }
-    rng = random.Random(options.seed)
-    asked = differ = failed = 0
+    with tempfile.TemporaryDirectory(prefix="vericache-soak-") as folder:
+        if options.mixed:
+            store = json.dumps({"directory": f"{folder}/store"})
+            engine |= {
+                "enable_metrics": True,
+                "enable_custom_logit_processor": True,
+                "hicache_storage_backend": "file",
+                "hicache_storage_backend_extra_config": store,
+            }
+            settings["draft_length"] = 8
+        system = described("vericache", settings, engine)
+        with served(system, options.model, checked=True) as server:
+            return asyncio.run(_asked(options, Target(server), requests, wanted))
+
+
+async def _asked(
+    options: argparse.Namespace,
+    target: Target,
+    requests: Iterator[Asked],
+    wanted: dict[tuple[str, int], Answers],
+) -> dict[str, Any]:
+    seen = Seen()
+    held: dict[str, int] = {}
     memory: list[tuple[float, float]] = []
-    system = described("vericache", settings, engine)
-    with served(system, options.model, checked=True) as server:
-        began = time.monotonic()
-        while (passed := time.monotonic() - began) < 60 * options.minutes:
-            # Squaring makes the first documents the ones asked about most.
-            squares = [rng.random() ** 2 for _ in range(options.at_once)]
-            picks = [int(len(documents) * square) for square in squares]
-            answers = answer(server, _wave([documents[i] for i in picks]))
-            asked += len(picks)
-            for pick, got in zip(picks, answers, strict=True):
-                failed += got["finish_reason"]["type"] != "length"
-                differ += got["ids"] != wanted[pick]
-            memory.append((passed, _resident_mib()))
-        counters = server.counters()
-    warm_at = WARM_SHARE * memory[-1][0]
-    warm = [mib for at, mib in memory if at >= warm_at]
-    held = {name: counters[name] for name in counters if name.startswith("cache_")}
+    most = options.requests or 10**12
+    began, asked = time.monotonic(), 0
+
+    async def look() -> None:
+        while True:
+            memory.append((time.monotonic() - began, _resident_mib()))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async with open_session(300.0) as session:
+        client = Client(target, session, wanted, seen, str(options.model))
+        looking = asyncio.create_task(look())
+        while asked < most and time.monotonic() - began < 60 * options.minutes:
+            each = FLUSH_EVERY if options.mixed else 4 * options.at_once
+            count = min(each, most - asked)
+            await ask_all(client, requests, count, options.at_once)
+            asked += count
+            target.require_alive()
+            if options.mixed:
+                held |= await target.settle()
+        seconds = time.monotonic() - began
+        looking.cancel()
+    counters = target.server.counters()
+    held |= {name: counters[name] for name in HELD if counters[name]}
     return {
         "requests": asked,
-        "failed": failed,
-        "answers_that_differ": differ,
-        "resident_mib": {
-            "first": memory[0][1],
-            "warm": warm[0],
-            "last": warm[-1],
-            "least_when_warm": min(warm),
-            "most_when_warm": max(warm),
+        "seconds": round(seconds, 1),
+        "kinds": dict(sorted(seen.asked.items())),
+        "statuses_of_odd_requests": {str(k): n for k, n in seen.statuses.items()},
+        "ends_of_streams": dict(seen.ends),
+        "controls": dict(sorted(seen.controls.items())),
+        "lost": seen.lost,
+        "wrong": seen.wrong,
+        "held": held,
+        "tracebacks": target.tracebacks(),
+        "resident_mib": _flatness(memory),
+        "counters": {
+            name: value
+            for name, value in counters.items()
+            if name.startswith(("cache_", "host_", "compressor_"))
+            or name in ("drafted", "accepted", "splits", "parks", "resumes", "rounds")
         },
-        "host_used_bytes": counters["host_used_bytes"],
-        "host_budget_bytes": counters["host_budget_bytes"],
-        **held,
+    }
+
+
+def _flatness(memory: list[tuple[float, float]]) -> dict[str, float]:
+    """Return what the memory of the processes did, in MiB, and by what it grew."""
+    end = memory[-1][0]
+    warm = [mib for at, mib in memory if at >= WARM_SHARE * end]
+    quarters = [
+        [mib for at, mib in memory if low * end <= at <= (low + 0.25) * end]
+        for low in (0.25, 0.75)
+    ]
+    second, last = (sorted(each)[len(each) // 2] for each in quarters)
+    return {
+        "first": memory[0][1],
+        "warm": warm[0],
+        "last": warm[-1],
+        "least_when_warm": min(warm),
+        "most_when_warm": max(warm),
+        "median_of_second_quarter": second,
+        "median_of_last_quarter": last,
+        "growth": round(last / second, 4),
     }
 
 
 SOAK = Benchmark(
-    about="Cached prefixes many times the host budget, for minutes. Fails where a "
-    "request fails or differs from plain SGLang's.",
+    about="Cached prefixes many times the host budget, for long. Fails where a healthy "
+    "request is lost or differs from plain SGLang's, something is held, memory grows.",
     model=DEMO,
     seed=1,
     options={
         "minutes": (10.0, "of asking"),
+        "requests": (0, "at most in that time; 0: as many as fit"),
+        "mixed": (False, "of every kind, one in five odd, with a store and metrics"),
         "budget-mb": (64.0, "host memory, MiB"),
         "working-set-mb": (1024.0, "KV of all documents, MiB"),
         "tokens": (4096, "of a document"),

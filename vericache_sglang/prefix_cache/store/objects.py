@@ -137,7 +137,8 @@ def decode(
     """Read an object that holds these tensors and nothing else.
 
     Nothing the object says is believed: dtypes and shapes must be the expected ones,
-    the tensors must lie in it, and kept positions must be tokens of the segment.
+    the tensors must lie in it, keys and values must be finite, as sampling ends the
+    process over logits that are not, and kept positions must be tokens of the segment.
 
     Args:
         data: [n] uint8 in host memory, contiguous, of any content.
@@ -165,6 +166,9 @@ def decode(
     tensors = {
         name: _view(name, row, fields[name], body) for name, row in header.items()
     }
+    for name in ("keys", "values"):
+        if name in tensors:
+            _check_finite(name, tensors[name])
     if "kept" in tensors:
         _check_positions(tensors["kept"], tokens)
     return tensors
@@ -218,6 +222,17 @@ def _view(name: str, row: object, field: Field, body: torch.Tensor) -> torch.Ten
     if raw.storage_offset() % field.dtype.itemsize:
         raw = raw.clone()
     return raw.view(field.dtype).view(field.shape)
+
+
+def _check_finite(name: str, entries: torch.Tensor) -> None:
+    """Require that KV entries are finite.
+
+    Raises:
+        StoreError: tensor: one is not.
+    """
+    wide = entries.float() if entries.itemsize == 1 else entries
+    if wide.numel() and not all(math.isfinite(end) for end in wide.aminmax()):
+        raise StoreError("tensor", f"{name}: not every entry is finite")
 
 
 def _check_positions(kept: torch.Tensor, tokens: int) -> None:

@@ -1,0 +1,73 @@
+"""One of the engine's calls raises now and then, as if its accounting did not add up.
+
+The file that ``VERICACHE_TEST_WHERE`` names says which, a row of ``WHERE``; it is read
+at every call, so that one server sees them all.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from vericache_sglang.engine.arrival import Arrivals
+from vericache_sglang.engine.cached_segments import CachedSegments
+from vericache_sglang.engine.common_host import CommonHost
+from vericache_sglang.engine.flights import Flights
+from vericache_sglang.engine.mover import Mover
+from vericache_sglang.engine.reloads import Reloads
+from vericache_sglang.engine.rows import MixedRows
+from vericache_sglang.engine.sampling.sampler import RowSampler
+from vericache_sglang.engine.segment_splitter import SegmentSplitter
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.memory.ledger import Ledger
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.tiers.index import SegmentIndex
+
+ENV = "VERICACHE_TEST_WHERE"
+
+WHERE = {
+    # What is cached, and the books of it.
+    "look-up": (CachedSegments, "reach", 2, 2),
+    "ledger": (Ledger, "check", 3, 2),
+    # What concerns one request.
+    "reload": (Reloads, "start", 5, 2),
+    "arrival": (Arrivals, "state_of", 3, 1),
+    # What concerns all: rows that are half made; before a forward, in it, after it.
+    "index": (SegmentIndex, "get", 20, 3),
+    "split": (SegmentSplitter, "split", 2, 1),
+    "move": (CommonHost, "settles", 4, 2),
+    "plan": (Runtime, "plan", 25, 2),
+    "rows": (MixedRows, "add", 30, 2),
+    "sampling": (RowSampler, "targets", 15, 2),
+    "outcome": (Flights, "land_reported", 20, 2),
+    "end": (Mover, "join", 1, 1),
+    "release": (HostStore, "drop", 2, 2),
+    # Again and again: the second time a request is aborted.
+    "always": (Runtime, "plan", 1, 10**9),
+}
+"""Name: class, call, every how many calls, how often in all."""
+
+
+def install():
+    """Have the calls raise, behind what they make where they make anything."""
+    where, calls, failures = Path(os.environ[ENV]), Counter(), Counter()
+
+    def guard(row):
+        owner, name, every, times = WHERE[row]
+        right = getattr(owner, name)
+
+        def faulty(self, *given, **named):
+            if where.read_text() != row:
+                return right(self, *given, **named)
+            calls[row] += 1
+            if calls[row] % every or failures[row] >= times:
+                return right(self, *given, **named)
+            failures[row] += 1
+            if name in ("split", "start"):
+                right(self, *given, **named)
+            raise InvariantError(f"injected: {owner.__name__}.{name}")
+
+        setattr(owner, name, faulty)
+
+    for row in WHERE:
+        guard(row)
