@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from known_kv import HEADS, LAYERS
+from known_kv import DIM, HEADS, LAYERS
 from ragged_world import Runner
-from scenarios import DIM, engine, scenario
+from scenarios import engine, scenario
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.radix_attention import RadixAttention

@@ -9,12 +9,12 @@ import importlib
 
 import torch
 from fake_tensor import DeviceTensor, held
+from llguidance import torch as llguidance_torch
 from sglang.kernels.ops.memory import small_copy
 from sglang.kernels.ops.speculative.ragged_verify_kernels import (
     BuildQoIndptr,
     PaddedToBucket,
 )
-from llguidance import torch as llguidance_torch
 from sglang.srt.constrained import xgrammar_backend
 from sglang.srt.layers import sampler
 from torch.utils._python_dispatch import _disable_current_modes
