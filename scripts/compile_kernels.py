@@ -104,7 +104,7 @@ def _write(
     head = [
         "# Kernels, as compiled",
         "COMPILED, not run: what the assembler says, without a GPU. A program is "
-        "4 warps (8 for join planes, 1 for merge of best tokens and board "
+        "4 warps (8 for join planes, 1 for board "
         "commit); D = 128, bfloat16, 8 KV heads, 4 query heads each, one query, where "
         "the name does not say otherwise.",
         f"    {about['command']}",

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.config.cli import add_flags, given_values
 from vericache_sglang.config.files import load_config, to_yaml
+from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.planning.acceptance import Acceptance, Geometric, MissByKeep
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
-from vericache_sglang.planning.memory import ledger, memory_table, shortage
+from vericache_sglang.planning.memory import (
+    ledger,
+    memory_overview,
+    memory_table,
+    shortage,
+)
 from vericache_sglang.planning.models import CATALOGUE, find_model
 from vericache_sglang.planning.paper.report import page
 from vericache_sglang.planning.plot import Curve, draw
@@ -90,10 +96,24 @@ def _require(args: argparse.Namespace, *names: str) -> None:
 
 
 def _memory(args: argparse.Namespace, rest: list[str]) -> str:
-    """Return the memory ledger of the launcher's flags ``rest``."""
-    # Compressors are torch's; the rest of this command does without it.
-    from vericache_sglang.engine.planned_memory import add_memory_flags, planned
+    """Return the memory ledger of the launcher's flags ``rest``.
 
+    Without a model, a GPU and flags: those of ``AUDITED`` side by side.
+    """
+    # Compressors are torch's; the rest of this command does without it.
+    from vericache_sglang.engine.planned_memory import (
+        AUDITED,
+        add_memory_flags,
+        planned,
+    )
+
+    if args.model is args.gpu is None and not rest:
+        found = {}
+        for name, gpu, flags in AUDITED:
+            model, known = find_model(name), GPUS[gpu]
+            given = (known.memory_mib, known.capability, flags)
+            found[f"{name}, {gpu}"] = ledger(planned(model, VeriCacheConfig(), *given))
+        return memory_overview(found)
     _require(args, "model", "gpu")
     parser = argparse.ArgumentParser(prog="plan --memory", allow_abbrev=False)
     parser.add_argument("--vericache-config", type=Path)

@@ -9,6 +9,7 @@ from vericache_sglang.engine.upload import send
 from vericache_sglang.memory.splitting import as_bits
 
 LAYERS, HEADS, DIM = 2, 2, 16
+"""Heads of 16 numbers: the least that kernels take."""
 LONGEST = 48
 """Tokens of the longest prompt; the width of SGLang's row table is twice that."""
 

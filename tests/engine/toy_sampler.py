@@ -168,7 +168,11 @@ class Toy:
                 positions.append(state.verified + drafts)
             rows.append(RowQueries(tuple(queries), verifies=verifies, emits=verifies))
         runs, _ = self._sampler.choose(
-            self._batch, rows, table[before], torch.tensor(positions)
+            self._batch,
+            rows,
+            table[before],
+            torch.tensor(positions),
+            heard=lambda: None,
         )
         return zip(self.states, runs, strict=True)
 

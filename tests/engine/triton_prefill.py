@@ -75,10 +75,11 @@ def opened(world):
         page_size=1,
         device="cpu",
     )
-    # What the CPU's backend reads is the same table.
+    made = RaggedAttnBackend(runner, TritonAttnBackend(runner), 1)
+    # The rows are written to the table the pool has by now; the CPU's backend reads it.
     world.runner.req_to_token_pool.req_to_token = pool.req_to_token
     world.table = pool.req_to_token
-    return RaggedAttnBackend(runner, TritonAttnBackend(runner), 1)
+    return made
 
 
 def main():

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from known_kv import HEADS, LAYERS
+from known_kv import DIM, HEADS, LAYERS
 from ragged_world import Runner
-from scenarios import DIM, engine, scenario
+from scenarios import engine, scenario
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -37,6 +37,7 @@ from vericache_sglang.engine.probing import Probing
 from vericache_sglang.engine.recovery import Recovery
 from vericache_sglang.engine.runtime_settings import runtime_settings
 from vericache_sglang.engine.token_board import TokenBoard
+from vericache_sglang.engine.worker import VeriCacheWorker
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
 from vericache_sglang.scheduling.runtime import Runtime
@@ -200,20 +201,81 @@ class Server:
                 for more.
             more: Attributes of all states.
         """
-        for rid in rids:
-            state = self.engine.admit(rid, rid, tokens)
-            state.late = True
-            for name, value in more.items():
-                setattr(state, name, value)
-            for none in ("lora_id", "grammar", "token_type_ids"):
-                setattr(state.req, none, None)
-            state.req.return_logprob = state.req.to_finish = False
-            state.req.finished = lambda: False
-            self.states[rid] = state
-        self.board.put(list(self.states.values()))
+        states = [self._state(rid, tokens, more) for rid in rids]
+        self.states |= {state.rid: state for state in states}
+        self.board.put(states)
+        lengths = [state.row_length for state in states]
+        self.batch = self._merged(torch.tensor(lengths, device="cuda"))
+        if asks is not None:
+            asks(states[0], self.batch)
+
+    def join(self, rid, tokens=SERVED, asks=None):
+        """Prefill a prompt beside requests that run; returns what waits in it.
+
+        Args:
+            rid: Of the request.
+            tokens: Of its prompt.
+            asks: As of ``admit``, of the one that joins.
+        """
+        state = self._state(rid, tokens, {"outputs": [], "pending": -1, "sure": 1})
+        length = torch.tensor([tokens], device="cuda")
+        seat = torch.tensor([state.seat], device="cuda")
+        self.states[rid] = state
+        self.batch = self._merged(torch.cat([self.batch.seq_lens, length]), self.batch)
+        if asks is not None:
+            asks(state, self.batch)
+        first = GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=torch.full([1], SAID, device="cuda"),
+        )
+        worker = SimpleNamespace(
+            device="cuda",
+            _target_worker=SimpleNamespace(
+                forward_batch_generation=lambda batch: first
+            ),
+            _board=self.board,
+            _flights=self.flights,
+            _config=self.engine.config,
+            _arrive=lambda req, length: state,
+        )
+        prompt = SimpleNamespace(
+            tree_cache=self.engine.tree,
+            reqs=[state.req],
+            is_prefill_only=False,
+            req_pool_indices=seat,
+            seq_lens=length,
+            seq_lens_cpu=torch.tensor([tokens]),
+        )
+        with self.device.noting() as waits:
+            VeriCacheWorker._prefill(worker, prompt)
+            first.copy_done = torch.cuda.Event()
+            first.copy_to_cpu(return_logprob=False)
+            self.flights.land_reported()
+        self._process()
+        self._launched = False
+        return waits
+
+    def _state(self, rid, tokens, more):
+        """Prefill a prompt; returns the state of its request."""
+        state = self.engine.admit(rid, rid, tokens)
+        for name, value in {"late": True, **more}.items():
+            setattr(state, name, value)
+        for none in ("lora_id", "grammar", "token_type_ids"):
+            setattr(state.req, none, None)
+        state.req.return_logprob = state.req.to_finish = False
+        state.req.finished = lambda: False
+        return state
+
+    def _merged(self, lengths, before=None):
+        """Return the batch of all requests, whose rows are so long.
+
+        Args:
+            lengths: [requests] int64, of the device.
+            before: The batch of all but the last one, and what they ask for.
+        """
         states = list(self.states.values())
         count = len(states)
-        self.batch = ScheduleBatch(
+        batch = ScheduleBatch(
             reqs=[state.req for state in states],
             req_to_token_pool=self.engine.rows,
             token_to_kv_pool_allocator=self.engine.allocator,
@@ -223,9 +285,7 @@ class Server:
             req_pool_indices=torch.tensor(
                 [state.seat for state in states], device="cuda"
             ),
-            seq_lens=torch.tensor(
-                [state.row_length for state in states], device="cuda"
-            ),
+            seq_lens=lengths,
             sampling_info=SamplingBatchInfo(
                 temperatures=torch.ones(count, 1, device="cuda"),
                 top_ps=torch.ones(count, device="cuda"),
@@ -240,8 +300,13 @@ class Server:
                 device="cuda",
             ),
         )
-        if asks is not None:
-            asks(states[0], self.batch)
+        if before is not None:
+            batch.has_grammar = before.has_grammar
+            batch.return_logprob = before.return_logprob
+            for name, none in (("top_logprobs_nums", 0), ("token_ids_logprobs", None)):
+                known = getattr(before, name)
+                setattr(batch, name, [*known, none] if known else known)
+        return batch
 
     def run(self, iterations, most=None):
         """Run the loop; returns what waited.
@@ -282,7 +347,8 @@ class Server:
         last, self._last = self._last, None
         if last is None:
             return
-        for req, count in zip(self.batch.reqs, last.accept_lens.tolist(), strict=True):
+        counts = last.accept_lens.tolist()
+        for req, count in zip(self.batch.reqs[: len(counts)], counts, strict=True):
             emitted = [self.target.says] * count
             req.kv.kv_committed_len += count
             req.output_ids.extend(emitted)
@@ -297,7 +363,8 @@ def published_arguments():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_server_args", "_config_bags", "_overrides_log", "_publish_role"):
             patch.setattr(_CONTEXT, name, getattr(_CONTEXT, name))
-        _CONTEXT.set_server_args(ServerArgs(model_path="none", device="cpu"))
+        known = {"device": "cpu", "sampling_backend": "pytorch"}
+        _CONTEXT.set_server_args(ServerArgs(model_path="none", **known))
         yield
 
 
@@ -312,7 +379,7 @@ SETTLED, LOOKED_AT, MOST = 6, 12, 400
 """Iterations until requests draft, those that are looked at, and what is too many."""
 
 
-def served(device, made, graphs=False, asks=None):
+def served(device, made, graphs=False, asks=None, **more):
     """Serve three requests that draft and verify; returns what waits meanwhile.
 
     Every draft is right, so a round comes to more than one token. Iterations go on
@@ -323,9 +390,10 @@ def served(device, made, graphs=False, asks=None):
         made: A ``TinyEngine``.
         graphs: As of ``Target``.
         asks: As of ``Server.admit``; an iteration may then wait once.
+        more: As of ``Server.admit``.
     """
     found = Server(device, made, graphs)
-    found.admit("a", "b", "c", asks=asks)
+    found.admit("a", "b", "c", asks=asks, **more)
     found.run(SETTLED)
     counters, waits = made.residence.counters, Counter()
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from known_kv import HEADS, LAYERS
-from scenarios import DIM
+from known_kv import DIM, HEADS, LAYERS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from torch import nn

@@ -105,14 +105,18 @@ class Stream:
 
 
 class Event:
-    """An event that has passed as soon as it is recorded."""
+    """An event; the host waits for one that was recorded after its last wait.
+
+    What it waited for has ended, and so has what was launched before, copies included.
+    """
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
         self._timed = enable_timing
-        self._at = None
+        self._at = self._waited = None
 
     def record(self, stream=None):
-        self._at = DeviceTensor.device_of_all.clock_s
+        device = DeviceTensor.device_of_all
+        self._at, self._waited = device.clock_s, len(device.reasons)
 
     def wait(self, stream=None):
         """Have a stream go on behind it."""
@@ -121,8 +125,9 @@ class Event:
         return True
 
     def synchronize(self):
-        if self._at is not None:
-            DeviceTensor.device_of_all.wait("event")
+        device = DeviceTensor.device_of_all
+        if self._at is not None and self._waited == len(device.reasons):
+            device.wait("event")
 
     def elapsed_time(self, end):
         if not (self._timed and end._timed) or None in (self._at, end._at):

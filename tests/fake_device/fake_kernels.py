@@ -9,12 +9,14 @@ import importlib
 
 import torch
 from fake_tensor import DeviceTensor, held
+from llguidance import torch as llguidance_torch
 from sglang.kernels.ops.memory import small_copy
 from sglang.kernels.ops.speculative.ragged_verify_kernels import (
     BuildQoIndptr,
     PaddedToBucket,
 )
 from sglang.srt.constrained import xgrammar_backend
+from sglang.srt.layers import sampler
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction  # noqa: TID253
 
@@ -23,6 +25,7 @@ from vericache_kernels.head_entries.ref import pick_rows, put_rows
 from vericache_kernels.join_planes.ref import join_rows
 from vericache_kernels.ragged_attention.ref import ragged_attention_ref
 from vericache_kernels.split_segment.ref import join_entries, split_entries
+from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
 
 
 def move_entries(layer, index, rows, slots, *, put):
@@ -35,7 +38,7 @@ def move_entries(layer, index, rows, slots, *, put):
 
 
 def mask_tokens(logits, bitmask, indices=None):
-    """Do what SGLang's ``apply_token_bitmask_inplace_triton`` does.
+    """Do what ``apply_token_bitmask_inplace`` does, SGLang's or llguidance's.
 
     Args:
         logits: [n, V], written to.
@@ -112,6 +115,10 @@ def replace_kernels(patch, device):
         patch.setattr(twins, "triton", twins.torch)
     grammars, name = xgrammar_backend, "apply_token_bitmask_inplace_triton"
     patch.setattr(grammars, name, mask_tokens, raising=False)
+    # Compiled by torch, which would not see the device.
+    compiled = "apply_token_bitmask_inplace_kernel"
+    patch.setattr(llguidance_torch, compiled, mask_tokens)
+    patch.setattr(sampler, "murmur_hash32", murmur_hash32)
     # Torch copies in a group what this would have.
     patch.setattr(small_copy, "try_small_copy", lambda *given: False)
     for (op, name), reference in REFERENCES.items():

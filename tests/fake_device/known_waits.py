@@ -58,22 +58,16 @@ KNOWN = (
         "the forward before the one that runs: SGLang has copied its tokens",
     ),
     Known(
-        "engine/flights.py::Flight.outcome",
-        "tolist",
+        "engine/upload.py::download",
+        "stream",
         ("loop: the first compressions",),
         "moves copy KV whose place depends on every outcome",
     ),
     Known(
         "engine/upload.py::download",
         "stream",
-        ("asking for *",),
+        ("asking*",),
         "the next token depends on this one in ways the host computes; once a forward",
-    ),
-    Known(
-        "engine/plain.py::run_plain",
-        "tolist",
-        ("asking, decoded plainly",),
-        "the same of a batch that SGLang's own sampler serves",
     ),
     # -- compressing -----------------------------------------------------------------
     Known(

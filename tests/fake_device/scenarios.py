@@ -7,9 +7,7 @@ KV is known (``engine/tiny_engine.py``) and compared bit by bit after every step
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import known_kv
 import pytest
-import tiny_engine
 from segment_world import SHORT, shorten_segments
 from tiny_engine import TinyEngine, opened
 from tiny_segments import tiered
@@ -26,9 +24,6 @@ from vericache_sglang.scheduling.plan import (
 
 SCENARIOS: dict[str, Callable] = {}
 """By name; called with the device, returns what waited."""
-
-DIM = 16
-"""Of a head: the least that kernels take."""
 
 SEGMENTED = ("segment_splitter", "segment_writer", "tiered_cache")
 """Further modules that know how long a segment is."""
@@ -47,10 +42,8 @@ def scenario(name):
 
 @contextmanager
 def prepared():
-    """Put pools on the device, and widen heads."""
+    """Put pools on the device."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (known_kv, tiny_engine):
-            patch.setattr(module, "DIM", DIM)
         patch.setattr(TinyEngine, "device", "cuda")
         yield patch
 

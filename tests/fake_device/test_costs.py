@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 from device_model import QUERY_HEADS
 from fake_cuda import BYTES_PER_S, open_device
-from known_kv import HEADS, LAYERS
-from method_scenarios import MethodEngine, method
-from scenarios import DIM, prepared
+from known_kv import DIM, HEADS, LAYERS
+from method_scenarios import KEEP, PROMPT, MethodEngine, method
+from scenarios import TO_HOST, prepared, take
+from tiny_engine import TinyEngine
 
+from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
+from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.engine.calibration import starting_coefficients
 from vericache_sglang.engine.runtime_settings import runtime_settings
 from vericache_sglang.scheduling.acceptance import Acceptance
@@ -23,7 +26,7 @@ from vericache_sglang.scheduling.track import Track
 
 pytestmark = pytest.mark.sglang
 
-PROMPT, ROWS = 32 * 1024, 16
+LONG, ROWS = 32 * 1024, 16
 LAYER = SimpleNamespace(tp_q_head_num=QUERY_HEADS, head_dim=DIM, scaling=0.25)
 LITTLE = {"base_s": 1e-9, "per_token_s": 1e-12}
 """An iteration costs what it reads, as one over long prompts does."""
@@ -55,14 +58,14 @@ def test_attention_is_timed_on_the_device():
 def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
     with open_device(), method(codec, Measured, residency="auto", slots=900) as made:
         residence = made.residence
-        budget = residence.splitter.budget(PROMPT)
-        assert budget.coded > 0.99 * PROMPT
+        budget = residence.splitter.budget(LONG)
+        assert budget.coded > 0.99 * LONG
         reads = residence.draft_reads(budget)
         settings = runtime_settings(made.config, residence)
         estimates = residence._agreement.estimates
     shape = Shape(
         rid="a",
-        prompt=PROMPT,
+        prompt=LONG,
         kept=budget.slots,
         dropped=budget.offered - budget.slots,
         staged=budget.staged,
@@ -73,3 +76,20 @@ def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
     assert budget.coded / 20 < reads < 0.8 * budget.offered
     choice = Throughput(settings, estimates).best(track, Residency.DEVICE, ROWS)
     assert choice.gain > ENTER
+
+
+@pytest.mark.parametrize("codec", ["kvquant", "rotatekv"])
+def test_tables_are_on_the_device_before_anything_is_served(codec):
+    """Other streams read them, behind nothing but what was waited for at boot."""
+
+    def tables():
+        return [t.on.cache_info().misses for t in (KVQuantTables, RotateKVTables)]
+
+    before = tables()
+    with open_device(), method(codec, keep=KEEP) as made:
+        known = tables()
+        assert known != before
+        assert made.admit("a", "text", PROMPT)
+        for step in (TO_HOST, TinyEngine.draft, "verify", TinyEngine.finish):
+            take(made, step)
+        assert tables() == known

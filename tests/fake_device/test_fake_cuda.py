@@ -170,6 +170,16 @@ def test_events_tell_what_the_device_has_worked(device):
     assert begin.query()
 
 
+def test_an_event_is_waited_for_unless_the_host_has_waited_since(device):
+    early, late = torch.cuda.Event(), torch.cuda.Event()
+    early.record()
+    torch.cuda.current_stream().synchronize()
+    late.record()
+    for event in (early, late, late):
+        event.synchronize()
+    assert device.reasons == ["stream", "event"]
+
+
 def test_another_thread_may_launch_once_it_has_a_stream(device):
     made = []
 

@@ -15,7 +15,6 @@ MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 pytestmark = pytest.mark.server
 
 
-@pytest.mark.extended
 def test_no_object_of_the_engine_refers_to_another_block_table(tmp_path):
     listed = tmp_path / "tables"
     watched = replace(

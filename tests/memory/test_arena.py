@@ -1,6 +1,8 @@
 """An arena lends what it has, loses no byte, and refuses only what is not there."""
 
+import ctypes
 import gc
+import mmap
 import os
 import random
 import threading
@@ -17,6 +19,7 @@ from simulated_tensors import CUDA
 
 from vericache_sglang.errors import ConfigError, InvariantError
 from vericache_sglang.memory.arena import Arena, layout
+from vericache_sglang.memory.pinned_memory import HUGE_PAGE, THREADS
 
 
 @given(st.integers(0, 10**6))
@@ -383,6 +386,44 @@ def test_a_pinned_arena_locks_its_bytes_and_no_more_and_unlocks_them(nbytes):
         arena.close()
         assert device.registered == {}
         arena.close()
+
+
+def resident_pages(address, nbytes):
+    """Return how many pages of a range are there, and how many there could be."""
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    count = -(-(address + nbytes - first) // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * count)()
+    library = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(count * mmap.PAGESIZE)
+    assert library.mincore(ctypes.c_void_p(first), size, found) == 0
+    return sum(page & 1 for page in found), count
+
+
+@pytest.mark.parametrize("nbytes", [64, 5 * 4096 + 64, (35 << 20) + 640])
+def test_pages_are_there_before_they_are_locked(monkeypatch, nbytes):
+    """Locking fills what is missing in one thread, for ten seconds and more."""
+    found, filled = [], []
+    zero = torch.Tensor.zero_
+    monkeypatch.setattr(
+        torch.Tensor,
+        "zero_",
+        lambda part: filled.append(threading.get_ident()) or zero(part),
+    )
+    with simulated():
+        lock = torch.cuda.cudart().cudaHostRegister
+
+        def register(address, size, flags):
+            found.append(resident_pages(address, size))
+            return lock(address, size, flags)
+
+        monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", register)
+        arena = Arena(nbytes, pinned=True)
+        assert not arena.buffer.any()
+        arena.close()
+    ((resident, pages),) = found
+    assert resident == pages
+    assert threading.get_ident() not in filled, "the thread that boots waits meanwhile"
+    assert (len(filled) > THREADS // 2) is (nbytes > THREADS * HUGE_PAGE)
 
 
 def test_memory_that_cannot_be_locked_is_refused_by_its_flag():

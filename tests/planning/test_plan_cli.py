@@ -117,6 +117,13 @@ def test_paper_prints_the_page_and_needs_nothing_else(run):
     assert run("--paper") == (0, page(), "")
 
 
+def test_the_page_has_the_memory_of_the_audited_deployments(run):
+    status, out, _ = run("--memory")
+    assert status == 0
+    assert out.count("GiB") > 4 * 6
+    assert out in (ROOT / "docs" / "planning.md").read_text("utf-8")
+
+
 def test_module_runs_without_torch_or_sglang():
     check = (
         "import sys, vericache_sglang.plan; "

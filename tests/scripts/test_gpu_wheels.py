@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 import pytest
 
 from gpu import slim_wheel, stack
+from gpu.check import ROOT
 
 KERNEL = (
     "_ZN7cutlass13device_kernelIN5flash20enable_sm90_or_laterINS1_16FlashAttnFwdSm90INS1_"
@@ -71,6 +72,16 @@ def test_kernels_of_other_models_are_blanked_where_they_lie(name, kept):
     assert made[found + 16 : found + 16 + size] == (code if kept else b"")
     assert not any(made[found + 16 + size : -5])
     assert made.count(b"H" * 40) == 1 + kept
+
+
+def test_flash_attention_is_carried():
+    """Without it nobody tries what a Hopper GPU serves with by default."""
+    script = (ROOT / "scripts" / "gpu" / "carry.sh").read_text("utf-8")
+    dropped = re.findall(r"^  '(\S+)'$", script, re.MULTILINE)
+    assert len(dropped) == 2
+    library = slim_wheel.FLASH_ATTENTION
+    for name in (library, library.replace("ops.abi3.so", "attn.py")):
+        assert not any(re.search(pattern, name) for pattern in dropped)
 
 
 def make_wheel(folder, name="carried"):

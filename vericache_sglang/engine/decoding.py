@@ -239,9 +239,11 @@ class Decoding:
             reads = sum(state.verified for state in states) + len(states)
             self._work = Work(len(states), reads, reads)
         self.residence.counters.plain_rows += len(states)
-        flight = run_plain(
-            batch, states, self.target_worker, self.board, self.conclusion
+        return run_plain(
+            batch,
+            states,
+            self.target_worker,
+            self.board,
+            self.conclusion,
+            self.flights,
         )
-        self.flights.launch(flight)
-        result: GenerationBatchResult = flight.result
-        return result

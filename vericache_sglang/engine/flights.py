@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.engine.upload import download
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -53,15 +55,15 @@ class Flight:
     def outcome(self) -> tuple[list[list[int]], list[int]]:
         """Return the tokens of every passenger, and every request's accepted count.
 
-        Waits for the forward unless SGLang has copied the result to the host.
+        Waits once for the forward, unless SGLang has copied the result to the host.
         """
-        if self.result.copy_done is not None:
+        told = self.result.accept_lens, self.result.next_token_ids
+        if self.result.copy_done is None:
+            told = download(*told)
+        else:
             # SGLang's tensors are on the host by now, but maybe not their numbers.
             self.result.copy_done.synchronize()
-        counts = self.result.accept_lens.tolist()
-        if not self.passengers:
-            return [], counts
-        flat = self.result.next_token_ids.tolist()
+        counts, flat = (numbers.tolist() for numbers in told)
         runs = []
         for passenger in self.passengers:
             start = passenger.at * self.stride
@@ -123,14 +125,23 @@ class Flights:
             self._land()
 
     def land_all(self) -> None:
-        """Land every flight; waits for the device."""
-        while self._air:
-            self._land()
+        """Land every flight; waits for the newest, with which the others have ended."""
+        air = [flight for _, flight in self._air]
+        self._air.clear()
+        heard = [each.outcome() if each.passengers else None for each in air[::-1]]
+        for flight, outcome in zip(air, heard[::-1], strict=True):
+            self._conclude_all(flight, outcome)
 
     def _land(self) -> None:
         _, flight = self._air.popleft()
-        if flight.passengers:
-            runs, counts = flight.outcome()
+        self._conclude_all(flight, flight.outcome() if flight.passengers else None)
+
+    def _conclude_all(
+        self, flight: Flight, outcome: tuple[list[list[int]], list[int]] | None
+    ) -> None:
+        """Tell what a flight came to; ``outcome`` is None where nobody is told."""
+        if outcome is not None:
+            runs, counts = outcome
             discarded = frozenset(
                 passenger.at
                 for passenger, tokens in zip(flight.passengers, runs, strict=True)

@@ -84,8 +84,6 @@ class MixedForward:
             done, None where every request waited.
         """
         late = all(state.late for state in seats.values())
-        if not late:
-            self._flights.land_all()
         rows = MixedRows(self._residence)
         for i, state in seats.items():
             rows.add(i, state, actions[i])
@@ -110,7 +108,9 @@ class MixedForward:
             target = self._sampler.targets(batch, asked, logits, inputs.positions)
             result = self._leave_on_device(batch, rows, asked, target)
         else:
-            chosen = self._sampler.choose(batch, asked, logits, inputs.positions)
+            chosen = self._sampler.choose(
+                batch, asked, logits, inputs.positions, heard=self._flights.land_all
+            )
             result = self._settle(batch, asked, *chosen)
         self._residence.counters.note_forward(actions.values())
         return result, work

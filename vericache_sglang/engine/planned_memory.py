@@ -37,6 +37,14 @@ FLAGS: Mapping[str, type] = {
 BACKENDS: Mapping[int, str] = {9: "fa3", 10: "trtllm_mha"}
 """Attention backend by the major compute capability; ours on every other GPU."""
 
+AUDITED: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+    ("qwen3-8b", "h200", {}),
+    ("llama-3.1-8b", "h200", {}),
+    ("qwen3-32b", "h100-sxm", {"context_length": 32768}),
+    ("mistral-small-24b", "rtx-pro-6000", {}),
+)
+"""Model, GPU and flags of the deployments whose memory docs/planning.md shows."""
+
 TRTLLM_PAGE = 64
 """Page size that SGLang sets for trtllm_mha."""
 

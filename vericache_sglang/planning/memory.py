@@ -266,5 +266,23 @@ def memory_table(found: MemoryLedger) -> str:
     return "\n".join(lines)
 
 
+def memory_overview(found: Mapping[str, MemoryLedger]) -> str:
+    """Return ledgers side by side as Markdown, by phase; ``found`` has their titles."""
+    rows = {"": list(found)}
+    of = {title: one.deployment for title, one in found.items()}
+    rows["one GPU"] = [_size(int(at.gpu_mib * MIB)) for at in of.values()]
+    rows["context, tokens"] = [f"{at.context:,}" for at in of.values()]
+    for phase in Phase:
+        rows[phase.value] = [
+            _size(sum(b for row, b in one.sizes.items() if row.phase is phase))
+            for one in found.values()
+        ]
+    rows["left with all of it at once"] = [_size(o.free_bytes) for o in found.values()]
+    rows["KV pool, tokens"] = [f"{one.slots:,}" for one in found.values()]
+    rows["staging buffer, tokens"] = [f"{one.staging:,}" for one in found.values()]
+    lines = [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join([lines[0], "|---" + "|---:" * len(found) + "|", *lines[1:]])
+
+
 def _size(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if abs(count) >= GIB else f"{count / MIB:.2f} MiB"

@@ -1,4 +1,4 @@
-"""The builds of the kernels that move bytes, choose tokens and commit them."""
+"""The builds of the kernels that move bytes and commit tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ DIM = 128
 MOST_TOKENS = 512
 """Tokens of a segment."""
 DRAFTS = 15
-VOCABULARY = 151936
-"""Of Qwen3."""
 INTEGERS = {torch.bfloat16: "*i16", torch.float16: "*i16", torch.float32: "*i32"}
 
 JOINED: dict[str, tuple[SplitPlanesStep, torch.dtype, int]] = {
@@ -41,7 +39,7 @@ def move_builds() -> list[Build]:
     ]
     for name, (step, dtype, dim) in JOINED.items():
         made += [_count(name, step, dim), _join(name, step, dtype, dim)]
-    return [*made, _best("greedy"), _best("noise"), _merge(), _commit()]
+    return [*made, _commit()]
 
 
 def _move(name: str, kv: str, dim: int, *, listed: bool, join: bool) -> Build:
@@ -121,30 +119,6 @@ def _planes() -> dict[str, str]:
         "offsets": "*i64",
         **dict.fromkeys(("segment_tokens", "counts"), "*i32"),
     }
-
-
-def _best(name: str) -> Build:
-    from vericache_kernels.next_tokens import triton_impl as impl
-
-    noisy = name == "noise"
-    signature = {
-        "scores": "*fp32" if noisy else "*bf16",
-        **dict.fromkeys(("seeds", "positions"), "*i64"),
-        "keys_at": "*i64" if noisy else "*i32",
-        "columns_at": "*i32",
-        "row_stride": "i32",
-    }
-    fixed = {"NOISY": noisy, **impl.constants(VOCABULARY)}
-    kernel, warps = impl.best_kernel, impl.NUM_WARPS
-    return Build(f"best token, {name}", kernel, signature, fixed, warps)
-
-
-def _merge() -> Build:
-    from vericache_kernels.next_tokens import triton_impl as impl
-
-    signature = {"keys_at": "*i64", "columns_at": "*i32", "tokens_at": "*i64"}
-    fixed = {"SPLITS": impl.SPLITS}
-    return Build("merge of best tokens", impl.merge_kernel, signature, fixed, 1)
 
 
 def _commit() -> Build:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("sglang")
 pytest.importorskip("scipy")
 
+from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from toy_sampler import (
     DRAFTS,
     Toy,
@@ -21,6 +22,7 @@ from toy_sampler import (
     probability,
 )
 
+from vericache_sglang.engine.sampling.rejection import filtered_probs
 from vericache_sglang.evaluation.distribution import PARAMS
 
 pytestmark = pytest.mark.sglang
@@ -126,6 +128,19 @@ def test_coupled_output_does_not_depend_on_the_drafts():
         texts.append([tuple(state.outputs[:13]) for state in toy.states])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 25
+
+
+def test_filters_are_sglangs():
+    random = torch.Generator().manual_seed(3)
+    probs = torch.softmax(3 * torch.randn(40, 30, generator=random), dim=-1)
+    ks = torch.randint(1, 40, (40,), generator=random)
+    ps, least = torch.rand(2, 40, generator=random)
+    given = (probs, ks, ps, least * (torch.arange(40) % 2))
+    _, kept, tokens, _ = top_k_top_p_min_p_sampling_from_probs_torch(
+        *given, True, None, None, return_filtered_probs=True
+    )
+    whole = torch.zeros_like(probs).scatter_(-1, tokens.to(torch.int64), kept)
+    assert torch.equal(filtered_probs(*given), whole / whole.sum(-1, keepdim=True))
 
 
 def test_rejection_keeps_what_drafts_were_drawn_from_until_they_are_verified():

@@ -116,8 +116,9 @@ def _masks(
     grammars = [row.state.req.grammar for row in rows if row.state.cursor is not None]
     if not grammars:
         return None, usable
+    # On the host: what fills it on the device, row by row, waits (outlines).
     mask = grammars[0].allocate_vocab_mask(
-        vocab_size=info.vocab_size, batch_size=count, device=info.device
+        vocab_size=info.vocab_size, batch_size=count, device="cpu"
     )
     end = 0
     for i, row in enumerate(rows):
@@ -129,10 +130,8 @@ def _masks(
             usable[i] = cursor.mask_verified(row.state.drafts, mask, range(start, end))
         else:
             cursor.mask_next(mask, start)
-    if mask.device.type == "cpu":  # outlines fills its own on the device
-        # ``move_vocab_mask`` copies from pageable memory, which waits.
-        mask = send(mask, info.device)
-    return GrammarMask(grammars[0], mask), usable
+    # ``move_vocab_mask`` copies from pageable memory, which waits.
+    return GrammarMask(grammars[0], send(mask, info.device)), usable
 
 
 def _processors(

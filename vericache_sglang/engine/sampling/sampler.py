@@ -9,7 +9,7 @@ that ask for classic rejection sampling are the exception (``rejection.py``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from vericache_sglang.engine.sampling.rejection import filtered_probs, reject
 from vericache_sglang.engine.upload import download, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -43,12 +43,13 @@ class _Sampled:
     Attributes:
         group: The group.
         output: Log-probabilities, as far as they are asked for.
-        drawn: Seat -> tokens, where rejection sampling chose them.
+        counts: [rows] int64, how many tokens a row emits where rejection sampling chose
+            them; else None.
     """
 
     group: Group
     output: LogitsProcessorOutput
-    drawn: dict[int, list[int]] = field(default_factory=dict)
+    counts: torch.Tensor | None = None
 
 
 class RowSampler:
@@ -69,6 +70,7 @@ class RowSampler:
         rows: Sequence[RowQueries],
         logits: torch.Tensor,
         positions: torch.Tensor,
+        heard: Callable[[], None],
     ) -> tuple[list[list[int]], LogprobTable]:
         """Choose the tokens of every row.
 
@@ -77,6 +79,8 @@ class RowSampler:
             rows: The rows of the forward.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
+            heard: Called once the device was waited for: requests that depend on
+                nothing hear of their last tokens.
 
         Returns:
             For each row the token it drafts, the token it decodes, or the 1 to d + 1
@@ -84,10 +88,15 @@ class RowSampler:
         """
         target, sampled = self._sample(batch, rows, logits, positions)
         told = [each for each in sampled if each.group.logprobs]
+        drawn = [each for each in sampled if each.counts is not None]
         # The only wait: whatever the host has to know of this forward comes at once.
-        numbers, *values = download(
-            target, *(each.output.next_token_logprobs for each in told)
+        numbers, *more = download(
+            target,
+            *(each.output.next_token_logprobs for each in told),
+            *(each.counts for each in drawn),
         )
+        heard()
+        values, counts = more[: len(told)], more[len(told) :]
         predicted = numbers.tolist()
         usable = {row.seat: len(row.queries) for row in rows}
         for each in sampled:
@@ -98,8 +107,9 @@ class RowSampler:
         for row in rows:
             asked = row.queries[: usable[row.seat]]
             runs[row.seat] = _run(row, [predicted[query.at] for query in asked])
-        for each in sampled:
-            runs |= each.drawn
+        for each, emitted in zip(drawn, counts, strict=True):
+            for row, count in zip(each.group.rows, emitted.tolist(), strict=True):
+                runs[row.seat] = [predicted[q.at] for q in row.queries[:count]]
         table = LogprobTable()
         for each, own in zip(told, values, strict=True):
             each.output.next_token_logprobs = own
@@ -137,24 +147,18 @@ class RowSampler:
         logits: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, list[_Sampled]]:
-        """Choose [T] tokens on the device; also returns what they were drawn in.
-
-        Waits only for rows under rejection sampling, whose tokens are in ``drawn``.
-        """
+        """Choose [T] tokens on the device; also returns what they were drawn in."""
         target = torch.argmax(logits, dim=-1)
         sampled = []
         dressed = [row for row in rows if not row.state.profile.bare]
         parts = self._grouped(batch, dressed, logits, positions) if dressed else ()
         for group in parts:
-            if group.rule is Rule.REJECTION:
-                sampled.append(self._rejected(group))
-                continue
-            tokens, output = self._tokens(group)
+            tokens, one = self._tokens(group)
             (at,) = upload(
                 logits.device, [query.at for row in group.rows for query in row.queries]
             )
             target[at] = tokens.to(target.dtype)
-            sampled.append(_Sampled(group, output))
+            sampled.append(one)
         return target, sampled
 
     def _grouped(
@@ -176,9 +180,9 @@ class RowSampler:
             apply_custom_logit_processor(picked, info)
         yield from groups(batch, rows, usable, info, picked, positions[at])
 
-    def _tokens(self, group: Group) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+    def _tokens(self, group: Group) -> tuple[torch.Tensor, _Sampled]:
         """Choose [n] tokens, one at every position, each for itself."""
-        if group.rule is not Rule.COUPLED:
+        if group.rule in (Rule.GREEDY, Rule.SEEDED):
             output = LogitsProcessorOutput(next_token_logits=group.logits)
             tokens = self._sampler(
                 output,
@@ -188,19 +192,15 @@ class RowSampler:
                 group.token_ids_logprobs,
                 group.positions,
             )
-            return tokens, output
+            return tokens, _Sampled(group, output)
         probs, cut = _distributions(group)
+        if group.rule is Rule.REJECTION:
+            tokens, counts = reject(group, cut)
+            return tokens, _Sampled(group, self._logprobs(group, probs, tokens), counts)
         tokens = multinomial_with_seed(
             torch.log(cut), group.info.sampling_seed, group.positions
         ).view(-1)
-        return tokens, self._logprobs(group, probs, tokens)
-
-    def _rejected(self, group: Group) -> _Sampled:
-        """Draw by rejection sampling, row by row."""
-        probs, cut = _distributions(group)
-        runs, tokens = reject(group, cut)
-        drawn = {row.seat: run for row, run in zip(group.rows, runs, strict=True)}
-        return _Sampled(group, self._logprobs(group, probs, tokens), drawn)
+        return tokens, _Sampled(group, self._logprobs(group, probs, tokens))
 
     def _logprobs(
         self, group: Group, probs: torch.Tensor, tokens: torch.Tensor
