@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if args.memory:
-            text = _memory(args, rest) + "\n"
+            alone = args.model is args.gpu is None and not rest
+            text = (_audited() if alone else _memory(args, rest)) + "\n"
         else:
             text = page() if args.paper else _plan(args) + "\n"
         print(text, end="")
@@ -85,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", type=Path, metavar="YAML", help="write the settings to this file")
     add("--plot", type=Path, metavar="PNG", help="draw speedup over draft length")
     add("--paper", action="store_true", help="print the paper's figures beside ours")
-    add("--memory", action="store_true", help="print every tensor on a GPU instead")
+    add(
+        "--memory",
+        action="store_true",
+        help="print every tensor on a GPU instead; alone, of some deployments",
+    )
     return parser
 
 
@@ -96,24 +101,10 @@ def _require(args: argparse.Namespace, *names: str) -> None:
 
 
 def _memory(args: argparse.Namespace, rest: list[str]) -> str:
-    """Return the memory ledger of the launcher's flags ``rest``.
-
-    Without a model, a GPU and flags: those of ``AUDITED`` side by side.
-    """
+    """Return the memory ledger of the launcher's flags ``rest``."""
     # Compressors are torch's; the rest of this command does without it.
-    from vericache_sglang.engine.planned_memory import (
-        AUDITED,
-        add_memory_flags,
-        planned,
-    )
+    from vericache_sglang.engine.planned_memory import add_memory_flags, planned
 
-    if args.model is args.gpu is None and not rest:
-        found = {}
-        for name, gpu, flags in AUDITED:
-            model, known = find_model(name), GPUS[gpu]
-            given = (known.memory_mib, known.capability, flags)
-            found[f"{name}, {gpu}"] = ledger(planned(model, VeriCacheConfig(), *given))
-        return memory_overview(found)
     _require(args, "model", "gpu")
     parser = argparse.ArgumentParser(prog="plan --memory", allow_abbrev=False)
     parser.add_argument("--vericache-config", type=Path)
@@ -143,6 +134,18 @@ def _memory(args: argparse.Namespace, rest: list[str]) -> str:
     if short:
         notes.append(f"Too small: {short}")
     return "\n\n".join(notes)
+
+
+def _audited() -> str:
+    """Return the memory of the audited deployments, side by side."""
+    from vericache_sglang.engine.planned_memory import AUDITED, planned
+
+    found = {}
+    for name, gpu, flags in AUDITED:
+        model, known = find_model(name), GPUS[gpu]
+        given = (known.memory_mib, known.capability, flags)
+        found[f"{name}, {gpu}"] = ledger(planned(model, VeriCacheConfig(), *given))
+    return memory_overview(found)
 
 
 def _plan(args: argparse.Namespace) -> str:

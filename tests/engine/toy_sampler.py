@@ -172,7 +172,7 @@ class Toy:
             rows,
             table[before],
             torch.tensor(positions),
-            heard=lambda: None,
+            waited=lambda: None,
         )
         return zip(self.states, runs, strict=True)
 

@@ -239,11 +239,11 @@ class Decoding:
             reads = sum(state.verified for state in states) + len(states)
             self._work = Work(len(states), reads, reads)
         self.residence.counters.plain_rows += len(states)
-        return run_plain(
-            batch,
-            states,
-            self.target_worker,
-            self.board,
-            self.conclusion,
-            self.flights,
+        launched = run_plain(
+            batch, states, self.target_worker, self.board, self.conclusion
         )
+        self.flights.launch(launched)
+        if not all(state.late for state in states):
+            self.flights.land_all()
+        result: GenerationBatchResult = launched.result
+        return result

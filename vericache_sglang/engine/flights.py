@@ -57,7 +57,7 @@ class Flight:
 
         Waits once for the forward, unless SGLang has copied the result to the host.
         """
-        told = self.result.accept_lens, self.result.next_token_ids
+        told = [self.result.accept_lens, self.result.next_token_ids]
         if self.result.copy_done is None:
             told = download(*told)
         else:
@@ -125,29 +125,29 @@ class Flights:
             self._land()
 
     def land_all(self) -> None:
-        """Land every flight; waits for the newest, with which the others have ended."""
-        air = [flight for _, flight in self._air]
+        """Land them all; waits for the newest, with which the others have ended."""
+        air = [each for _, each in self._air]
         self._air.clear()
-        heard = [each.outcome() if each.passengers else None for each in air[::-1]]
-        for flight, outcome in zip(air, heard[::-1], strict=True):
-            self._conclude_all(flight, outcome)
+        outcomes = [each.outcome() if each.passengers else None for each in air[::-1]]
+        for each, outcome in zip(air, outcomes[::-1], strict=True):
+            self._conclude_all(each, outcome)
 
     def _land(self) -> None:
-        _, flight = self._air.popleft()
-        self._conclude_all(flight, flight.outcome() if flight.passengers else None)
+        _, oldest = self._air.popleft()
+        self._conclude_all(oldest, oldest.outcome() if oldest.passengers else None)
 
     def _conclude_all(
-        self, flight: Flight, outcome: tuple[list[list[int]], list[int]] | None
+        self, ended: Flight, outcome: tuple[list[list[int]], list[int]] | None
     ) -> None:
-        """Tell what a flight came to; ``outcome`` is None where nobody is told."""
+        """Tell what a forward came to; ``outcome`` is None where nobody is told."""
         if outcome is not None:
             runs, counts = outcome
             discarded = frozenset(
                 passenger.at
-                for passenger, tokens in zip(flight.passengers, runs, strict=True)
+                for passenger, tokens in zip(ended.passengers, runs, strict=True)
                 if not self._conclude(passenger, tokens)
             )
-            if flight.decode:
+            if ended.decode:
                 self._landed(lambda: counts, discarded)
-        elif flight.decode:
-            self._landed(lambda: flight.outcome()[1], frozenset())
+        elif ended.decode:
+            self._landed(lambda: ended.outcome()[1], frozenset())

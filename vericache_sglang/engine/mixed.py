@@ -109,7 +109,7 @@ class MixedForward:
             result = self._leave_on_device(batch, rows, asked, target)
         else:
             chosen = self._sampler.choose(
-                batch, asked, logits, inputs.positions, heard=self._flights.land_all
+                batch, asked, logits, inputs.positions, waited=self._flights.land_all
             )
             result = self._settle(batch, asked, *chosen)
         self._residence.counters.note_forward(actions.values())

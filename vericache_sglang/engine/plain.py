@@ -12,11 +12,9 @@ from vericache_sglang.engine.sampling.profile import Rule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from vericache_sglang.engine.conclusion import Conclusion
-    from vericache_sglang.engine.flights import Flights
     from vericache_sglang.engine.state import RequestState
     from vericache_sglang.engine.token_board import TokenBoard
 
@@ -47,8 +45,7 @@ def run_plain(
     target_worker: Any,
     board: TokenBoard,
     conclusion: Conclusion,
-    flights: Flights,
-) -> GenerationBatchResult:
+) -> Flight:
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
     Args:
@@ -57,7 +54,6 @@ def run_plain(
         target_worker: SGLang's ``TpModelWorker``.
         board: Has their pending tokens, and gets the new ones.
         conclusion: Is told of every row.
-        flights: Is told of the forward; lands it at once where somebody is not late.
     """
     seats = batch.req_pool_indices.to(torch.int64)
     batch.input_ids = board.pending(seats)
@@ -69,7 +65,7 @@ def run_plain(
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.spec_info = None
-    result: GenerationBatchResult = target_worker.forward_batch_generation(batch)
+    result = target_worker.forward_batch_generation(batch)
     board.start(seats, result.next_token_ids)
     one_token_logprobs(result.logits_output)
     result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)
@@ -80,10 +76,7 @@ def run_plain(
         conclusion.launch(state, i, verifies=False, emits=True)
         for i, state in enumerate(states)
     ]
-    flights.launch(Flight(result, 1, launched))
-    if not all(state.late for state in states):
-        flights.land_all()
-    return result
+    return Flight(result, 1, launched)
 
 
 def _host_lengths(lengths: torch.Tensor, states: list[RequestState]) -> torch.Tensor:

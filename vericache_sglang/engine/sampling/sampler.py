@@ -70,7 +70,7 @@ class RowSampler:
         rows: Sequence[RowQueries],
         logits: torch.Tensor,
         positions: torch.Tensor,
-        heard: Callable[[], None],
+        waited: Callable[[], None],
     ) -> tuple[list[list[int]], LogprobTable]:
         """Choose the tokens of every row.
 
@@ -79,8 +79,8 @@ class RowSampler:
             rows: The rows of the forward.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
-            heard: Called once the device was waited for: requests that depend on
-                nothing hear of their last tokens.
+            waited: Called once the device was waited for: all earlier tokens are known
+                from then on.
 
         Returns:
             For each row the token it drafts, the token it decodes, or the 1 to d + 1
@@ -88,14 +88,14 @@ class RowSampler:
         """
         target, sampled = self._sample(batch, rows, logits, positions)
         told = [each for each in sampled if each.group.logprobs]
-        drawn = [each for each in sampled if each.counts is not None]
+        drawn = [(s.group, s.counts) for s in sampled if s.counts is not None]
         # The only wait: whatever the host has to know of this forward comes at once.
         numbers, *more = download(
             target,
             *(each.output.next_token_logprobs for each in told),
-            *(each.counts for each in drawn),
+            *(count for _, count in drawn),
         )
-        heard()
+        waited()
         values, counts = more[: len(told)], more[len(told) :]
         predicted = numbers.tolist()
         usable = {row.seat: len(row.queries) for row in rows}
@@ -107,8 +107,8 @@ class RowSampler:
         for row in rows:
             asked = row.queries[: usable[row.seat]]
             runs[row.seat] = _run(row, [predicted[query.at] for query in asked])
-        for each, emitted in zip(drawn, counts, strict=True):
-            for row, count in zip(each.group.rows, emitted.tolist(), strict=True):
+        for (group, _), emitted in zip(drawn, counts, strict=True):
+            for row, count in zip(group.rows, emitted.tolist(), strict=True):
                 runs[row.seat] = [predicted[q.at] for q in row.queries[:count]]
         table = LogprobTable()
         for each, own in zip(told, values, strict=True):
