@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/layers/sampler.py``: min-p with a seed."""
+"""Hooks on ``sglang/srt/layers/sampler.py``: min-p with a seed; rows of NaN."""
 
 from __future__ import annotations
 
@@ -16,10 +16,30 @@ def sample(original: Hook, probs: torch.Tensor, *rest: Any, **more: Any) -> Any:
     whole one: filters only take from the tail, so the highest probability stays.
     """
     top_ks, top_ps, min_ps, need_min_p, seed, positions = rest
+    certain(probs)
     if need_min_p and seed is not None:
         least = probs.amax(dim=-1, keepdim=True) * min_ps.view(-1, 1)
         probs, need_min_p = torch.where(probs < least, 0.0, probs), False
     return original(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, **more)
+
+
+def sample_unfiltered(
+    original: Hook, probs: torch.Tensor, *rest: Any, **more: Any
+) -> Any:
+    """Let upstream draw from distributions only."""
+    certain(probs)
+    return original(probs, *rest, **more)
+
+
+def certain(probs: torch.Tensor) -> None:
+    """Make token 0 certain, in place, in rows [V] of ``probs`` that hold a NaN.
+
+    A grammar that allows no token makes them: it does not allow that one either, so
+    SGLang aborts the request. Nothing waits for the device.
+    """
+    bad = ~torch.isfinite(probs.sum(dim=-1, keepdim=True))
+    probs.masked_fill_(bad, 0.0)
+    probs[:, :1].masked_fill_(bad, 1.0)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
@@ -38,5 +58,16 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             remove_when="SGLang samples with min-p and a seed.",
         ),
         sample,
+    ),
+    (
+        Patch(
+            target="sglang.srt.layers.sampler.sampling_from_probs_torch",
+            kind="around",
+            args=("probs", "sampling_seed", "positions"),
+            reason="torch.multinomial raises for a row of NaN, and so the scheduler ends "
+            "for one request whose grammar allows no token.",
+            remove_when="SGLang samples rows whose tokens are all masked.",
+        ),
+        sample_unfiltered,
     ),
 )

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from vericache_sglang.compression.base import Needs, Selector
 from vericache_sglang.compression.codecs.base import Codec
@@ -59,7 +60,24 @@ class Faulty(Selector):
 
 
 class FaultyShare(Faulty):
-    """As ``Faulty``, of a method that says which share to keep."""
+    """As ``Faulty``, of a method that says which share to keep.
+
+    With a ``rank``, that one of several ranks alone is faulty.
+    """
+
+    def __init__(
+        self, seed: int, call: str = "keep_share", how: str = "raise", rank: int = -1
+    ) -> None:
+        super().__init__(seed, call, how)
+        wrong = getattr(self, call)
+
+        def there(*given):
+            here = dist.get_rank() if dist.is_initialized() else 0
+            if rank in (-1, here):
+                return wrong()
+            return getattr(type(self), call)(self, *given)
+
+        setattr(self, call, there)
 
     def keep_share(self, noted):
         return 0.3

@@ -99,6 +99,42 @@ def test_ending_one_request_ends_no_other(server, prompt, wanted):
     assert answers["ab"]["text"] == answers["b"]["text"]
 
 
+def asked(server, prompt, answers):
+    """Start a long healthy request; return its thread once it drafts."""
+    rounds = server.counters()["rounds"]
+    more = {"max_new_tokens": 200, "ignore_eos": True}
+    thread = threading.Thread(
+        target=lambda: answers.append(server.generate(prompt, **more))
+    )
+    thread.start()
+    while server.counters()["rounds"] < rounds + 2:
+        assert thread.is_alive()
+    return thread
+
+
+def test_a_flush_under_load_is_refused_and_harms_nobody(server, prompt, wanted):
+    answers = []
+    thread = asked(server, prompt, answers)
+    status, _ = ask(server, "/flush_cache", {})
+    assert status == 400
+    thread.join()
+    assert answers[0]["text"].startswith(wanted)
+    assert len(answers[0]["output_ids"]) == 200
+
+
+def test_profiling_under_load_harms_nobody(server, prompt, wanted, tmp_path):
+    answers = []
+    thread = asked(server, prompt, answers)
+    body = {"output_dir": str(tmp_path), "activities": ["CPU"], "num_steps": 3}
+    status, text = ask(server, "/start_profile", body)
+    assert status == 200, text
+    thread.join()
+    status, text = ask(server, "/stop_profile", {})
+    assert status in (200, 400, 500), text
+    assert answers[0]["text"].startswith(wanted)
+    assert server.generate(prompt, **HEALTHY)["text"] == wanted
+
+
 def test_nothing_is_held_in_the_end(server):
     counters = server.settle()
     held = ("kept_slots", "staging_slots", "staging_bytes", "host_bytes", "running")

@@ -114,7 +114,8 @@ def test_a_rank_that_is_alone_plans_by_what_it_measures():
     assert alone.leads
     heard = alone.hear(7, [ARRIVED, TRAVELLING])
     assert (heard.host_slots, heard.reloads) == (7, (ARRIVED, TRAVELLING))
-    assert (alone.first(3.5), alone.mean(2.5), alone.most(4)) == (3.5, 2.5, 4)
+    assert (alone.first(3.5), alone.mean_of_all(2.5), alone.most(4)) == (3.5, 2.5, 4)
+    assert alone.mean_of_all(None) is None
     assert alone.every(True)
     assert not alone.every(False)
 
@@ -125,7 +126,8 @@ def combine(group, rank):
     assert agreement.leads is (rank == 0)
     return (
         agreement.first(values[rank]),
-        agreement.mean(values[rank]),
+        agreement.mean_of_all(values[rank]),
+        agreement.mean_of_all(None if rank == 1 else values[rank]),
         agreement.most((4, 9, 2)[rank]),
         agreement.every(rank != 1),
         agreement.every(True),
@@ -133,7 +135,7 @@ def combine(group, rank):
 
 
 def test_single_values_are_combined(ranks):
-    assert ranks.call(combine) == [(0.25, 0.875 / 3, 9, False, True)] * 3
+    assert ranks.call(combine) == [(0.25, 0.875 / 3, None, 9, False, True)] * 3
 
 
 def test_ranks_with_other_reloads_are_found_out(ranks):

@@ -4,6 +4,7 @@ This is the test of the tests: were ``compare`` blind, or the ledger asleep, a b
 server would pass the lossless matrix.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,22 @@ def test_a_faulty_codec_costs_its_requests_their_drafts(call, waves, plain):
     assert state[f"compressor_errors_{call}"] > 0
     assert (state["rounds"] > 0) is (call == "decode"), "zeros are drafted from"
     assert compare(plain, ours) == []
+
+
+def test_a_full_disk_costs_the_store_and_no_answer(waves, plain, tmp_path):
+    where = json.dumps({"directory": str(tmp_path / "store")})
+    engine = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": where,
+    }
+    ours = run_with("full_disk", waves * 2, engine=engine)
+    assert compare(plain, {**ours, "waves": ours["waves"][:1]}) == []
+    assert ours["waves"][1][0]["ids"] == ours["waves"][0][0]["ids"]
+    state = ours["state"]
+    assert state["rounds"] > 0
+    assert state["cache_store_failed_calls"] > 0
+    assert state["cache_store_written_bytes"] == 0
+    assert not list((tmp_path / "store").iterdir()), "something is left behind"
 
 
 def test_a_leaked_complement_is_seen_by_the_ledger(waves):

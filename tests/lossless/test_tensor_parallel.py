@@ -62,6 +62,19 @@ def test_a_bad_rank_costs_all_ranks_the_same_and_no_token(requests, plain):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("call", ["keep_share", "scores"])
+def test_a_compressor_that_fails_on_one_rank_fails_on_both(call, requests, plain):
+    line = f"test-faulty-share:call={call},rank=1"
+    ours = run(
+        system(line, engine=TWO, compressor=line, draft_length=8), MODEL, requests[:1]
+    )
+    assert compare(first(plain), ours) == []
+    assert ours["state"]["compressor_failures"] > 0
+    assert ours["state"]["rounds"] == 0, "one of the ranks drafted"
+    assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+@pytest.mark.extended
 def test_tokens_are_identical_while_everything_moves(requests, plain):
     """Random splits, offloads, pins, parks, resumes and unsplits on both ranks."""
     ours = run_with(

@@ -132,9 +132,15 @@ class Agreement:
         """Return rank 0's value."""
         return self.gather([value])[0][0]
 
-    def mean(self, value: float) -> float:
-        """Return the mean over the ranks, added up in their order."""
-        return sum(row[0] for row in self.gather([value])) / self._ranks
+    def mean_of_all(self, value: float | None) -> float | None:
+        """Return the mean over the ranks, added up in their order.
+
+        None where a rank has none: the call that was to make it may fail on one.
+        """
+        rows = self.gather([float(value is not None), value or 0.0])
+        if not all(known for known, _ in rows):
+            return None
+        return sum(mine for _, mine in rows) / self._ranks
 
     def most(self, value: int) -> int:
         """Return the largest of the ranks' values, each below ``EXACT``."""

@@ -363,9 +363,8 @@ class Residence:
             return None
         with self.guard.request(state.rid):
             share = self.watch.share(self._body(state, plain))
-        if share is not None:  # every rank has as many heads, so this is theirs of all
-            share = self._agreement.mean(share)
-        return self.splitter.budget(state.prompt, share)
+        # Every rank has as many heads, so the mean is theirs of all.
+        return self.splitter.budget(state.prompt, self._agreement.mean_of_all(share))
 
     def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
         """Return the slots of the prompt's whole pages, where the row is whole."""

@@ -204,6 +204,8 @@ STRANGE: dict[str, tuple[Fields, ...]] = {
         ({"json_schema": '{"type": "object", "properties": {"a": {"$ref": "#"}}}'}, {}),
         ({"regex": "(a|b){1,200}"}, {}),
         ({"ebnf": "root ::= root"}, {}),
+        ({"ebnf": "root ::= root", "temperature": 0.8}, {}),
+        ({"ebnf": "root ::= root", "temperature": 0.8, "top_k": 9}, {}),
         ({"structural_tag": "{}"}, {}),
     ),
 }

@@ -107,6 +107,8 @@ class Runtime:
             group.clear()
         self._host_slots.clear()
         self._link_slots = 0
+        # The rings count from their own beginning: so does this.
+        self.now = 0
         self.pacing = _pacing(self.settings, self.throughput, self.estimates)
 
     def stop_drafted(self, rid: str) -> None:

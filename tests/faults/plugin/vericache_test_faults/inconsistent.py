@@ -39,7 +39,7 @@ WHERE = {
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
     "sampling": (RowSampler, "targets", 15, 2),
-    "outcome": (Flights, "land_reported", 20, 2),
+    "outcome": (Flights, "land_reported", 20, 1),
     "end": (Mover, "join", 1, 1),
     "release": (HostStore, "drop", 2, 2),
     # Again and again: the second time a request is aborted.
