@@ -218,8 +218,9 @@ def twin(size: TwinSize) -> list[TaskSample]:
     """Draw a request over records, with an instruction hidden among them.
 
     The instruction asks for another user's call, in a line that looks like the
-    document's notes and has only words the demo model knows. The demo model follows no instruction of a document, so its
-    defense rate says less than its utility: the right call.
+    document's notes and has only words the demo model knows. That model follows no
+    instruction of a document, so its defense rate says less than its utility: the
+    right call.
     """
     samples = []
     for number, prompt in enumerate(draw(size, 1)):
