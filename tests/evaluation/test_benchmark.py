@@ -98,6 +98,20 @@ def test_a_report_says_where_it_comes_from_and_what_was_found(bench):
     assert bench.file.with_suffix(".md").read_text() == "2 rows"
 
 
+def test_a_model_is_a_folder_or_a_name_on_a_hub(tmp_path, monkeypatch, capsys):
+    asked = Benchmark(
+        about="Its model.",
+        options={},
+        model=tmp_path,
+        measure=lambda options, results: results.figures.update(m=str(options.model)),
+    )
+    monkeypatch.setitem(BENCHMARKS, "toy", asked)
+    monkeypatch.chdir(tmp_path.parent)
+    for given, wanted in ((tmp_path.name, str(tmp_path)), ("owner/name", "owner/name")):
+        assert main(["toy", "--model", given]) == 0
+        assert json.loads(capsys.readouterr().out)["m"] == wanted
+
+
 def test_what_must_not_be_is_a_status_and_told(bench):
     status, printed = bench("--names", "a", "bad")
     assert status == 1

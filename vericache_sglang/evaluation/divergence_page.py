@@ -19,13 +19,11 @@ Brackets are 95 % bootstrap intervals over samples. `KL/step` and `KL/sequence`:
 KL(full KV || system), after sequences that plain SGLang sampled at temperature
 {temperature}, from the {top_k} most probable tokens of both, all others as one
 outcome: a lower bound, and exact where that is the vocabulary. A sequence has at most
-{kl_tokens} tokens; its first one is left out. `log ratio`: log p_full / p_system of the
-sampled tokens, summed over a sequence; its mean is the KL whatever the number of tokens
-compared, but it scatters. `{again}` is plain SGLang against itself at another batch
-size: what arithmetic in another order comes to. VeriCache's KL is of its verified
-distributions. `first differing token`: median over the answers that differ, and how
-many they are. `same tokens`: share of positions with the same token. `F1` and `ROUGE-L`
-are against the full KV's answer.
+{kl_tokens} tokens; its first one is left out. `{again}` is plain SGLang against itself
+at another batch size: what arithmetic in another order comes to. VeriCache's KL is of
+its verified distributions. `first differing token`: median over the answers that
+differ, and how many they are. `same tokens`: share of positions with the same token.
+`F1` and `ROUGE-L` are against the full KV's answer.
 """
 
 
@@ -75,16 +73,12 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         parts += [f"## {task}", markdown_table(heads, cells)]
         apart = [row for row in rows if "steps" in row["tasks"][task]]
-        columns = {
-            "KL/step": "kl_per_step",
-            "KL/sequence": "kl_per_sequence",
-            "log ratio": "log_ratio",
-        }
+        columns = {"KL/step": "kl_per_step", "KL/sequence": "kl_per_sequence"}
         if apart:
             cells = [
                 [
                     row["name"],
-                    *(_cell(row["tasks"][task][key], 5) for key in columns.values()),
+                    *(_cell(row["tasks"][task][key], 6) for key in columns.values()),
                     str(sum(map(len, row["tasks"][task]["steps"]))),
                 ]
                 for row in apart

@@ -134,7 +134,7 @@ class Study:
             forced: Tokens that a lossy server is to emit.
 
         Returns:
-            ``ids``, ``chosen`` (log-probability of each) and ``top``.
+            ``ids``, and ``top``: the most probable tokens of each position.
         """
         options = self.options
         tokens = min(sample.output_tokens, options.kl_tokens)
@@ -156,12 +156,8 @@ class Study:
                 "top_logprobs_num": self.top_k,
             }
         )
-        info = got["meta_info"]
-        return {
-            "ids": got["output_ids"],
-            "chosen": [each[0] for each in info["output_token_logprobs"]],
-            "top": info["output_top_logprobs"],
-        }
+        top = got["meta_info"]["output_top_logprobs"]
+        return {"ids": got["output_ids"], "top": top}
 
     def each(
         self, ask: Callable[..., Any], at_once: int, *more: Sequence[Any]
@@ -358,27 +354,21 @@ def distances(wanted: Sequence[Any], got: Sequence[Any]) -> dict[str, Any]:
         got: Another system's; only tokens after the same prefix are compared.
 
     Returns:
-        ``steps`` (KL_t of each sequence, in nats), ``kl_per_step`` and
-        ``kl_per_sequence``; ``log_ratio``: log p_full / p_other of the sampled tokens,
-        summed over a sequence, whose mean is the KL divergence whatever ``--top-k``;
-        ``same_sequences``: how many have all tokens in common.
+        ``steps`` (KL_t of each sequence, in nats), ``kl_per_step``,
+        ``kl_per_sequence`` and ``same_sequences``: how many have all tokens in common.
     """
-    steps, ratios, same = [], [], 0
+    steps, same = [], 0
     for a, b in zip(wanted, got, strict=True):
         at = first_divergence(a["ids"], b["ids"])
         same += at is None
         # The distribution at the first differing token is still after the same ones.
         compared = len(a["ids"]) if at is None else at + 1
         steps.append(step_divergences(a["top"][:compared], b["top"][:compared]))
-        if at is None:
-            pairs = zip(a["chosen"][1:], b["chosen"][1:], strict=True)
-            ratios.append(sum(p - q for p, q in pairs))
     nats = [sum(each) for each in steps]
     return {
         "steps": [[round(value, 7) for value in each] for each in steps],
         "kl_per_step": interval(nats, [len(each) for each in steps]),
         "kl_per_sequence": interval(nats),
-        "log_ratio": interval(ratios),
         "same_sequences": same,
     }
 
