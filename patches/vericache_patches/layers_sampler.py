@@ -64,7 +64,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             target="sglang.srt.layers.sampler.sampling_from_probs_torch",
             kind="around",
             args=("probs", "sampling_seed", "positions"),
-            reason="torch.multinomial raises for a row of NaN, and so the scheduler ends "
+            reason="torch.multinomial raises for a row of NaN, and the scheduler ends "
             "for one request whose grammar allows no token.",
             remove_when="SGLang samples rows whose tokens are all masked.",
         ),

@@ -8,9 +8,9 @@ import torch
 
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.engine.reloads import Reloads
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.ledger import Ledger
 from vericache_sglang.memory.splitting import as_bits
@@ -46,7 +46,8 @@ class Reloading:
         shape = (START + ROOM, HEADS, DIM)
         self.keys = [torch.zeros(shape) for _ in range(LAYERS)]
         self.values = [torch.zeros(shape) for _ in range(LAYERS)]
-        self.host = HostStore(GEOMETRY, torch.float32, Arena(1 << 16, pinned=False))
+        page_pool = HostPagePool(1 << 16, 64, pinned=False)
+        self.host = HostStore(GEOMETRY, torch.float32, page_pool)
         self.counters, self.ledger = Counters(), Ledger()
         self.estimate = LinkEstimate(1e9)
         self.link = LinkLog(self.estimate)

@@ -110,20 +110,21 @@ class SegmentChecks(TinyChecks):
             for form in ("whole", "draft"):
                 copy = engine.pool_of_host.get(f"{name}.{form}")
                 if copy is not None:
+                    copy = {field: found.read() for field, found in copy.items()}
                     where = copy.get("kept", _every(copy["keys"].shape[1]))
                     yield name, _stacked(copy["keys"], copy["values"]), where
                     if form == "draft":
                         assert torch.equal(where, rest.kept), "of one split"
 
     def host_bytes(self):
-        """Every byte of the arena is a request's, a complement's or a copy's."""
+        """Every page in use is a request's, a complement's or a copy's."""
         engine, segments = self._engine, self._engine.segments
         engine.pool_of_host.check()
         found = [segments.complements.get(name) for name in engine.truths]
         held = sum(each.held_bytes for each in found if each is not None)
         total = engine.residence.host.held_bytes + held + engine.pool_of_host.used_bytes
-        arena = engine.residence.arena
-        assert total == arena.used_bytes - arena.leaving_bytes
+        page_pool = engine.residence.page_pool
+        assert total == page_pool.used_bytes - page_pool.leaving_bytes
         states = [request.state for request in engine.requests.values()]
         referring = {
             name

@@ -161,9 +161,9 @@ class SegmentMachine(RuleBasedStateMachine):
     @rule()
     def take_all_the_room(self):
         """What is said to be evictable is what can be freed."""
-        used, loose = self.world.arena.used_bytes, self.segments.evictable_bytes
+        used, loose = self.world.page_pool.used_bytes, self.segments.evictable_bytes
         self.segments.make_room(10**9)
-        assert used - self.world.arena.used_bytes == loose
+        assert used - self.world.page_pool.used_bytes == loose
         assert self.segments.evictable_bytes == 0
 
     @rule()
@@ -216,7 +216,7 @@ class SegmentMachine(RuleBasedStateMachine):
         self.segments.clear()
         self.world.free = set(range(SLOTS))
         self.tree, self.damaged = {}, set()
-        assert self.world.arena.used_bytes == 0
+        assert self.world.page_pool.used_bytes == 0
         assert self.segments.report()["cache_segments"] == 0
 
     def on_host(self, name):
@@ -228,11 +228,11 @@ class SegmentMachine(RuleBasedStateMachine):
     def nothing_leaks(self):
         world = self.world
         self.segments.check()
-        world.arena.check()
+        world.page_pool.check()
         world.pool.check()
         rests = [world.complements.get(name) for name in self.seen]
         held = sum(rest.held_bytes for rest in rests if rest is not None)
-        assert world.arena.used_bytes == world.pool.used_bytes + held
+        assert world.page_pool.used_bytes == world.pool.used_bytes + held
         shelf = world.copies.shelf
         parts = {n: shelf.get(n) for n in self.seen if n in shelf}
         owned = [slot for part in parts.values() for slot in part.slots.tolist()]
@@ -268,7 +268,7 @@ class SegmentMachine(RuleBasedStateMachine):
         for form in ("whole", "draft"):
             copy = world.pool.get(f"{name}.{form}")
             if copy is not None:
-                both = (copy["keys"].view(world.bits), copy["values"].view(world.bits))
+                both = [copy[f].read().view(world.bits) for f in ("keys", "values")]
                 wanted = world.truth(name)
                 if form == "draft":
                     wanted = world.of(name, world.kept(name))
@@ -291,7 +291,7 @@ class SegmentMachine(RuleBasedStateMachine):
         for rid in sorted({*self.listing, *self.referring}):
             self.segments.release(rid)
         self.segments.make_room(10**9)
-        assert self.world.arena.used_bytes == 0
+        assert self.world.page_pool.used_bytes == 0
         assert self.segments.evictable_bytes == 0
         self.segments.evict_drafts(SLOTS)
         assert len(self.world.copies.shelf) == 0

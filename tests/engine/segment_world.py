@@ -10,9 +10,9 @@ from vericache_sglang.engine.draft_shelf import DraftPart
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.segment_copies import SegmentCopies
 from vericache_sglang.engine.segment_room import Identity
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.segment_complements import SegmentComplements
 from vericache_sglang.memory.segment_pool import SegmentPool
@@ -90,7 +90,7 @@ class SegmentWorld:
 
     Args:
         slots: Of the pool.
-        host: Bytes of the arena.
+        host: Bytes of host memory, in pages of 64.
         dtype: Of the KV.
     """
 
@@ -110,13 +110,13 @@ class SegmentWorld:
             element_bytes=dtype.itemsize,
             page_size=1,
         )
-        self.arena = Arena(host, pinned=False)
-        store = HostStore(geometry, dtype, self.arena)
+        self.page_pool = HostPagePool(host, 64, pinned=False)
+        store = HostStore(geometry, dtype, self.page_pool)
         transfers = ThreadTransfers(pool.k_buffer, pool.v_buffer, 0.0)
         self.places = Places(geometry, pool, torch.zeros(1, 1), store, transfers)
-        self.pool = SegmentPool(self.arena)
+        self.pool = SegmentPool(self.page_pool)
         self.complements = SegmentComplements(
-            lambda slots, kept: RawComplement(geometry, slots, kept, dtype, self.arena),
+            lambda *counts: RawComplement(geometry, *counts, dtype, self.page_pool),
             RawComplement.free,
         )
         self.copies = SegmentCopies(self.places, self.pool, self.complements)
@@ -234,10 +234,10 @@ class SegmentWorld:
         """Flip a bit of what the host has of a segment."""
         rest = self.complements.get(name)
         if rest is not None:
-            rest.keys.view(torch.uint8)[-1, 0, 0, 0] ^= 1
+            rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
         for copy in self.pool.names():
             if copy.startswith(f"{name}.") and rest is None:
-                self.pool.get(copy)["keys"].view(torch.uint8)[-1, 0, 0, 0] ^= 1
+                self.pool.get(copy)["keys"].raw(LAYERS - 1)[0][0] ^= 1
 
 
 def attach_store(segments, storage=None, better=()):

@@ -15,8 +15,8 @@ from vericache_sglang.engine.common_host import CommonHost
 from vericache_sglang.engine.reloads import Progress
 from vericache_sglang.engine.sampling.profile import Profile, Rule
 from vericache_sglang.errors import InvariantError, LostKVError, TransferError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
@@ -197,7 +197,7 @@ def store(budget=10**6):
     geometry = KVGeometry(
         layers=2, kv_heads=1, head_dim=4, v_head_dim=4, element_bytes=4, page_size=1
     )
-    return HostStore(geometry, torch.float32, Arena(budget, pinned=False))
+    return HostStore(geometry, torch.float32, HostPagePool(budget, 64, pinned=False))
 
 
 def filled(host, rid, content):

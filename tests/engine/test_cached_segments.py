@@ -97,13 +97,13 @@ def test_a_kept_back_segment_does_not_give_way():
         world.segments.make_room(10**9)
         assert world.copies.restorable("a")
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_without_room_for_all_complements_none_is_opened():
     world = SegmentWorld(host=1500)
     assert world.segments.open_complements(["a", "b", "c"], 5, 3) is None
-    assert (len(world.complements), world.arena.used_bytes) == (0, 0)
+    assert (len(world.complements), world.page_pool.used_bytes) == (0, 0)
     assert len(world.segments.open_complements(["a", "b"], 5, 3)) == 2
 
 
@@ -137,7 +137,7 @@ def test_a_segment_that_nothing_leads_to_takes_no_room():
     assert world.segments.reach(["a", "ab"], 0) == 0
     world.segments.release("r")
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_draft_parts_leave_the_device_but_not_those_somebody_lists():
@@ -166,7 +166,7 @@ def test_what_the_tree_keeps_is_not_kept_twice():
     world.segments.leaving(slots)
     assert world.copies.restorable("a")
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_what_a_request_said_does_not_push_out_what_it_follows():
@@ -178,7 +178,7 @@ def test_what_a_request_said_does_not_push_out_what_it_follows():
     world.segments.check()
     assert world.segments.reach(["a", "ab"], 0) == SHORT
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_what_a_user_of_a_draft_part_needs_is_no_room():
@@ -189,14 +189,14 @@ def test_what_a_user_of_a_draft_part_needs_is_no_room():
         world.split(name)
         world.segments.settle([name])
     every = world.segments.evictable_bytes
-    assert every == world.arena.used_bytes
+    assert every == world.page_pool.used_bytes
     world.segments.use("r", ["b"])
     assert world.segments.evictable_bytes == every // 2
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == every - every // 2
+    assert world.page_pool.used_bytes == every - every // 2
     assert world.segments.evictable_bytes == 0
     world.segments.release("r")
-    assert world.segments.evictable_bytes == world.arena.used_bytes > 0
+    assert world.segments.evictable_bytes == world.page_pool.used_bytes > 0
 
 
 def test_a_wrong_count_is_noticed():

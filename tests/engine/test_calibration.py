@@ -9,8 +9,8 @@ from simulated_cuda import simulated
 from vericache_sglang.engine.calibration import measure_link, starting_coefficients
 from vericache_sglang.engine.places import Places
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.staging import StagingRegion
 from vericache_sglang.memory.transfers import open_transfers
@@ -27,10 +27,10 @@ def pool(slots, where=torch.clone):
     return SimpleNamespace(k_buffer=keys, v_buffer=values)
 
 
-def places(gbps, where=torch.clone, arena_bytes=1 << 21):
+def places(gbps, where=torch.clone, host_bytes=1 << 21):
     made = pool(6000, where)
-    arena = Arena(arena_bytes, pinned=where is not torch.clone)
-    host = HostStore(GEOMETRY, torch.float32, arena)
+    page_pool = HostPagePool(host_bytes, 1 << 10, pinned=where is not torch.clone)
+    host = HostStore(GEOMETRY, torch.float32, page_pool)
     transfers = open_transfers(made.k_buffer, made.v_buffer, gbps)
     return Places(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
 
@@ -63,7 +63,7 @@ def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
 @pytest.mark.parametrize(("slots", "nbytes"), [(16, 1 << 21), (3000, 1 << 13)])
 def test_without_room_to_time_the_start_is_left(slots, nbytes):
     link, region = LinkEstimate(8e9), StagingRegion(3000, slots)
-    measure_link(places(0.0, arena_bytes=nbytes), region, link)
+    measure_link(places(0.0, host_bytes=nbytes), region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
     assert region.used == 0
 

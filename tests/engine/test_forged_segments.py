@@ -62,7 +62,7 @@ def use(world, store):
     assert world.segments.reach(["a"], 0) == tokens
     world.segments.check()
     if not tokens:
-        assert world.arena.used_bytes == 0
+        assert world.page_pool.used_bytes == 0
         return None
     assert store.counters.damaged == 0
     target = world.take(SHORT)

@@ -210,16 +210,16 @@ def test_moves_without_room_change_nothing(codec, selects, page):
 @ALL_KINDS
 def test_moves_beyond_the_host_budget_change_nothing(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
-        arena = engine.residence.arena
+        page_pool = engine.residence.page_pool
         engine.admit("a", "x", 30)
         assert engine.move(Split("a", TO_DEVICE), "a")
-        hog = arena.take(arena.free_bytes - 100)
+        hog = page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
         before = engine.checks.held()
         assert not engine.move(Offload("a"), "a")
         assert engine.checks.held() == before
-        arena.give(hog)
+        hog.free()
         assert engine.move(Offload("a"), "a")
-        assert arena.take(arena.free_bytes)
+        assert page_pool.take(page_pool.free_bytes)
         before = engine.checks.held()
         assert not engine.move(Park("a"), "a")
         assert engine.checks.held() == before

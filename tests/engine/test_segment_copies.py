@@ -60,7 +60,7 @@ def test_a_damaged_form_is_not_brought_back(form):
 def test_a_damaged_draft_part_on_the_host_is_not_brought_back():
     world = SegmentWorld()
     brought(world, "a", "split, all on the host")
-    world.pool.get("a.draft")["values"].view(torch.uint8)[0, 0, 0, 0] ^= 1
+    world.pool.get("a.draft")["values"].raw(0)[0][0] ^= 1
     with pytest.raises(TransferError, match=r"the host copy a\.draft is damaged"):
         world.copies.restore("a", 0, world.take(SHORT))
 
@@ -114,7 +114,7 @@ def test_without_room_for_both_parts_neither_is_taken_in(room):
     parts = world.copies.read_parts("a")
     other = SegmentWorld(host=room)
     assert not other.copies.take_split("a", *parts)
-    assert other.arena.used_bytes == 0
+    assert other.page_pool.used_bytes == 0
     assert not other.copies.restorable("a")
     assert "a" not in other.complements
 
@@ -124,13 +124,13 @@ def test_without_room_nothing_is_saved_and_nothing_lost():
     slots = world.write_text(["a"])
     part = world.draft("a")
     world.copies.shelf.add("a", part)
-    hog = world.arena.take(500)
+    hog = world.page_pool.take(500)
     assert not world.copies.save_whole("a", slots)
     assert not world.copies.save_rest("a", part, slots)
     assert world.copies.save_draft("a") is None
     assert world.copies.shelf.get("a") is part
     assert "a" not in world.complements
-    assert world.arena.used_bytes == hog.size
+    assert world.page_pool.used_bytes == hog.nbytes
 
 
 def test_a_complement_that_is_still_being_filled_is_nothing_to_read():
@@ -150,7 +150,7 @@ def test_what_is_kept_back_stays_where_it_is():
     world.split("a")
     brought(world, "b", "whole")
     brought(world, "c", "split, all on the host")
-    before = world.arena.used_bytes, world.copies.evictable_bytes
+    before = world.page_pool.used_bytes, world.copies.evictable_bytes
     with world.copies.kept_back(["a", "b", "c", "unknown"]):
         assert world.copies.evictable_bytes == 0
         assert world.copies.shelf.idle_slots == 0
@@ -159,7 +159,7 @@ def test_what_is_kept_back_stays_where_it_is():
         for name in "bc":
             with pytest.raises(InvariantError, match="dropped while it is pinned"):
                 world.copies.drop_host(name)
-    assert (world.arena.used_bytes, world.copies.evictable_bytes) == before
+    assert (world.page_pool.used_bytes, world.copies.evictable_bytes) == before
     assert world.copies.shelf.used_slots == 0
     assert not any(world.complements.is_held(name) for name in "abc")
 
@@ -181,7 +181,7 @@ def test_a_held_complement_outlives_what_the_host_forgets():
     assert "a" in world.complements
     world.complements.let_go(["a"])
     world.copies.drop_host("a")
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_a_cleared_host_holds_nothing():
@@ -189,7 +189,7 @@ def test_a_cleared_host_holds_nothing():
     for name, form in zip("abc", FORMS, strict=True):
         brought(world, name, form)
     world.copies.clear()
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
     assert not any(world.copies.restorable(name) for name in "abc")
 
 
@@ -223,7 +223,7 @@ def test_without_scores_restored_tokens_are_as_nobody_scored_them(form):
 def test_damaged_scores_are_no_scores_and_cost_no_kv():
     world = SegmentWorld()
     world.split("a")
-    world.pool.get("a.scores")["noted"][0, 0, 0] += 1
+    world.pool.get("a.scores")["noted"].raw(0)[0][0] ^= 1
     target = world.take(SHORT)
     world.copies.restore("a", 0, target)
     assert torch.equal(world.at(target), world.truth("a"))
@@ -251,7 +251,7 @@ def test_scores_go_with_their_complement():
         world.copies.drop_host("a")
         assert world.pool.names() == ["a.scores"]
     world.copies.drop_host("a")
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
 
 
 def test_scores_are_stored_with_a_draft_part_and_taken_in():

@@ -50,20 +50,19 @@ def test_a_parked_row_of_no_slots_is_aborted():
 def test_a_row_of_no_slots_is_not_parked_without_room(what):
     with tiered(recent_tokens=0) as engine:
         state = on_host(engine, "a", "x", 24)
-        arena = engine.residence.arena
+        page_pool = engine.residence.page_pool
         if what == "slots":
             engine.evict()
             hog = engine.allocator.alloc(engine.allocator.available_size())
         else:
-            hog = arena.take(arena.free_bytes, held=True)
+            hog = page_pool.take(page_pool.free_bytes)
         before = engine.checks.held()
         assert not engine.move(Park("a"), "a")
         assert (engine.checks.held(), state.layout) == (before, Layout.KEPT)
         if what == "slots":
             engine.allocator.free(hog)
         else:
-            arena.give(hog)
-            hog.release()
+            hog.free()
         assert engine.move(Park("a"), "a")
         engine.checks.all()
 

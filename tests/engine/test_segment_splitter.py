@@ -102,7 +102,7 @@ def left_behind(engine):
     assert engine.allocator.available_size() == engine.pool.size // page * page
     engine.segments.make_room(10**9)
     engine.checks.all()
-    assert engine.residence.arena.used_bytes == 0
+    assert engine.residence.page_pool.used_bytes == 0
     assert engine.segments.evictable_bytes == 0
     assert len(engine.residence.watch) == 0
 
@@ -176,9 +176,9 @@ def test_bytes_a_running_request_needs_are_not_counted_as_room():
         engine.admit("e", "w", 44)
         engine.abort("e")
         engine.evict()
-        before = engine.residence.arena.free_bytes
+        before = engine.residence.page_pool.free_bytes
         engine.segments.make_room(SEGMENT_BYTES)
-        assert engine.residence.arena.free_bytes >= before + SEGMENT_BYTES
+        assert engine.residence.page_pool.free_bytes >= before + SEGMENT_BYTES
         engine.checks.all()
 
 
@@ -303,14 +303,14 @@ def test_equal_prompts_share_one_draft_part_and_one_complement():
     with tiered() as engine:
         states = [on_host(engine, rid) for rid in "ab"]
         free = room(engine.tree)
-        used = engine.residence.arena.used_bytes
+        used = engine.residence.page_pool.used_bytes
         states.append(on_host(engine, "c", "x/16/y", 40))
         assert torch.equal(states[0].split.shelved, states[1].split.shelved)
         each = SHORT // 2
         assert free - room(engine.tree) == 2 * each + 40 - 4 * SHORT
         shared = states[0].split.shelved[: 2 * each]
         assert states[2].split.shelved[: 2 * each].tolist() == shared.tolist()
-        assert engine.residence.arena.used_bytes == used * 5 // 3
+        assert engine.residence.page_pool.used_bytes == used * 5 // 3
         engine.checks.all()
         left_behind(engine)
 
@@ -345,8 +345,8 @@ def test_a_split_without_slots_or_host_memory_changes_nothing(where):
         assert engine.checks.held() == before
         engine.allocator.free(hog)
         if where == "host":
-            arena = engine.residence.arena
-            assert arena.take(arena.free_bytes - 100, held=True)
+            page_pool = engine.residence.page_pool
+            assert page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
             before = engine.checks.held()
             assert not engine.move(to("a", where), "a")
             assert engine.checks.held() == before

@@ -109,8 +109,8 @@ def test_another_row_s_lock_keeps_the_tree_s_slots(codec, selects):
 def test_a_split_beyond_the_host_budget_changes_nothing(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
         engine.admit("a", "x", 30)
-        arena = engine.residence.arena
-        assert arena.take(arena.free_bytes - 100, held=True)
+        page_pool = engine.residence.page_pool
+        assert page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
         before = engine.checks.held()
         assert not engine.move(TO_HOST, "a")
         assert engine.checks.held() == before

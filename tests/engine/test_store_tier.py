@@ -55,7 +55,7 @@ def test_what_was_announced_leaves_the_host_for_the_store_and_is_still_known():
     assert tokens_by_tier(world) == (0, 2 * SHORT)
     report = world.segments.report()
     assert report["cache_store_bytes"] == 2 * SHORT * 64 * 2
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
     assert world.segments.reach(["a", "ab"], 0) == 0, "only a fetch brings it back"
     world.segments.check()
 
@@ -119,7 +119,7 @@ def test_what_the_store_alone_has_comes_back_by_a_fetch(split):
     world.segments.leaving(slots)
     world.give(slots)
     world.segments.make_room(10**9)
-    assert len(world.copies.shelf) == world.arena.used_bytes == 0
+    assert len(world.copies.shelf) == world.page_pool.used_bytes == 0
     assert tokens_by_tier(world) == (0, 2 * SHORT)
     world.segments.stored.fetch("r", ["a", "ab"], 0)
     store.arrive()
@@ -191,7 +191,7 @@ def test_a_part_that_a_request_lists_is_not_left_to_the_store():
     world.segments.release("r")
     world.segments.evict_drafts(99)
     world.segments.make_room(10**9)
-    assert world.arena.used_bytes == len(world.copies.shelf) == 0
+    assert world.page_pool.used_bytes == len(world.copies.shelf) == 0
 
 
 # -- draft KV that was made offline -------------------------------------------------
@@ -222,7 +222,7 @@ def test_better_parts_are_taken_as_they_are_and_not_written_again():
     first = first_tokens(KEPT)
     assert store.put("a", parts_of(other, "a", first), "better")
     assert taken_in(world, store, "a")
-    assert torch.equal(world.pool.get("a.draft")["kept"], first)
+    assert torch.equal(world.pool.get("a.draft")["kept"].read(), first)
     assert not world.segments.stored.wants("a", split=True)
     target = world.take(SHORT)
     assert world.segments.restore(["a"], 0, target) is None

@@ -74,7 +74,7 @@ def test_a_segment_without_the_one_before_it_is_not_taken_in():
     stored_split(world, store, "ab")
     other, same = with_segments(storage=store.storage)
     assert not take_in(other, same, "ab", "a")
-    assert other.arena.used_bytes == 0
+    assert other.page_pool.used_bytes == 0
 
 
 def test_parts_of_another_compressor_are_taken_in_as_a_whole():
@@ -94,7 +94,7 @@ def test_without_room_on_the_host_a_stored_segment_stays_in_the_store():
     whole = {name: torch.zeros(2, 8, 2, 4) for name in ("keys", "values")}
     assert store.put("a", {"whole": whole})
     assert not take_in(world, store, "a")
-    assert world.arena.used_bytes == 0
+    assert world.page_pool.used_bytes == 0
     assert world.segments.reach(["a"], 0) == 0
     world.segments.check()
 
@@ -110,7 +110,7 @@ def test_what_fails_while_it_is_taken_in_leaves_nothing_behind(monkeypatch):
     same.arrive()
     assert fetched(other.segments, "r")
     assert other.segments.stored.pop("r") == (0, None)
-    assert other.arena.used_bytes == 0
+    assert other.page_pool.used_bytes == 0
     assert other.segments.reach(["a"], 0) == 0
     other.segments.check()
 
@@ -131,9 +131,9 @@ def test_a_segment_whose_residual_kv_is_referred_to_is_not_taken_in_twice():
     stored_split(world, store, "a")
     world.segments.refer("swapped out", ["a"])
     world.give(world.copies.shelf.remove("a").slots)
-    used = world.arena.used_bytes
+    used = world.page_pool.used_bytes
     assert not take_in(world, store, "a")
-    assert world.arena.used_bytes == used
+    assert world.page_pool.used_bytes == used
     world.segments.release("swapped out")
     assert take_in(world, store, "a")
     assert world.segments.reach(["a"], 0) == SHORT

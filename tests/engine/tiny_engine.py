@@ -33,6 +33,7 @@ from vericache_sglang.engine.row_edit import allocate, room
 from vericache_sglang.engine.rows import MixedRows
 from vericache_sglang.engine.sampling.profile import BARE
 from vericache_sglang.engine.state import Layout, RequestState
+from vericache_sglang.memory import host_pages
 from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
 from vericache_sglang.memory.sglang_pools import staged_pool_class
 from vericache_sglang.observability.request_stats import RequestStats
@@ -106,8 +107,7 @@ class TinyEngine:
         where = self.device if cuda is None else "cuda:0"
         self.streams = None if cuda is None else Streams(cuda)
         config = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 3} | config
-        if cuda is not None:
-            config = {"host_gb": 2**-10} | config  # every byte of it is locked
+        config = {"host_gb": 2**-10} | config
         self.config = VeriCacheConfig(
             min_prompt=4, draft_length=4, max_verifies=1, **config
         )
@@ -140,6 +140,8 @@ class TinyEngine:
         compressor = self.open_compressor(codec, selects)
         self.selector, self.codec = compressor.selector, compressor.codec
         with ExitStack() as stack:
+            # Pages as small as can be: most tensors lie in several.
+            stack.enter_context(patch.object(host_pages, "PAGE_TOKENS", 1))
             if cuda is not None:
                 # Heads are narrower than the kernel takes; ``fake_device`` times it.
                 weigh = patch.object(Residence, "_weigh_codes", lambda residence: 1.0)

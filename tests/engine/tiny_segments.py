@@ -149,10 +149,10 @@ class TieredEngine(TinyEngine):
         """Flip a bit of what the host has of a segment."""
         rest = self.segments.complements.get(name)
         if rest is not None:
-            rest.keys.view(torch.uint8)[-1, 0, 0, 0] ^= 1
+            rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
             return
         (copy,) = [n for n in self.pool_of_host.names() if n.startswith(name)]
-        self.pool_of_host.get(copy)["keys"].view(torch.uint8)[-1, 0, 0, 0] ^= 1
+        self.pool_of_host.get(copy)["keys"].raw(LAYERS - 1)[0][0] ^= 1
 
     @property
     def pool_of_host(self):

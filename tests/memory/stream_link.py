@@ -7,9 +7,9 @@ import torch
 from simulated_cuda import simulated, until
 from simulated_tensors import CUDA
 
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.segmented import SegmentedComplement
 from vericache_sglang.memory.splitting import as_bits
 from vericache_sglang.memory.staging import Lease, Span
@@ -50,28 +50,37 @@ def bits(tensor):
 
 def filled(image, seed=1):
     """Fill an image, or every image of a segmented one, and seal it."""
-    for i, each in enumerate(image.images):
-        scramble(each.keys, seed + 2 * i)
-        scramble(each.values, seed + 2 * i + 1)
+    for i, each in enumerate(image.members):
+        for side, name in enumerate(("keys", "values")):
+            content = torch.empty(each.tensors[name].shape, dtype=DTYPE)
+            each.tensors[name].write(scramble(content, seed + 2 * i + side))
         if isinstance(each, RawComplement):
-            each.kept.zero_()
+            each.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
     for layer in range(LAYERS):
         image.seal(layer)
     return image
 
 
-def new_complement(counts, arena=None):
+def new_pages(neighbours=True):
+    """Return pages of six keys; else no two of the free ones are neighbours."""
+    page_pool = HostPagePool(96 * (128 if neighbours else 256), 96, pinned=True)
+    single = [page_pool.take(1) for _ in range(0 if neighbours else 256)]
+    for each in single[::2]:
+        each.free()
+    return page_pool
+
+
+def new_complement(counts, page_pool=None):
     """Return a complement of 16 slots: of segments where there are several counts."""
-    arena = arena or Arena(1 << 14, pinned=True)
-    made = [RawComplement(GEOMETRY, n, 1, DTYPE, arena) for n in counts]
+    page_pool = page_pool or new_pages()
+    made = [RawComplement(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
     return filled(made[0] if len(made) == 1 else SegmentedComplement(made))
 
 
 def wanted(complement, layer):
     """Return a layer's keys and values as they lie in host memory."""
-    images = complement.images
-    keys = [row for image in images for row in bits(image.keys[layer])]
-    return keys, [row for image in images for row in bits(image.values[layer])]
+    sides = complement.sides(layer)
+    return tuple([row for block in side for row in bits(block)] for side in sides)
 
 
 def at(pool, layer, places):

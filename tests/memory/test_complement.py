@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -96,46 +96,46 @@ def test_writing_keeps_every_bit(dtype):
     assert torch.equal(target.values.view(BITS[dtype]), source.values.view(BITS[dtype]))
 
 
-def test_one_that_may_move_is_read_where_it_is():
-    arena = Arena(4096, pinned=False)
-    below = arena.take(1024)
-    made = RawComplement(geometry(torch.float32), 5, 3, torch.float32, arena)
+def test_one_whose_pages_lie_apart_holds_the_same():
+    page_pool = HostPagePool(96 * 64, 96, pinned=False)
+    for each in [page_pool.take(1) for _ in range(64)][::2]:
+        each.free()
+    free = page_pool.free_bytes
+    made = RawComplement(geometry(torch.float32), 5, 3, torch.float32, page_pool)
+    kept = torch.arange(18, dtype=torch.int32).view(3, 2, 3)
+    made.describe(kept, kept[..., :0])
+    keys, values = torch.randn(3, 5, 2, 4), torch.randn(3, 5, 2, 6)
     for layer in range(3):
-        made.kept[layer] = layer
-        made.write(
-            layer,
-            torch.full((5, 2, 4), 1.0 * layer),
-            torch.full((5, 2, 6), -1.0 * layer),
-        )
-    arena.give(below)
-    before = made.extent.start
-    arena.compact()
-    assert made.extent.start == before
-    made.stay(False)
-    made.stay(False)
-    arena.compact()
-    assert made.extent.start == 0 != before
-    for layer in range(3):
+        made.write(layer, keys[layer], values[layer])
         made.verify(layer)
-        assert made.keys[layer].eq(layer).all()
-        assert made.values[layer].eq(-layer).all()
-        assert made.kept[layer].eq(layer).all()
-    made.stay(True)
-    arena.check()
+    assert torch.equal(made.keys, keys)
+    assert torch.equal(made.values, values)
+    assert torch.equal(made.kept, kept)
+    other = RawComplement(geometry(torch.float32), 5, 3, torch.float32)
+    other.describe(kept, kept[..., :0])
+    for layer in range(3):
+        other.write(layer, keys[layer], values[layer])
+    assert made.checksums == other.checksums
+    assert made.equals(other)
+    made.tensors["values"].raw(1)[-1][-1] ^= 1
+    with pytest.raises(TransferError, match="checksum differs in layer 1"):
+        made.verify(1)
+    assert not made.equals(other)
     made.free()
-    assert arena.used_bytes == 0
-    with pytest.raises(InvariantError, match="given back"):
+    assert page_pool.free_bytes == free
+    page_pool.check()
+    with pytest.raises(InvariantError, match="freed"):
         made.verify(0)
-    with pytest.raises(InvariantError, match="given back before"):
+    with pytest.raises(InvariantError, match="freed twice"):
         made.free()
 
 
-def test_an_image_the_arena_has_no_room_for_allocates_nothing():
-    arena = Arena(1024, pinned=False)
-    with pytest.raises(TransferError, match="1408 bytes exceed the 1024 left of"):
-        # 480 and 720 bytes of entries, 72 of positions: 8 + 12 + 2 grains.
-        RawComplement(geometry(torch.float32), 5, 3, torch.float32, arena)
-    assert arena.used_bytes == 0
+def test_an_image_the_pool_has_no_room_for_allocates_nothing():
+    page_pool = HostPagePool(1024, 64, pinned=False)
+    with pytest.raises(TransferError, match="1288 bytes exceed the 1024 left of"):
+        # 480 and 720 bytes of entries, and 72 of positions at a multiple of 64.
+        RawComplement(geometry(torch.float32), 5, 3, torch.float32, page_pool)
+    assert page_pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", BITS)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from vericache_sglang.compression.budget import Budget, coded_rows, keep_indices
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.host_store import HostStore
 from vericache_sglang.memory.residual import ResidualComplement
 from vericache_sglang.memory.segments import SEGMENT
@@ -119,8 +119,8 @@ def restored(prompt):
     """Check every layer's entries against the prompt itself, token by token."""
     for layer in range(LAYERS):
         prompt.complement.verify(layer)
-        found = prompt.complement.entries(layer, prompt.drafts)
-        for entries, whole in zip(found, (prompt.keys, prompt.values), strict=True):
+        found = prompt.complement.blocks(layer, prompt.drafts)
+        for (entries,), whole in zip(found, (prompt.keys, prompt.values), strict=True):
             integer = BITS[whole.dtype]
             assert entries.shape == (prompt.budget.staged, HEADS, whole.shape[3])
             for head in range(HEADS):
@@ -169,12 +169,12 @@ def test_long_prompts_are_packed_segment_by_segment():
 def test_fewer_drafts_than_residuals_are_an_error():
     prompt = filled(Budget(20, 20, 0, 0, 20, 5))
     with pytest.raises(InvariantError, match="0 drafts, 1 residuals"):
-        prompt.complement.entries(0, None)
+        prompt.complement.blocks(0, None)
 
 
 def covered(complement, layer):
     """Every tensor a checksum is to cover, by name."""
-    fields = {"region": complement._regions[layer]}
+    fields = {"region": complement._region(layer)}
     for name in ("kept", "coded", "escapes"):
         fields[name] = getattr(complement, name)[layer]
     return {name: tensor for name, tensor in fields.items() if tensor.numel()}
@@ -247,8 +247,8 @@ def test_it_is_never_shared():
 
 def test_the_store_counts_what_is_held_once_it_is_settled():
     budget, dtype = Budget(60, 40, 2, 2, 32, 16), torch.bfloat16
-    arena = Arena(10**6, pinned=False)
-    store = HostStore(geometry(dtype), dtype, arena, create_codec(LINES["mild"]))
+    page_pool = HostPagePool(10**6, 64, pinned=False)
+    store = HostStore(geometry(dtype), dtype, page_pool, create_codec(LINES["mild"]))
     most = store.complement_bytes(budget)
     made = store.open("a", budget)
     assert isinstance(made, ResidualComplement)
@@ -257,17 +257,17 @@ def test_the_store_counts_what_is_held_once_it_is_settled():
     store.settle("a")
     tensors = [*covered(made, 0).values(), *covered(made, 1).values()]
     assert store.used_bytes == made.held_bytes < most
-    # Positions of both layers are one tensor, and every tensor has whole grains.
+    # Positions of both layers are one tensor; every tensor begins a page of 64 bytes.
     places = [made.kept, made.coded, made.escapes]
     rest = [t for t in tensors if t.dtype != torch.int32]
-    grains = sum(-(-tensor.nbytes // 64) for tensor in (*places, *rest))
-    assert made.held_bytes == 64 * grains
+    pages = sum(-(-tensor.nbytes // 64) for tensor in (*places, *rest))
+    assert made.held_bytes == 64 * pages
     store.check({"a"})
     held = made.held_bytes
     store.settle("a")
     assert store.used_bytes == held, "settling twice counts once"
     restored(first)
-    assert arena.take(arena.free_bytes - most), "what it did not need joins the rest"
+    assert page_pool.take(page_pool.free_bytes - most), "what it did not need is free"
     other = store.open("b", budget)
     second = filled(budget, wild=False, made=other)
     store.settle("b")
@@ -277,10 +277,27 @@ def test_the_store_counts_what_is_held_once_it_is_settled():
     assert store.drop("b") == other.held_bytes
 
 
+def test_residuals_whose_pages_lie_apart_come_back_too():
+    page_pool = HostPagePool(64 * 2000, 64, pinned=False)
+    for each in [page_pool.take(1) for _ in range(2000)][::2]:
+        each.free()
+    budget, dtype = Budget(60, 40, 2, 2, 32, 16), torch.bfloat16
+    codec = create_codec(LINES["mild"])
+    made = ResidualComplement(geometry(dtype), codec, budget, dtype, page_pool)
+    prompt = filled(budget, made=made)
+    made.settle()
+    restored(prompt)
+    assert made.checksums == filled(budget).complement.checksums
+    made.free()
+    assert page_pool.free_bytes == 64 * 1000
+    page_pool.check()
+
+
 def test_a_codec_that_approximates_leaves_the_entries_themselves():
     dtype = torch.bfloat16
-    arena, codec = Arena(10**6, pinned=False), create_codec("turboquant:bits=3")
-    store = HostStore(geometry(dtype), dtype, arena, codec)
+    page_pool = HostPagePool(10**6, 64, pinned=False)
+    codec = create_codec("turboquant:bits=3")
+    store = HostStore(geometry(dtype), dtype, page_pool, codec)
     budget = Budget(20, 12, 1, 1, 8, 4)
     made = store.open("a", budget)
     assert isinstance(made, RawComplement)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.memory.host_pages import HostPagePool
 from vericache_sglang.memory.segment_complements import SegmentComplements
 
 GEOMETRY = KVGeometry(
@@ -22,20 +22,21 @@ def slots_of(name):
 
 
 def bytes_of(name, kept=3):
-    """Keys, values and positions of two layers of two heads, each in whole grains."""
+    """Keys, values and positions of two layers of two heads, in pages of 96 bytes."""
     slots = slots_of(name)
-    sizes = (2 * 2 * slots * 4 * 4, 2 * 2 * slots * 6 * 4, 2 * 2 * kept * 4)
-    return sum(-(-size // 64) * 64 for size in sizes)
+    values = -(-2 * 2 * slots * 4 * 4 // 48) * 48  # begins with a whole value
+    kept_at = -(-(values + 2 * 2 * slots * 6 * 4) // 64) * 64
+    return -(-(kept_at + 2 * 2 * kept * 4) // 96) * 96
 
 
 def opened(nbytes=1 << 16):
-    """Return complements over an arena, and the arena."""
-    arena = Arena(nbytes, pinned=False)
+    """Return complements in host pages, and the pool of these."""
+    page_pool = HostPagePool(nbytes, 96, pinned=False)
 
     def make(slots, kept):
-        return RawComplement(GEOMETRY, slots, kept, torch.float32, arena)
+        return RawComplement(GEOMETRY, slots, kept, torch.float32, page_pool)
 
-    return SegmentComplements(make, RawComplement.free), arena
+    return SegmentComplements(make, RawComplement.free), page_pool
 
 
 ACTS = st.tuples(
@@ -47,7 +48,7 @@ ACTS = st.tuples(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ACTS, max_size=40))
 def test_holders_and_bytes_are_counted(acts):
-    complements, arena = opened()
+    complements, page_pool = opened()
     known = {}
     for act, names in acts:
         name = names[0]
@@ -76,8 +77,8 @@ def test_holders_and_bytes_are_counted(acts):
             assert (each in complements) is (each in known)
             assert complements.is_held(each) is (known.get(each, 0) > 0)
         complements.check([n for n, holders in known.items() for _ in range(holders)])
-        arena.check()
-        assert (arena.used_bytes > 0) is bool(known)
+        page_pool.check()
+        assert (page_pool.used_bytes > 0) is bool(known)
 
 
 def refused(complements, act, names):
@@ -99,25 +100,25 @@ def test_what_nobody_holds_cannot_be_let_go():
 
 
 def test_without_room_nothing_is_there():
-    complements, arena = opened(1 << 10)
+    complements, page_pool = opened(1 << 10)
     complements.open("a", 2, 3)
-    before = arena.used_bytes
+    before = page_pool.used_bytes
     with pytest.raises(TransferError, match="--vericache-host-gb"):
         complements.open("d", 100, 3)
     assert "d" not in complements
     assert complements.get("d") is None
-    assert (arena.used_bytes, complements.used_bytes) == (before, bytes_of("a"))
+    assert (page_pool.used_bytes, complements.used_bytes) == (before, bytes_of("a"))
 
 
 def test_a_held_one_is_not_cleared():
-    complements, arena = opened()
+    complements, page_pool = opened()
     complements.open("a", 2, 3)
     complements.hold(["a"])
     with pytest.raises(InvariantError, match="segment a may not be freed"):
         complements.clear()
     complements.let_go(["a"])
     complements.clear()
-    assert (len(complements), complements.used_bytes, arena.used_bytes) == (0, 0, 0)
+    assert (len(complements), complements.used_bytes, page_pool.used_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("referred", [[], ["a"], ["a", "a", "a"]])

@@ -69,15 +69,15 @@ def test_it_equals_one_complement_of_the_whole(counts, dtype, seed):
         parts.write(layer, keys, values)
         whole.write(layer, keys, values)
         parts.verify(layer)
-        for found, wanted in zip(
-            parts.entries(layer, no_drafts), (keys, values), strict=True
+        for blocks, wanted in zip(
+            parts.blocks(layer, no_drafts), (keys, values), strict=True
         ):
-            equal(found, wanted)
-        blocks = parts.blocks(layer, no_drafts)
-        assert [len(block[0]) for block in blocks] == counts
-        for i in range(2):
-            stacked = torch.cat([block[i] for block in blocks])
-            equal(stacked, whole.entries(layer, no_drafts)[i])
+            assert [len(block) for block in blocks] == counts
+            equal(torch.cat(blocks), wanted)
+        for blocks, wanted in zip(
+            whole.blocks(layer, no_drafts), (keys, values), strict=True
+        ):
+            equal(torch.cat(blocks), wanted)
         at = 0
         for each in made:  # every segment has its own, whoever reads it alone
             equal(each.keys[layer], keys[at : at + each.slots])
@@ -137,4 +137,4 @@ def test_it_owns_no_memory():
     assert parts.held_bytes == 0
     parts.free()
     for each in made:
-        assert not each.extent.given
+        assert not each.pages.freed

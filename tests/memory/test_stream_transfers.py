@@ -19,6 +19,7 @@ from stream_link import (
     filled,
     leaving,
     new_complement,
+    new_pages,
     new_pool,
     opened,
     scramble,
@@ -27,7 +28,6 @@ from stream_link import (
 
 from vericache_sglang.errors import TransferError
 from vericache_sglang.memory import stream_transfers
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.complement import RawComplement
 from vericache_sglang.memory.host_image import Target
 from vericache_sglang.memory.parked import ParkedImage
@@ -40,12 +40,12 @@ counted = st.sampled_from([(16,), (7, 9), (1, 4, 4, 7), (5, 1, 10)])
 
 
 @settings(max_examples=60)
-@given(seed=seeds, counts=counted)
+@given(seed=seeds, counts=counted, neighbours=st.booleans())
 def test_a_copy_waits_for_the_forward_before_it_and_is_whole_when_it_is_done(
-    seed, counts
+    seed, counts, neighbours
 ):
     with opened(seed) as link:
-        complement = new_complement(counts)
+        complement = new_complement(counts, new_pages(neighbours))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
         link.launch(*range(LAYERS))
         transfer = link.copies.start(complement, LEASE, None)
@@ -140,8 +140,8 @@ def test_a_damaged_layer_is_never_sent(damaged, counts):
     with opened(damaged) as link:
         complement = new_complement(counts)
         before = at(link.pool, damaged, PLACES)
-        last = complement.images[-1]
-        last.values.view(torch.uint8)[damaged, -1, 0, 0] ^= 1
+        last = complement.members[-1].tensors["values"]
+        last.raw(damaged)[-1][-1] ^= 1
         transfer = link.copies.start(complement, LEASE, None)
         until(transfer.future.done)
         link.clock.drain()
@@ -151,20 +151,20 @@ def test_a_damaged_layer_is_never_sent(damaged, counts):
         assert at(link.pool, damaged, PLACES) == before
         for layer in range(damaged):
             assert at(link.pool, layer, PLACES) == wanted(complement, layer)
-        last.values.view(torch.uint8)[damaged, -1, 0, 0] ^= 1
+        last.raw(damaged)[-1][-1] ^= 1
         link.finish(link.copies.start(complement, LEASE, None))
         assert at(link.pool, damaged, PLACES) == wanted(complement, damaged)
 
 
 @settings(max_examples=60)
-@given(seed=seeds, counts=counted)
-def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts):
+@given(seed=seeds, counts=counted, neighbours=st.booleans())
+def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts, neighbours):
     with opened(seed) as link:
-        arena = Arena(1 << 14, pinned=True)
-        made = [RawComplement(GEOMETRY, n, 1, DTYPE, arena) for n in counts]
+        page_pool = new_pages(neighbours)
+        made = [RawComplement(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
         image = made[0] if len(made) == 1 else SegmentedComplement(made)
         for each in made:
-            each.kept.zero_()
+            each.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
         saved = link.copies.save(leaving(link, seed), image)
         back = link.copies.start(image, LEASE, None)  # sealed by then
         while not (saved.future.done() and back.future.done()):
@@ -178,11 +178,11 @@ def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts):
 
 
 @settings(max_examples=30)
-@given(seed=seeds)
-def test_a_parked_image_comes_back_into_any_slots(seed):
+@given(seed=seeds, neighbours=st.booleans())
+def test_a_parked_image_comes_back_into_any_slots(seed, neighbours):
     with opened(seed) as link:
-        arena = Arena(1 << 14, pinned=True)
-        image = filled(ParkedImage(GEOMETRY, 16, DTYPE, arena))
+        page_pool = new_pages(neighbours)
+        image = filled(ParkedImage(GEOMETRY, 16, DTYPE, page_pool))
         slots = link.clock.put(torch.tensor(PLACES[::-1]))
         link.launch(*range(LAYERS))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
@@ -203,55 +203,56 @@ def test_a_parked_image_comes_back_into_any_slots(seed):
 @pytest.mark.parametrize("counts", [(16,), (7, 9)])
 def test_bytes_that_are_given_back_stay_until_the_copy_has_ended(way, counts):
     with opened(3) as link:
-        arena = Arena(1 << 14, pinned=True)
-        complement = new_complement(counts, arena)
-        size = arena.used_bytes
+        page_pool = new_pages()
+        complement = new_complement(counts, page_pool)
+        size = page_pool.used_bytes
         if way == "in":
             content = wanted(complement, LAYERS - 1)
             transfer = link.copies.start(complement, LEASE, None)
         else:
             transfer = link.copies.save(leaving(link, 5), complement)
-        for image in complement.images:
+        for image in complement.members:
             image.free()
-        assert arena.used_bytes == arena.leaving_bytes == size
-        left = arena.take(arena.free_bytes, held=True)
-        scramble(left.view(torch.uint8, (left.size,)), 4)
+        assert page_pool.used_bytes == page_pool.leaving_bytes == size
+        left = page_pool.take(page_pool.free_bytes)
+        for block in left.blocks(0, left.nbytes):
+            scramble(block, 4)
         if way == "in":
             until(transfer.future.done)
         while not transfer.future.done():
             link.clock.step()
         link.finish(transfer)
-        assert arena.leaving_bytes == 0
-        assert arena.used_bytes == left.size
+        assert page_pool.leaving_bytes == 0
+        assert page_pool.used_bytes == left.nbytes
         if way == "in":
             assert at(link.pool, LAYERS - 1, PLACES) == content
-        arena.check()
+        page_pool.check()
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_bytes_that_the_caller_s_stream_reads_are_let_go_of_whenever_it_has(before):
     with opened(3) as link:
-        arena = Arena(1 << 14, pinned=True)
-        complement = new_complement((16,), arena)
+        page_pool = new_pages()
+        complement = new_complement((16,), page_pool)
         slots = link.clock.put(torch.arange(16))
         for _ in range(before):  # each question takes the device one piece on
             link.clock.main.put(lambda: None)
         link.copies.place(complement, Target(slots))
         complement.free()
-        assert arena.leaving_bytes
+        assert page_pool.leaving_bytes
         while link.clock.main.work:
             link.copies._reap()
         link.copies._reap()
-        assert not arena.leaving_bytes
+        assert not page_pool.leaving_bytes
 
 
 @pytest.mark.parametrize("how", ["cancelled", "damaged", "not taken", "never begun"])
 def test_a_copy_that_ends_badly_lets_go_of_its_bytes_too(how):
     with opened(3) as link:
-        arena = Arena(1 << 14, pinned=True)
-        complement = new_complement((7, 9), arena)
+        page_pool = new_pages()
+        complement = new_complement((7, 9), page_pool)
         if how == "damaged":
-            complement.images[1].keys.view(torch.uint8)[1, 0, 0, 0] ^= 1
+            complement.members[1].tensors["keys"].raw(1)[0][0] ^= 1
         if how == "not taken":
             link.copies.close()
             with pytest.raises(RuntimeError, match="shutdown"):
@@ -266,10 +267,10 @@ def test_a_copy_that_ends_badly_lets_go_of_its_bytes_too(how):
         else:
             transfer = link.copies.start(complement, LEASE, None)
             transfer.cancel()
-        for image in complement.images:
+        for image in complement.members:
             image.free()
-        assert arena.used_bytes == 0
-        arena.check()
+        assert page_pool.used_bytes == 0
+        page_pool.check()
 
 
 def test_a_save_that_fails_half_way_waits_for_its_copies_and_lets_go():
@@ -280,16 +281,16 @@ def test_a_save_that_fails_half_way_waits_for_its_copies_and_lets_go():
 
     with opened(3) as link:
         link.clock.runs = True
-        arena = Arena(1 << 14, pinned=True)
-        complement = new_complement((7, 9), arena)
+        page_pool = new_pages()
+        complement = new_complement((7, 9), page_pool)
         with pytest.raises(RuntimeError, match="a selector's own"):
             link.copies.save(broken(link), complement)
         before = [wanted(complement, layer) for layer in range(LAYERS)]
         link.clock.drain()
         assert [wanted(complement, layer) for layer in range(LAYERS)] == before
-        for image in complement.images:
+        for image in complement.members:
             image.free()
-        assert arena.used_bytes == 0
+        assert page_pool.used_bytes == 0
 
 
 def gathered(layer, seed):
@@ -306,9 +307,9 @@ def test_a_save_has_no_more_layers_in_flight_than_it_may(seed):
     with pytest.MonkeyPatch.context() as patch, opened(seed) as link:
         patch.setattr(stream_transfers, "IN_FLIGHT", 1)
         link.clock.runs = True
-        arena = Arena(1 << 14, pinned=True)
-        image = RawComplement(GEOMETRY, 16, 1, DTYPE, arena)
-        image.kept.zero_()
+        page_pool = new_pages()
+        image = RawComplement(GEOMETRY, 16, 1, DTYPE, page_pool)
+        image.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
         flying = []
 
         def blocks():

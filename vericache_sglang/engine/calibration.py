@@ -61,9 +61,9 @@ def measure_link(places: Places, region: StagingRegion, link: LinkEstimate) -> N
 
 def _time_copies(places: Places, lease: Lease, link: LinkEstimate) -> None:
     host, pool = places.host, places.pool
-    image = RawComplement(places.geometry, lease.slots, 0, host.dtype, host.arena)
+    image = RawComplement(places.geometry, lease.slots, 0, host.dtype, host.page_pool)
     blocks = (
-        (keys.new_zeros(image.keys[0].shape), values.new_zeros(image.values[0].shape))
+        tuple(each.new_zeros(image.slots, *each.shape[1:]) for each in (keys, values))
         for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True)
     )
     try:

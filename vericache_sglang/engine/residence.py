@@ -14,7 +14,7 @@ from vericache_sglang.engine.calibration import measure_link
 from vericache_sglang.engine.coded_rows import DraftCodes
 from vericache_sglang.engine.codes import Codes
 from vericache_sglang.engine.common_host import CommonHost
-from vericache_sglang.engine.host_arena import open_arena
+from vericache_sglang.engine.host_memory import open_page_pool
 from vericache_sglang.engine.mover import Mover
 from vericache_sglang.engine.places import Places
 from vericache_sglang.engine.prompt_watch import PromptWatch
@@ -111,8 +111,9 @@ class Residence:
         for part in (selector, codec):
             if part is not None:
                 self.guard.watch(part)
-        self.arena = open_arena(config, getattr(server_args, "tp_size", 1))
-        self.host = HostStore(self.geometry, pool.store_dtype, self.arena, codec)
+        ranks = getattr(server_args, "tp_size", 1)
+        self.page_pool = open_page_pool(config, self.geometry, ranks)
+        self.host = HostStore(self.geometry, pool.store_dtype, self.page_pool, codec)
         self._common = CommonHost(self._agreement, self.host, self.budget)
         self.link_log = LinkLog(estimates.link)
         transfers = open_transfers(
@@ -292,7 +293,7 @@ class Residence:
     def close(self) -> None:
         """End what copies, and unlock host memory; the process ends."""
         self.places.transfers.close()
-        self.arena.close()
+        self.page_pool.close()
 
     def check(self, living: Collection[str]) -> None:
         """Balance the ledger against the region and recount host store and segments.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vericache_sglang.engine.prompt_watch import PromptWatch
     from vericache_sglang.memory.complement import RawComplement
     from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.host_pages import HostTensor
     from vericache_sglang.memory.segment_complements import SegmentComplements
     from vericache_sglang.memory.segment_pool import SegmentPool
 
@@ -46,7 +47,7 @@ class Save(NamedTuple):
         slots: [T] int64 on the pool's device, a segment's tokens.
         kept: [L, H, n] int32, those of them that do not go; None: all go.
         drop: Takes the image back where the copy cannot be made.
-        hold: Keeps the image's bytes where they are until the copy does.
+        hold: Keeps the image's pages until the copy does.
     """
 
     name: str
@@ -88,8 +89,8 @@ class SegmentCopies:
     def together(self) -> Iterator[None]:
         """Gather what is saved meanwhile in the launches of one, at the end.
 
-        Slots must stay as they are until then, and images where they are: who drops
-        one calls ``flush`` first.
+        Slots must stay as they are until then: who drops an image calls ``flush``
+        first.
         """
         self._collecting = True
         try:
@@ -130,16 +131,12 @@ class SegmentCopies:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the host arena that copies and complements take."""
+        """Bytes of the host pages that copies and complements take."""
         return self._pool.used_bytes + self.complements.used_bytes
-
-    def shortfall(self, nbytes: int) -> int:
-        """Return the bytes that should leave the arena before as many come."""
-        return self._pool.shortfall(nbytes)
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the host arena that no copy's user holds."""
+        """Bytes of the host pages that no copy's user holds."""
         return self._pool.evictable_bytes + self.complements.evictable_bytes
 
     def loose_bytes(self, name: str) -> int:
@@ -308,7 +305,7 @@ class SegmentCopies:
                 slots,
                 part.kept,
                 partial(self.complements.drop, name),
-                Held([complement.extent]),
+                Held([complement.pages]),
             )
         )
         return True
@@ -321,7 +318,7 @@ class SegmentCopies:
         if image is None:
             return False
         drop = partial(self._pool.drop, copy)
-        self._save(Save(copy, image, slots, None, drop, Held([image.extent])))
+        self._save(Save(copy, image, slots, None, drop, Held([image.pages])))
         return True
 
     def _save(self, save: Save) -> None:
@@ -364,19 +361,20 @@ class SegmentCopies:
         Raises:
             TransferError: A copy is damaged.
         """
-        slots = placed(slots, self._places.device)
+        device = self._places.device
+        slots = placed(slots, device)
         if self.has_whole(name):
             found = self._read(_whole(name))
-            noted = found.get("noted")
-            pairs: Iterator[Pair] = zip(found["keys"], found["values"], strict=True)
+            noted = _all_layers(found.get("noted"))
+            pairs = _pairs(found, device)
         else:
             noted, pairs = self._saved_scores(name), self._joined(name)
         rest = self.complements.get(name)
-        extents = [rest.extent] if rest is not None else []
+        pages = [rest.pages] if rest is not None else []
         copies = (_whole(name), _draft(name))
-        extents += [self._pool.extent(copy) for copy in copies if copy in self._pool]
+        pages += [self._pool.pages(copy) for copy in copies if copy in self._pool]
         wanted = ((keys[skip:], values[skip:]) for keys, values in pairs)
-        self._places.transfers.bring(wanted, slots, extents)
+        self._places.transfers.bring(wanted, slots, pages)
         # Behind the forwards the transfer waited for: they score slots too.
         self.give_scores(slots, None if noted is None else noted[:, :, skip:])
 
@@ -408,35 +406,29 @@ class SegmentCopies:
         if complement is None:
             raise InvariantError(f"no complement of segment {name}")
         part = self.shelf.get(name)
-        pool = self._places.pool
+        pool, device = self._places.pool, self._places.device
         if part is not None:
-            kept = part.kept
+            kept = placed(part.kept, device)
             drafts = gathered(pool.k_buffer, pool.v_buffer, part.slots)
         else:
             found = self._read(_draft(name))
-            kept = found["kept"]
-            drafts = zip(found["keys"], found["values"], strict=True)
-        device = self._places.device
-        kept = placed(kept, device)
+            kept = found["kept"].read(device=device)
+            drafts = _pairs(found, device)
+        rests = _pairs(complement.tensors, device)
         for layer, draft in enumerate(drafts):
             complement.verify(layer)
-            rest = complement.keys[layer], complement.values[layer]
             keys, values = (
-                _in_order(
-                    own.to(device, non_blocking=True),
-                    kept[layer],
-                    other.to(device, non_blocking=True),
-                )
-                for own, other in zip(draft, rest, strict=True)
+                _in_order(own, kept[layer], other)
+                for own, other in zip(draft, next(rests), strict=True)
             )
             yield keys, values
 
     def _saved_scores(self, name: str) -> torch.Tensor | None:
-        """Return what ``save_scores`` kept, a view; damaged ones are none."""
+        """Return what ``save_scores`` kept; damaged ones are none."""
         found = self._pool.get(_scores(name))
-        return None if found is None else found["noted"]
+        return None if found is None else _all_layers(found["noted"])
 
-    def _read(self, copy: str) -> Mapping[str, torch.Tensor]:
+    def _read(self, copy: str) -> Mapping[str, HostTensor]:
         found = self._pool.get(copy)
         if found is None:
             raise TransferError(f"the host copy {copy} is damaged")
@@ -458,6 +450,18 @@ def joined(draft: Tensors, rest: Tensors) -> dict[str, torch.Tensor]:
             [_in_order(own, kept.to(torch.int64), other) for own, kept, other in layers]
         )
     return whole
+
+
+def _pairs(tensors: Mapping[str, HostTensor], device: torch.device) -> Iterator[Pair]:
+    """Yield each layer's keys and values on a device."""
+    keys, values = tensors["keys"], tensors["values"]
+    for layer in range(keys.shape[0]):
+        yield keys.read(layer, device), values.read(layer, device)
+
+
+def _all_layers(tensor: HostTensor | None) -> torch.Tensor | None:
+    """Return a tensor of the host, if there is one; a view where it can be."""
+    return None if tensor is None else tensor.read()
 
 
 def _in_order(

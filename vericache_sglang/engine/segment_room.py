@@ -178,7 +178,7 @@ class SegmentRoom:
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the host arena that ``make_room`` can free.
+        """Bytes of host memory that ``make_room`` can free.
 
         What a request lists or refers to stays as a whole: of a segment whose draft
         part it reads on the device, the complement on the host stays, too. Counted
@@ -195,7 +195,7 @@ class SegmentRoom:
         """Have segments leave the host; running requests and newer ones need it.
 
         Args:
-            nbytes: Bytes of the host arena that should become free.
+            nbytes: Bytes of host memory that should become free.
         """
         self._hear_store()
         now, prices = time.monotonic(), self._prices()
@@ -298,13 +298,9 @@ class SegmentRoom:
 
     def _with_room(self, attempt: Callable[[], Any]) -> Any:
         """Return what ``attempt`` does, tried again with more room if need be."""
-        nbytes = SEGMENT * self._token_bytes
-        short = self.copies.shortfall(nbytes)
-        if short:
-            self.make_room(short)
         made = attempt()
         if made is None:
-            self.make_room(nbytes)
+            self.make_room(SEGMENT * self._token_bytes)
             made = attempt()
         return made
 

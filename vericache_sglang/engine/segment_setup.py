@@ -59,13 +59,13 @@ def open_segments(
         ConfigError: The store does not open.
     """
     geometry, host = places.geometry, places.host
-    arena = host.arena
+    page_pool = host.page_pool
 
     def make(slots: int, kept: int) -> RawComplement:
-        return RawComplement(geometry, slots, kept, host.dtype, arena)
+        return RawComplement(geometry, slots, kept, host.dtype, page_pool)
 
     complements = SegmentComplements(make, RawComplement.free)
-    copies = SegmentCopies(places, SegmentPool(arena), complements)
+    copies = SegmentCopies(places, SegmentPool(page_pool), complements)
     backend = getattr(server_args, "hicache_storage_backend", None)
     identity = Identity(
         fingerprint_of(geometry, host.dtype, config, server_args if backend else None),

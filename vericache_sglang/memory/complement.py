@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.host_image import HostImage, RawImage
+from vericache_sglang.memory.host_image import HostImage, RawImage, shapes_of
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
-    from vericache_sglang.memory.host_image import DraftParts
+    from vericache_sglang.memory.host_image import Blocks, DraftParts
+    from vericache_sglang.memory.host_pages import HostPagePool, HostTensor
 
 
 class Complement(HostImage):
@@ -32,11 +31,16 @@ class Complement(HostImage):
     def kept(self) -> torch.Tensor:
         """[L, H, n] int32, the prompt positions that stayed exact, for joining again.
 
-        Covered by the checksums, so written before a layer is sealed.
+        Covered by the checksums, so written before a layer is sealed. A view where its
+        pages are neighbours, else a copy.
 
         Raises:
             InvariantError: It consists of others, which have theirs.
         """
+        return self._kept.read()
+
+    @property
+    def _kept(self) -> HostTensor:
         raise InvariantError("a complement of several has no positions of its own")
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
@@ -49,12 +53,9 @@ class Complement(HostImage):
             exact: [L, H, n] int32, positions that stay as they are, ascending.
             coded: [L, H, c] int32, positions a codec packed, ascending.
         """
-        self.kept.copy_(exact, non_blocking=True)
+        self._kept.write(exact)
 
-    @abstractmethod
-    def entries(
-        self, layer: int, drafts: DraftParts | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
         """Return one layer's entries, every bit as it was.
 
         Args:
@@ -63,19 +64,9 @@ class Complement(HostImage):
                 it has nothing packed.
 
         Returns:
-            Keys [m, H, D] and values [m, H, Dv] on the host; not to be modified.
+            Keys and values of m tokens; not to be modified.
         """
-
-    def blocks(
-        self, layer: int, drafts: DraftParts | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``entries`` in pieces, one behind the other, where that saves a copy.
-
-        Args:
-            layer: Layer index; verified.
-            drafts: As for ``entries``.
-        """
-        return [self.entries(layer, drafts)]
+        return self.sides(layer)
 
     @abstractmethod
     def equals(self, other: Complement) -> bool:
@@ -90,10 +81,10 @@ class RawComplement(RawImage, Complement):
         slots: m, complement slots.
         kept: n, exact tokens.
         dtype: Dtype of the pool.
-        arena: Where its memory comes from; None: outside any budget.
+        pool: Where its memory comes from; None: outside any budget.
 
     Raises:
-        TransferError: The arena has no room; nothing was allocated.
+        TransferError: The pool has no room; nothing was allocated.
     """
 
     def __init__(
@@ -102,36 +93,23 @@ class RawComplement(RawImage, Complement):
         slots: int,
         kept: int,
         dtype: torch.dtype,
-        arena: Arena | None = None,
+        pool: HostPagePool | None = None,
     ) -> None:
-        super().__init__(geometry, slots, dtype, arena, kept)
-        self._kept_shape = (geometry.layers, geometry.kv_heads, kept)
+        super().__init__(shapes_of(geometry, slots, dtype, kept), pool)
 
     @property
-    def kept(self) -> torch.Tensor:
-        """See ``Complement.kept``; a view."""
-        return self._view(torch.int32, self._kept_shape, self._offsets[2])
-
-    @property
-    def nbytes(self) -> int:
-        """See ``HostImage.nbytes``; with the kept positions."""
-        return super().nbytes + math.prod(self._kept_shape) * torch.int32.itemsize
-
-    def entries(
-        self, layer: int, drafts: DraftParts | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Complement.entries``; views."""
-        return self.keys[layer], self.values[layer]
+    def _kept(self) -> HostTensor:
+        return self.tensors["kept"]
 
     def equals(self, other: Complement) -> bool:
         """See ``Complement.equals``."""
-        return (
-            isinstance(other, RawComplement)
-            and self.checksums == other.checksums
-            and torch.equal(self.kept, other.kept)
-            and torch.equal(as_bits(self.keys), as_bits(other.keys))
-            and torch.equal(as_bits(self.values), as_bits(other.values))
+        if not isinstance(other, RawComplement) or self.checksums != other.checksums:
+            return False
+        own, others = self.tensors, other.tensors
+        if any(own[name].shape != others[name].shape for name in own):
+            return False
+        return all(
+            torch.equal(as_bits(mine), as_bits(theirs))
+            for name in own
+            for mine, theirs in zip(own[name], others[name], strict=True)
         )
-
-    def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return *super()._parts(layer), self.kept[layer]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -14,20 +15,28 @@ import xxhash
 from vericache_kernels.head_entries import put_entries
 from vericache_sglang.compression.budget import complement_indices
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.arena import Arena, layout
-from vericache_sglang.memory.free_spans import rounded
+from vericache_sglang.memory.host_pages import (
+    HostPagePool,
+    HostTensor,
+    aligned,
+    gathered_on,
+)
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from vericache_kernels.join_planes import DraftPlanes
     from vericache_sglang.compression.codecs.base import Part
-    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.memory.host_pages import HostPages
 
     Buffers = tuple[torch.Tensor, torch.Tensor]
+    Blocks = tuple[list[torch.Tensor], list[torch.Tensor]]
+    """A layer's keys [k, H, D] and values [k, H, Dv] on the host, each in pieces."""
+    Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Dtype and shape [L, ...] of tensors by name."""
 
 
 class DraftParts(Protocol):
@@ -41,24 +50,6 @@ class DraftParts(Protocol):
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep what it reads by for the work of another stream."""
-
-
-class Entries(Protocol):
-    """Entries in one piece of host memory, as a copy finds or leaves them."""
-
-    extent: Extent | None
-
-    @property
-    def slots(self) -> int:
-        """S."""
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """[L, S, H, D], pinned where CUDA is present; a view."""
-
-    @property
-    def values(self) -> torch.Tensor:
-        """[L, S, H, Dv], as ``keys``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,28 +92,24 @@ class Target:
         layer: int,
         buffers: Buffers,
         rows: Sequence[torch.Tensor],
-        first: int = 0,
     ) -> None:
-        """Write consecutive entries of a layer on the caller's stream.
+        """Write all entries of a layer on the caller's stream.
 
         Args:
             layer: Layer index.
             buffers: As for ``HostImage.place``.
-            rows: Keys [k, H, D] and values as integers, on the pool's device.
-            first: Number of the first entry.
+            rows: Keys [n, H, D] and values as integers, on the pool's device.
         """
-        own = [as_bits(buffer) for buffer in buffers]
-        which, index = slice(first, first + len(rows[0])), self.index(layer)
+        own, index = [as_bits(buffer) for buffer in buffers], self.index(layer)
         if index is not None:
-            put_entries(own, index[:, which], rows, self.slots)
+            put_entries(own, index, rows, self.slots)
             return
-        slots = self.slots[which]
         for buffer, entries in zip(own, rows, strict=True):
             if buffer.device.type == "cpu":
                 # No OpenMP threads beside the forward's: a link's thread may write.
-                buffer.numpy()[slots.numpy()] = entries.numpy()
+                buffer.numpy()[self.slots.numpy()] = entries.numpy()
             else:
-                buffer.index_copy_(0, slots, entries)
+                buffer.index_copy_(0, self.slots, entries)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep its tensors for the work of another stream."""
@@ -138,8 +125,7 @@ class HostImage(ABC):
         layers: L.
 
     Attributes:
-        extent: Where its tensors are; None: it has no memory of its own. Held for as
-            long as the image lives: a copy on its way reads and writes views of it.
+        pages: Where its tensors are; None: it has no memory of its own.
         filling: The job of a thread that writes it; None: nothing does.
     """
 
@@ -147,10 +133,8 @@ class HostImage(ABC):
 
     def __init__(self, layers: int) -> None:
         self._checksums: list[int | None] = [None] * layers
-        self.extent: Extent | None = None
+        self.pages: HostPages | None = None
         self.filling: Future[None] | None = None
-        self._arena: Arena | None = None
-        self._stays = True
 
     @property
     def layers(self) -> int:
@@ -172,10 +156,9 @@ class HostImage(ABC):
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
 
-    @property
-    def images(self) -> tuple[Entries, ...]:
-        """Where its entries lie, one behind the other; nowhere: it makes them."""
-        return ()
+    def sides(self, layer: int) -> Blocks:
+        """Return a layer's entries where they lie, views; none: it has to make them."""
+        return [], []
 
     @property
     def members(self) -> tuple[HostImage, ...]:
@@ -183,14 +166,14 @@ class HostImage(ABC):
         return (self,)
 
     @property
-    def extents(self) -> tuple[Extent | None, ...]:
-        """Where its bytes lie."""
-        return tuple(member.extent for member in self.members)
+    def page_lists(self) -> tuple[HostPages | None, ...]:
+        """The pages of all its members."""
+        return tuple(member.pages for member in self.members)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the arena it takes, alignment and what is not written included."""
-        return self.extent.size if self.extent else 0
+        """Bytes of the pages it takes, what is not written included."""
+        return self.pages.nbytes if self.pages else 0
 
     @property
     def checksums(self) -> tuple[int | None, ...]:
@@ -247,12 +230,11 @@ class HostImage(ABC):
         """
         if len(parts[0]) != self.slots:
             raise InvariantError(f"{len(parts[0])} entries for {self.slots} slots")
-        first = 0
-        for image in self.images:
-            rows = slice(first, first + image.slots)
-            for own, part in zip((image.keys, image.values), parts, strict=True):
-                yield as_bits(own[layer]), as_bits(part)[rows]
-            first = rows.stop
+        for blocks, part in zip(self.sides(layer), parts, strict=True):
+            first = 0
+            for own in map(as_bits, blocks):
+                yield own, as_bits(part)[first : first + len(own)]
+                first += len(own)
 
     def place(
         self, layer: int, buffers: Buffers, target: Target, drafts: DraftParts | None
@@ -265,29 +247,22 @@ class HostImage(ABC):
             target: Where they go.
             drafts: The draft part, for complements that hold only what it lacks.
         """
-        first = 0
-        for image in self.images:
-            pair = zip((image.keys, image.values), buffers, strict=True)
-            rows = [
-                as_bits(own[layer]).to(buffer.device, non_blocking=True)
-                for own, buffer in pair
-            ]
-            target.write(layer, buffers, rows, first)
-            first += image.slots
+        device = buffers[0].device
+        sides = [list(map(as_bits, blocks)) for blocks in self.sides(layer)]
+        rows = [gathered_on(device, blocks) for blocks in sides]
+        target.write(layer, buffers, rows)
 
     def settle(self) -> None:
         """Give back what a sealed image does not need; default: nothing."""
 
     def free(self) -> None:
-        """Give all its bytes back; a copy that holds the extent keeps them so long.
+        """Free its pages; a copy that holds them keeps them until it has ended.
 
         Raises:
             InvariantError: That was done before.
         """
-        if self.extent and self._arena:
-            self._arena.give(self.extent)
-            if self._stays:
-                self.extent.release()
+        if self.pages:
+            self.pages.free()
 
     def seal(self, layer: int) -> None:
         """Checksum one layer after its last write."""
@@ -307,141 +282,130 @@ class HostImage(ABC):
 
     @abstractmethod
     def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What the checksum of a layer covers, in this order."""
+        """What the checksum of a layer covers, in this order: views, uint8."""
 
-    def _take(self, arena: Arena | None, nbytes: int) -> Extent:
-        """Take the image's memory, held.
+    def _take(self, pool: HostPagePool | None, nbytes: int) -> HostPages:
+        """Take the image's memory.
 
         Args:
-            arena: Where from; None: outside any budget, and not pinned.
+            pool: Where from; None: outside any budget, and not pinned.
             nbytes: Of all its tensors, as laid out.
 
         Raises:
             TransferError: There is no room.
         """
-        if arena is None:
-            arena = Arena(rounded(nbytes), pinned=False)
-        extent = arena.take(nbytes, held=True)
-        if extent is None:
+        if pool is None:
+            pool = HostPagePool(aligned(nbytes), max(1, aligned(nbytes)), pinned=False)
+        pages = pool.take(nbytes)
+        if pages is None:
             raise TransferError(
-                f"{nbytes} bytes exceed the {arena.free_bytes} left of the "
-                f"{arena.size} that --vericache-host-gb allows, or every piece of them"
+                f"{nbytes} bytes exceed the {pool.free_bytes} left of the "
+                f"{pool.size} that --vericache-host-gb allows"
             )
-        self._arena, self.extent = arena, extent
-        return extent
-
-    def _view(
-        self, dtype: torch.dtype, shape: Sequence[int], offset: int
-    ) -> torch.Tensor:
-        """Return one of its tensors, where it is now.
-
-        Raises:
-            InvariantError: It was freed, or has no memory of its own.
-        """
-        if self.extent is None:
-            raise InvariantError(f"a {self.noun} without memory is used")
-        return self.extent.view(dtype, shape, offset)
+        self.pages = pages
+        return pages
 
     def _digest(self, layer: int) -> int:
         digest = xxhash.xxh3_64()
         for tensor in self._parts(layer):
-            digest.update(tensor.view(torch.uint8).numpy().data)
+            digest.update(tensor.numpy().data)
         return digest.intdigest()
 
 
-def raw_layout(
-    geometry: KVGeometry, slots: int, kept: int = 0
-) -> tuple[list[int], int]:
-    """Lay entries out, and kept positions behind them.
+def shapes_of(
+    geometry: KVGeometry, slots: int, dtype: torch.dtype, kept: int | None = None
+) -> Shapes:
+    """Return the shapes of entries as they were on the device.
 
     Args:
-        geometry: Shapes of the pool.
+        geometry: Shapes of the pool they come from.
         slots: S.
-        kept: n, exact tokens of a complement.
+        dtype: Dtype of the pool.
+        kept: n, exact tokens of a complement; None: it is none.
+    """
+    row = (geometry.layers, slots, geometry.kv_heads)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "keys": (dtype, (*row, geometry.head_dim)),
+        "values": (dtype, (*row, geometry.v_head_dim)),
+    }
+    if kept is not None:
+        shapes["kept"] = (torch.int32, (geometry.layers, geometry.kv_heads, kept))
+    return shapes
+
+
+def laid_out(shapes: Shapes) -> tuple[dict[str, int], int]:
+    """Lay tensors out one behind the other, so that no page's end cuts an entry.
 
     Returns:
-        The first byte of keys, values and positions, and the bytes of all.
+        The first byte of each, and the bytes of all.
     """
-    heads = geometry.layers * geometry.kv_heads
-    size = heads * slots * geometry.element_bytes
-    sizes = (size * geometry.head_dim, size * geometry.v_head_dim)
-    return layout((*sizes, heads * kept * torch.int32.itemsize))
+    starts, end = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        if name in ("keys", "values"):
+            entry = prod(shape[2:]) * dtype.itemsize
+            end = -(-end // entry) * entry
+        else:
+            end = aligned(end)
+        starts[name] = end
+        end += prod(shape) * dtype.itemsize
+    return starts, end
 
 
 class RawImage(HostImage):
-    """Entries as they were on the device.
-
-    Shapes: L layers, S slots, H KV heads, D and Dv head dims of keys and values.
+    """Entries as they were on the device, and what belongs to them.
 
     Args:
-        geometry: Shapes of the pool the entries come from.
-        slots: S.
-        dtype: Dtype of the pool.
-        arena: Where its memory comes from; None: outside any budget.
-        kept: n, positions of every layer and head behind the entries.
+        shapes: L layers, see ``shapes_of``; further tensors are allowed. Keys and
+            values may be missing.
+        pool: Where its memory comes from; None: outside any budget.
+
+    Attributes:
+        tensors: By name.
 
     Raises:
-        TransferError: The arena has no room; nothing was allocated.
+        TransferError: The pool has no room; nothing was allocated.
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        slots: int,
-        dtype: torch.dtype,
-        arena: Arena | None = None,
-        kept: int = 0,
-    ) -> None:
-        super().__init__(geometry.layers)
-        self._geometry = geometry
-        self._slots = slots
-        self._dtype = dtype
-        self._offsets, nbytes = raw_layout(geometry, slots, kept)
-        self._take(arena, nbytes)
+    def __init__(self, shapes: Shapes, pool: HostPagePool | None = None) -> None:
+        super().__init__(next(iter(shapes.values()))[1][0])
+        starts, nbytes = laid_out(shapes)
+        pages = self._take(pool, nbytes)
+        self.tensors = {
+            name: HostTensor(pages, dtype, shape, starts[name])
+            for name, (dtype, shape) in shapes.items()
+        }
 
     @property
     def slots(self) -> int:
         """S."""
-        return self._slots
+        return self.tensors["keys"].shape[1] if "keys" in self.tensors else 0
 
-    @property
-    def images(self) -> tuple[Entries, ...]:
-        """See ``HostImage.images``."""
-        return (self,)
+    def sides(self, layer: int) -> Blocks:
+        """See ``HostImage.sides``."""
+        return self.tensors["keys"].rows(layer), self.tensors["values"].rows(layer)
 
     @property
     def nbytes_layer(self) -> int:
-        """See ``HostImage.nbytes_layer``."""
-        return self._slots * self._geometry.token_bytes // self.layers
+        """See ``HostImage.nbytes_layer``; of keys and values."""
+        both = (self.tensors["keys"], self.tensors["values"])
+        return sum(side.nbytes for side in both) // self.layers
 
     @property
     def nbytes(self) -> int:
         """See ``HostImage.nbytes``."""
-        return self._slots * self._geometry.token_bytes
+        return sum(each.nbytes for each in self.tensors.values())
 
     @property
     def keys(self) -> torch.Tensor:
-        """[L, S, H, D] in the pool's dtype, pinned where CUDA is present; a view."""
-        return self._entries(self._geometry.head_dim, self._offsets[0])
+        """[L, S, H, D]; a view where its pages are neighbours, else a copy."""
+        return self.tensors["keys"].read()
 
     @property
     def values(self) -> torch.Tensor:
         """[L, S, H, Dv], as ``keys``."""
-        return self._entries(self._geometry.v_head_dim, self._offsets[1])
-
-    def stay(self, where_it_is: bool) -> None:
-        """Say whether its bytes stay where they are, as they do from the start.
-
-        An image no transfer reads or writes may let the arena move it: ``keys`` and
-        the like are always right, but good only until the arena's next call.
-        """
-        if self.extent and where_it_is != self._stays:
-            (self.extent.hold if where_it_is else self.extent.release)()
-            self._stays = where_it_is
-
-    def _entries(self, dim: int, offset: int) -> torch.Tensor:
-        shape = (self.layers, self._slots, self._geometry.kv_heads, dim)
-        return self._view(self._dtype, shape, offset)
+        return self.tensors["values"].read()
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return self.keys[layer], self.values[layer]
+        return tuple(
+            block for each in self.tensors.values() for block in each.raw(layer)
+        )

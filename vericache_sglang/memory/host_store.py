@@ -1,4 +1,4 @@
-"""What left the device, by request, in the arena of host memory."""
+"""What left the device, by request, in pages of host memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.complement import Complement, RawComplement
-from vericache_sglang.memory.free_spans import rounded
-from vericache_sglang.memory.host_image import raw_layout
+from vericache_sglang.memory.host_image import laid_out, shapes_of
 from vericache_sglang.memory.parked import ParkedImage
 from vericache_sglang.memory.residual import ResidualComplement, most_bytes
 
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.base import Codec
-    from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
     from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.host_pages import HostPagePool
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +39,7 @@ class _Group:
 
 
 class HostStore:
-    """Complements and parked images in an arena, which others may use too.
+    """Complements and parked images in a pool of pages, which others may use too.
 
     A request holds at most one of each. Complements with the same content may be
     shared (``share``); the bytes then count once. Not thread-safe: the engine's loop
@@ -49,14 +48,13 @@ class HostStore:
     Args:
         geometry: Shapes of the pool the entries come from.
         dtype: Dtype of the pool.
-        arena: Where the bytes come from.
+        page_pool: Where the pages come from.
         codec: What packs draft parts; None: nothing is packed.
 
     Attributes:
-        arena: As given.
-        evictor: Asked to free this many bytes of the arena before something is
-            refused, or gathered at great cost; it frees what it can. None: nobody is
-            asked.
+        page_pool: As given.
+        evictor: Asked to free this many bytes of the pool before something is refused;
+            it frees what it can. None: nothing is asked.
 
     Raises:
         InvariantError: ``geometry`` and ``dtype`` differ in bytes per element.
@@ -66,7 +64,7 @@ class HostStore:
         self,
         geometry: KVGeometry,
         dtype: torch.dtype,
-        arena: Arena,
+        page_pool: HostPagePool,
         codec: Codec | None = None,
     ) -> None:
         if geometry.element_bytes != dtype.itemsize:
@@ -74,7 +72,7 @@ class HostStore:
         self.geometry = geometry
         self.dtype = dtype
         self.evictor: Callable[[int], None] | None = None
-        self.arena = arena
+        self.page_pool = page_pool
         self._codec = codec
         self._opened = 0
         self._groups: dict[str, _Group] = {}
@@ -83,18 +81,18 @@ class HostStore:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of the arena: the one budget of host memory."""
-        return self.arena.size
+        """Bytes of the pool: the one budget of host memory."""
+        return self.page_pool.size
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the arena in use, others' included; O(1)."""
-        return self.arena.used_bytes
+        """Bytes of the pages in use, others' included; O(1)."""
+        return self.page_pool.used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the arena nobody has; O(1)."""
-        return self.arena.free_bytes
+        """Bytes of the free pages; O(1)."""
+        return self.page_pool.free_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -108,33 +106,34 @@ class HostStore:
 
         Exact for one that holds entries; a residual is never larger than they are.
         """
+        geometry, dtype = self.geometry, self.dtype
         if isinstance(self._codec, SplitPlanes):
-            return rounded(most_bytes(self.geometry, self._codec, budget, self.dtype))
-        return rounded(raw_layout(self.geometry, budget.staged, budget.exact)[1])
+            nbytes = most_bytes(geometry, self._codec, budget, dtype)
+        else:
+            shapes = shapes_of(geometry, budget.staged, dtype, budget.exact)
+            nbytes = laid_out(shapes)[1]
+        return self.page_pool.rounded(nbytes)
 
     def parked_bytes(self, slots: int) -> int:
         """Return the exact bytes of a parked image of ``slots`` slots."""
-        return rounded(raw_layout(self.geometry, slots)[1])
+        shapes = shapes_of(self.geometry, slots, self.dtype)
+        return self.page_pool.rounded(laid_out(shapes)[1])
 
     def fits(self, nbytes: int) -> bool:
-        """Make room for ``nbytes`` bytes in one piece, and say whether there is.
+        """Make room for ``nbytes`` bytes, and return whether there is.
 
-        Asks the evictor for what is missing, moves what may be moved. What is taken
-        next finds that room.
+        Asks the evictor for what is missing. What is taken next finds that room.
         """
-        if nbytes > self.budget_bytes:
+        needed = self.page_pool.rounded(nbytes)
+        if needed > self.budget_bytes:
             return False
-        short = self.arena.shortfall(nbytes)
-        while True:
+        while self.free_bytes < needed:
             free = self.free_bytes
-            if short and self.evictor is not None:
-                self.evictor(short)
-            if self.arena.room_for(nbytes):
-                return True
-            if self.free_bytes == free and short:
+            if self.evictor is not None:
+                self.evictor(needed - free)
+            if self.free_bytes == free:
                 return False
-            # Enough may be free, but between images that are not moved.
-            short = self.arena.shortfall(nbytes) or nbytes
+        return True
 
     def fits_complement(self, budget: Budget) -> bool:
         """Make room for ``open`` with these counts, and say whether there is."""
@@ -196,7 +195,7 @@ class HostStore:
         if rid in self._parked:
             raise InvariantError(f"{rid} is parked already")
         self.fits(self.parked_bytes(slots))
-        image = ParkedImage(self.geometry, slots, self.dtype, self.arena)
+        image = ParkedImage(self.geometry, slots, self.dtype, self.page_pool)
         self._parked[rid] = image
         return image
 
@@ -274,12 +273,12 @@ class HostStore:
         return image.held_bytes
 
     def check(self, living: Collection[str], others: int | None = None) -> None:
-        """Count everything anew, the arena too.
+        """Count everything anew, the pool too.
 
         Args:
             living: Ids of requests that may hold something.
-            others: Bytes of the arena that are not the store's; None: not known, so
-                a leak of bytes is not noticed.
+            others: Bytes of the pool that are not the store's; None: not known, so
+                a leak of pages is not noticed.
 
         Raises:
             InvariantError: A dead request holds something, or a count is off.
@@ -288,8 +287,8 @@ class HostStore:
         dead = sorted(rid for rid in holding if rid not in living)
         if dead:
             raise InvariantError(f"host memory held by dead requests {dead}")
-        self.arena.check()
-        used = self.held_bytes + self.arena.leaving_bytes
+        self.page_pool.check()
+        used = self.held_bytes + self.page_pool.leaving_bytes
         used = max(used, self.used_bytes) if others is None else used + others
         holders = sum(group.holders for group in self._groups.values())
         if (used, holders) != (self.used_bytes, len(self._of_request)):
@@ -315,7 +314,7 @@ class HostStore:
         return group.complement.held_bytes
 
     def _new(self, budget: Budget) -> Complement:
-        geometry, dtype, arena = self.geometry, self.dtype, self.arena
+        geometry, dtype, pool = self.geometry, self.dtype, self.page_pool
         if isinstance(self._codec, SplitPlanes):
-            return ResidualComplement(geometry, self._codec, budget, dtype, arena)
-        return RawComplement(geometry, budget.staged, budget.exact, dtype, arena)
+            return ResidualComplement(geometry, self._codec, budget, dtype, pool)
+        return RawComplement(geometry, budget.staged, budget.exact, dtype, pool)

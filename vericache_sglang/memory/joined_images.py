@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vericache_sglang.memory.host_image import HostImage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
-    from vericache_sglang.memory.host_image import Entries
+    from vericache_sglang.memory.host_image import Blocks
 
 
 class JoinedImages(HostImage):
@@ -37,10 +38,9 @@ class JoinedImages(HostImage):
         """See ``HostImage.members``."""
         return tuple(member for part in self._joined for member in part.members)
 
-    @property
-    def images(self) -> tuple[Entries, ...]:
-        """See ``HostImage.images``."""
-        return tuple(image for part in self._joined for image in part.images)
+    def sides(self, layer: int) -> Blocks:
+        """See ``HostImage.sides``."""
+        return one_behind_the_other(part.sides(layer) for part in self._joined)
 
     @property
     def nbytes_layer(self) -> int:
@@ -74,3 +74,9 @@ class JoinedImages(HostImage):
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
         return tuple(part for each in self._joined for part in each._parts(layer))
+
+
+def one_behind_the_other(found: Iterable[Blocks]) -> Blocks:
+    """Return the blocks of several images as those of one."""
+    keys, values = zip(*found, strict=True)
+    return list(chain(*keys)), list(chain(*values))

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.complement import Complement
     from vericache_sglang.memory.host_image import DraftParts, HostImage, Target
+    from vericache_sglang.memory.host_pages import HostPages
     from vericache_sglang.memory.staging import Lease
 
     Blocks = Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -58,7 +58,7 @@ class Transfers(Protocol):
         """Copy a complement into the first slots of a lease.
 
         Each layer is verified, then keys and values go with one contiguous copy per
-        piece: what of one segment lies in one span of the lease.
+        piece: what of one run of host pages lies in one span of the lease.
 
         Args:
             complement: Sealed.
@@ -93,7 +93,7 @@ class Transfers(Protocol):
         """
 
     def bring(
-        self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
+        self, blocks: Blocks, slots: torch.Tensor, pages: Iterable[HostPages | None]
     ) -> None:
         """Write entries into any slots; what the caller does next there sees them.
 
@@ -103,7 +103,7 @@ class Transfers(Protocol):
         Args:
             blocks: One pair per layer, on the host or the device.
             slots: [S] int64 on the pool's device, unique; nobody else's.
-            extents: Host memory the pairs lie in; it may be given back at once.
+            pages: Host memory the pairs lie in; it may be freed at once.
 
         Raises:
             InvariantError: There are fewer or more pairs than layers.

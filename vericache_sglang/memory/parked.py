@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.memory.host_image import RawImage
+from vericache_sglang.memory.host_image import RawImage, shapes_of
 from vericache_sglang.memory.splitting import as_bits
 
 if TYPE_CHECKING:
@@ -12,15 +12,33 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.memory.host_pages import HostPagePool
+
 
 class ParkedImage(RawImage):
     """Kept and decode slots of a request that waits without any slot on the device.
 
     Entry i of a layer is the one of the request's i-th slot, whatever its number was
     and whatever it will be.
+
+    Args:
+        geometry: Shapes of the pool the entries come from.
+        slots: S.
+        dtype: Dtype of the pool.
+        pool: Where its memory comes from; None: outside any budget.
     """
 
     noun = "parked image"
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        slots: int,
+        dtype: torch.dtype,
+        pool: HostPagePool | None = None,
+    ) -> None:
+        super().__init__(shapes_of(geometry, slots, dtype), pool)
 
 
 def gathered(

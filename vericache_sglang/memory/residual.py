@@ -25,8 +25,14 @@ from vericache_sglang.compression.codecs.residual_planes import (
     escape_bytes,
 )
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.arena import layout
 from vericache_sglang.memory.complement import Complement
+from vericache_sglang.memory.host_pages import (
+    HOST,
+    HostTensor,
+    aligned,
+    gathered_on,
+    layout,
+)
 from vericache_sglang.memory.segments import segment_bounds
 from vericache_sglang.memory.splitting import as_bits, pick, put
 
@@ -35,9 +41,9 @@ if TYPE_CHECKING:
 
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.split_planes import SplitPlanes
-    from vericache_sglang.memory.arena import Arena
     from vericache_sglang.memory.geometry import KVGeometry
-    from vericache_sglang.memory.host_image import Buffers, DraftParts, Target
+    from vericache_sglang.memory.host_image import Blocks, Buffers, DraftParts, Target
+    from vericache_sglang.memory.host_pages import HostPagePool
 
 
 class Fields(NamedTuple):
@@ -69,7 +75,7 @@ class ResidualComplement(Complement):
         codec: Whose residuals they are.
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
-        arena: Where its memory comes from; None: outside any budget.
+        pool: Where its memory comes from; None: outside any budget.
 
     Attributes:
         coded: [L, H, c] int32, prompt positions of the packed tokens.
@@ -77,7 +83,7 @@ class ResidualComplement(Complement):
             the checksums.
 
     Raises:
-        TransferError: The arena has no room for ``most_bytes``; nothing was allocated.
+        TransferError: The pool has no room for ``most_bytes``; nothing was allocated.
     """
 
     def __init__(
@@ -86,22 +92,28 @@ class ResidualComplement(Complement):
         codec: SplitPlanes,
         budget: Budget,
         dtype: torch.dtype,
-        arena: Arena | None = None,
+        pool: HostPagePool | None = None,
     ) -> None:
         super().__init__(geometry.layers)
         self._geometry, self._codec = geometry, codec
         self._budget, self._dtype = budget, dtype
         self._bounds = segment_bounds(budget.coded)
         self._fields = fields_of(geometry, codec, budget, dtype)
-        # Filled from its end on, so that what is left over is its beginning.
-        self._left = most_bytes(geometry, codec, budget, dtype)
-        self._take(arena, self._left)
+        self._pages = self._take(pool, most_bytes(geometry, codec, budget, dtype))
         heads = (geometry.layers, geometry.kv_heads)
-        self._kept = self._room(torch.int32, (*heads, budget.exact))
-        self.coded = self._room(torch.int32, (*heads, budget.coded))
-        shape = (geometry.layers, len(self._bounds))
-        self.escapes = self._room(torch.int32, shape)
-        self._regions: dict[int, torch.Tensor] = {}
+        shapes = (
+            (*heads, budget.exact),
+            (*heads, budget.coded),
+            (geometry.layers, len(self._bounds)),
+        )
+        starts, self._end = layout(math.prod(each) * 4 for each in shapes)
+        self._positions = tuple(
+            HostTensor(self._pages, torch.int32, shape, start)
+            for shape, start in zip(shapes, starts, strict=True)
+        )
+        self._kept_tensor, self.coded, self.escapes = self._positions
+        # First byte and length by layer.
+        self._regions: dict[int, tuple[int, int]] = {}
 
     @property
     def slots(self) -> int:
@@ -109,9 +121,8 @@ class ResidualComplement(Complement):
         return self._budget.staged
 
     @property
-    def kept(self) -> torch.Tensor:
-        """See ``Complement.kept``."""
-        return self._kept
+    def _kept(self) -> HostTensor:
+        return self._kept_tensor
 
     @property
     def nbytes_layer(self) -> int:
@@ -121,17 +132,16 @@ class ResidualComplement(Complement):
     @property
     def nbytes(self) -> int:
         """See ``HostImage.nbytes``; with the positions."""
-        positions = (self.kept, self.coded, self.escapes)
-        return self._held + sum(each.nbytes for each in positions)
+        return self._held + sum(each.nbytes for each in self._positions)
 
     @property
     def _held(self) -> int:
-        return sum(region.nbytes for region in self._regions.values())
+        return sum(nbytes for _, nbytes in self._regions.values())
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
         """See ``Complement.describe``."""
         super().describe(exact, coded)
-        self.coded.copy_(coded, non_blocking=True)
+        self.coded.write(coded)
 
     # -- to the host --------------------------------------------------------------
 
@@ -167,29 +177,28 @@ class ResidualComplement(Complement):
         """See ``HostImage.receive``.
 
         Raises:
-            TransferError: The escapes of all layers exceed the extent.
+            TransferError: The escapes of all layers exceed the pages.
         """
         fixed, escapes = parts
         end = len(fixed) + sum(self._escape_bytes(sizes))
-        if layout((end,))[1] > self._left:
+        start, left = self._end, self._pages.nbytes - self._end
+        if end > left:
             raise TransferError(f"the residual KV of layer {layer} has no room")
-        region = self._regions[layer] = self._room(torch.uint8, (end,))
-        self.escapes[layer].copy_(torch.tensor(sizes, dtype=torch.int32))
-        yield region[: len(fixed)], fixed
-        yield region[len(fixed) :], escapes[: end - len(fixed)]
+        self._regions[layer] = start, end
+        self._end += aligned(end)
+        self.escapes.write(torch.tensor(sizes, dtype=torch.int32), layer)
+        yield from self._pages.copies(start, fixed)
+        yield from self._pages.copies(start + len(fixed), escapes[: end - len(fixed)])
 
     def settle(self) -> None:
         """See ``HostImage.settle``; how well residuals pack is known only now."""
-        if self.extent and self._arena and not self.extent.given:
-            self._arena.shrink(self.extent, self.extent.nbytes - self._left)
-            self._left = 0
+        if not self._pages.freed:
+            self._pages.shrink(min(self._end, self._pages.nbytes))
 
     # -- and back -----------------------------------------------------------------
 
-    def entries(
-        self, layer: int, drafts: DraftParts | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Complement.entries``; joins both planes.
+    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+        """See ``Complement.blocks``; joins both planes.
 
         Raises:
             InvariantError: There are fewer or more draft parts than residuals.
@@ -199,22 +208,22 @@ class ResidualComplement(Complement):
         if len(parts) != len(residuals):
             raise InvariantError(f"{len(parts)} drafts, {len(residuals)} residuals")
         pairs = [
-            # Slots hold no extent: how many escapes there are, the residual knows.
+            # Slots do not say how many escapes there are; the residual does.
             self._codec.join(
                 Part(part.codec, own.extent, layer, None, part.tensors), own
             )
             for part, own in zip(parts, residuals, strict=True)
         ]
-        coded, dropped = self._places(layer, torch.device("cpu"))
+        coded, dropped = self._places(layer, HOST)
         whole = []
-        for i, rows in enumerate(self._dropped(self._regions[layer])):
+        for i, rows in enumerate(self._dropped(self._region(layer))):
             entries = rows.new_empty(self.slots, *rows.shape[1:])
             put(entries, dropped, rows)
             if pairs:
                 packed = torch.cat([pair[i] for pair in pairs], dim=1)
                 put(entries, coded, packed.transpose(0, 1))
             whole.append(entries)
-        return whole[0], whole[1]
+        return [whole[0]], [whole[1]]
 
     def place(
         self, layer: int, buffers: Buffers, target: Target, drafts: DraftParts | None
@@ -226,10 +235,10 @@ class ResidualComplement(Complement):
         """
         device = buffers[0].device
         if device.type == "cpu":
-            rows = [as_bits(side) for side in self.entries(layer, drafts)]
+            rows = [as_bits(side) for (side,) in self.blocks(layer, drafts)]
             target.write(layer, buffers, rows)
             return
-        region = self._regions[layer].to(device, non_blocking=True)
+        region = self._region(layer, device)
         coded, dropped = self._places(layer, device)
         index = target.index(layer)
         if index is not None:
@@ -265,6 +274,11 @@ class ResidualComplement(Complement):
 
     # -- a layer's region ---------------------------------------------------------
 
+    def _region(self, layer: int, device: torch.device = HOST) -> torch.Tensor:
+        """Return a layer's bytes on a device; on the host a view where it can be."""
+        start, nbytes = self._regions[layer]
+        return gathered_on(device, self._pages.blocks(start, start + nbytes))
+
     def _dropped(self, region: torch.Tensor) -> list[torch.Tensor]:
         """Return the dropped keys [d, H, D] and values; views."""
         found = []
@@ -276,7 +290,7 @@ class ResidualComplement(Complement):
 
     def _residuals(self, layer: int) -> list[Part]:
         """Return a layer's residuals, segment by segment; views."""
-        region, counts = self._regions[layer], self.escapes[layer].tolist()
+        region, counts = self._region(layer), self.escapes[layer].tolist()
         ends = accumulate(self._escape_bytes(counts), initial=self._fields.end)
         heads, found = self._geometry.kv_heads, []
         width = FORMATS[self._dtype].exponent
@@ -303,7 +317,7 @@ class ResidualComplement(Complement):
 
     def _planes(self, layer: int, region: torch.Tensor) -> Residuals:
         """Return a layer's residuals on the device as the kernel reads them."""
-        counts = self.escapes[layer].to(region.device, non_blocking=True)
+        counts = self.escapes.read(layer, region.device)
         taken = escape_bytes(counts.long(), FORMATS[self._dtype].exponent)
         segment = torch.arange(len(self._bounds), device=region.device)
         tokens = self._bounds[0][1] * self._geometry.kv_heads
@@ -318,26 +332,22 @@ class ResidualComplement(Complement):
         width = FORMATS[self._dtype].exponent
         return [escape_bytes(count, width) for count in counts]
 
-    def _room(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return room for a tensor before what the extent holds already."""
-        self._left -= layout((math.prod(shape) * dtype.itemsize,))[1]
-        return self._view(dtype, shape, self._left)
-
     def _places(
         self, layer: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [H, c] and [H, m - c] int64: packed and dropped ones among entries."""
         kept, coded = (
-            positions[layer].to(device, non_blocking=True).to(torch.int64)
-            for positions in (self.kept, self.coded)
+            positions.read(layer, device).to(torch.int64)
+            for positions in (self._kept, self.coded)
         )
         away = complement_indices(kept, self._budget.offered)
         coded = torch.searchsorted(away, coded)
         return coded, complement_indices(coded, self._budget.staged)
 
     def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
-        positions = (self.kept, self.coded, self.escapes)
-        return self._regions[layer], *(each[layer] for each in positions)
+        start, nbytes = self._regions.get(layer, (0, 0))
+        parts = self._pages.blocks(start, start + nbytes)
+        return *parts, *(block for each in self._positions for block in each.raw(layer))
 
 
 def fields_of(
@@ -358,7 +368,7 @@ def fields_of(
 def shape_of(
     geometry: KVGeometry, tokens: int, dtype: torch.dtype, escapes: int = 0
 ) -> Shape:
-    """Return the extent of a segment's parts."""
+    """Return the shape of a segment's parts."""
     return Shape(
         heads=geometry.kv_heads,
         tokens=tokens,
@@ -372,7 +382,7 @@ def shape_of(
 def most_bytes(
     geometry: KVGeometry, codec: SplitPlanes, budget: Budget, dtype: torch.dtype
 ) -> int:
-    """Return the most bytes of an extent that a residual complement fills.
+    """Return the most bytes that a residual complement fills.
 
     Every number may be escaped.
 

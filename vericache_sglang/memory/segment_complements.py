@@ -24,7 +24,7 @@ class SegmentComplements:
     """One complement per segment, whoever refers to it; unheld ones are a cache.
 
     Args:
-        make: Allocates a complement of (slots, kept tokens) in the host arena; raises
+        make: Allocates a complement of (slots, kept tokens) in host pages; raises
             ``TransferError`` where there is no room.
         free: Gives its memory back.
     """

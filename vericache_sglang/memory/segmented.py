@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.memory.complement import Complement, RawComplement
-from vericache_sglang.memory.joined_images import JoinedImages
+from vericache_sglang.memory.joined_images import (
+    JoinedImages,
+    one_behind_the_other,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_sglang.memory.host_image import DraftParts
+    import torch
+
+    from vericache_sglang.memory.host_image import Blocks, DraftParts
 
 
 class SegmentedComplement(JoinedImages, Complement):
@@ -40,18 +43,11 @@ class SegmentedComplement(JoinedImages, Complement):
         """
         raise InvariantError("a segmented complement is described by its segments")
 
-    def entries(
-        self, layer: int, drafts: DraftParts | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Complement.entries``; copies."""
-        pairs = self.blocks(layer, drafts)
-        return torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs])
-
-    def blocks(
-        self, layer: int, drafts: DraftParts | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See ``Complement.blocks``; views, one pair per segment."""
-        return [segment.entries(layer, drafts) for segment in self.segments]
+    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+        """See ``Complement.blocks``; views, those of each segment in order."""
+        return one_behind_the_other(
+            segment.blocks(layer, drafts) for segment in self.segments
+        )
 
     def equals(self, other: Complement) -> bool:
         """See ``Complement.equals``: requests share segments, not the whole."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from threading import Semaphore
 
-    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.host_image import HostImage
+    from vericache_sglang.memory.host_pages import HostPages
 
 
 def timed() -> torch.cuda.Event:
@@ -40,23 +40,23 @@ class Outgoing(NamedTuple):
 
 
 class Held:
-    """Extents a copy reads or writes, kept where they are until it has ended.
+    """Host pages a copy reads or writes, not used for anything else until it has ended.
 
-    What frees its image meanwhile gives the bytes back; the copy engine does not know.
+    What frees its image meanwhile frees the pages; the copy engine does not know.
 
     Args:
-        extents: None among them are left out.
+        lists: None among them are left out.
     """
 
-    def __init__(self, extents: Iterable[Extent | None]) -> None:
-        self._extents: list[Extent] = [extent for extent in extents if extent]
-        for extent in self._extents:
-            extent.hold()
+    def __init__(self, lists: Iterable[HostPages | None]) -> None:
+        self._lists: list[HostPages] = [pages for pages in lists if pages]
+        for pages in self._lists:
+            pages.hold()
 
     def let_go(self) -> None:
         """Release them; nothing happens the second time."""
-        while self._extents:
-            self._extents.pop().release()
+        while self._lists:
+            self._lists.pop().release()
 
 
 @dataclass(slots=True, eq=False)

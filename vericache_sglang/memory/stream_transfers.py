@@ -20,9 +20,9 @@ from vericache_sglang.memory.stream_transfer import Held, Outgoing, StreamTransf
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.complement import Complement
     from vericache_sglang.memory.host_image import Buffers, DraftParts, HostImage
+    from vericache_sglang.memory.host_pages import HostPages
     from vericache_sglang.memory.link import Blocks
     from vericache_sglang.memory.pieces import Piece
     from vericache_sglang.memory.staging import Lease
@@ -39,13 +39,14 @@ class StreamTransfers:
     queues its copies, so that the checks run ahead of the link; the other queues what
     is saved, as soon as it is known how much that is, and seals it.
 
-    What one copy moves is a layer's keys or values of one image in one span of the
-    lease: H * D * element bytes (2 KiB for Llama-3.1-8B in bf16) per entry. A prompt of
-    32K tokens that keeps a quarter is one image of 24576 entries: 48 MiB a copy, 64
-    copies. A segment (512 tokens, 384 entries) is an image of its own: 768 KiB a copy,
-    4096 copies for the same prompt, above the 0.5 MB from which set-up is lost in the
-    copy. With 8 ranks it is 96 KiB a copy: segments do not lie side by side in host
-    memory, and gathering them there first is a memcpy no faster than the link.
+    What one copy moves is a layer's keys or values in one run of host pages and one
+    span of the lease: H * D * element bytes (2 KiB for Llama-3.1-8B in bf16) per entry.
+    A prompt of 32K tokens that keeps a quarter is one image of 24576 entries: 48 MiB a
+    copy, 64 copies, where its pages are neighbours. A segment (512 tokens, 384 entries)
+    is an image of its own: 768 KiB a copy, 4096 copies for the same prompt, above the
+    0.5 MB from which set-up is lost in the copy. With 8 ranks it is 96 KiB a copy:
+    segments do not lie side by side in host memory, and gathering them there first is
+    a memcpy no faster than the link.
 
     Args:
         key_buffers: One [slots, H, D] device tensor per layer.
@@ -74,20 +75,17 @@ class StreamTransfers:
     ) -> StreamTransfer:
         """See ``Transfers.start``."""
         spans = lease.first(complement.slots)
-        images = complement.images
-        if not images:
+        if not complement.sides(0)[0]:
             device = self._buffers[0][0].device
             slots = [torch.arange(s.start, s.end, device=device) for s in spans]
             return self.load(complement, Target(torch.cat(slots)), drafts)
-        pieces = list(deal([image.slots for image in images], spans))
 
         def copy(layer: int) -> None:
             complement.verify(layer)
-            for piece in pieces:
-                image = images[piece.block]
-                sides = (image.keys[layer], image.values[layer])
-                for buffer, source in zip(self._buffers[layer], sides, strict=True):
-                    _send(buffer, source, piece)
+            sides = complement.sides(layer)
+            for buffer, blocks in zip(self._buffers[layer], sides, strict=True):
+                for piece in deal([len(block) for block in blocks], spans):
+                    _send(buffer, blocks[piece.block], piece)
 
         return self._load(complement, copy)
 
@@ -111,18 +109,18 @@ class StreamTransfers:
         self, image: HostImage, target: Target, drafts: DraftParts | None = None
     ) -> None:
         """See ``Transfers.place``; on the caller's stream."""
-        with self._written(image.extents):
+        with self._written(image.page_lists):
             for layer, buffers in enumerate(self._buffers):
                 image.verify(layer)
                 with target.joined(layer, buffers):
                     image.place(layer, buffers, target, drafts)
 
     def bring(
-        self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
+        self, blocks: Blocks, slots: torch.Tensor, pages: Iterable[HostPages | None]
     ) -> None:
         """See ``Transfers.bring``; on the caller's stream."""
         target = Target(slots)
-        with self._written(extents):
+        with self._written(pages):
             for layer, pair in numbered(blocks, len(self._buffers)):
                 buffers = self._buffers[layer]
                 rows = [
@@ -136,7 +134,7 @@ class StreamTransfers:
 
         The caller waits for the link where more than ``IN_FLIGHT`` bytes are on it.
         """
-        transfer = StreamTransfer(0, Held(image.extents))
+        transfer = StreamTransfer(0, Held(image.page_lists))
         layers: SimpleQueue[Outgoing | None] = SimpleQueue()
         entry = image.slots * sum(side[0].nbytes for side in self._buffers[0])
         # Two at least: a layer is sealed while the next one is copied.
@@ -179,7 +177,7 @@ class StreamTransfers:
         self._reap()
 
     @contextmanager
-    def _written(self, extents: Iterable[Extent | None]) -> Iterator[None]:
+    def _written(self, pages: Iterable[HostPages | None]) -> Iterator[None]:
         """Write from host memory on the caller's stream, and hold it until then.
 
         SGLang's schedule stream goes on once a forward has read its block table, and
@@ -188,7 +186,7 @@ class StreamTransfers:
         self._reap()
         if self._forwards is not None:
             torch.cuda.current_stream().wait_stream(self._forwards)
-        held = Held(extents)
+        held = Held(pages)
         try:
             yield
         finally:
@@ -210,7 +208,7 @@ class StreamTransfers:
         free = torch.cuda.Event()
         free.record()
         transfer = StreamTransfer(
-            image.nbytes_layer * image.layers, Held(image.extents)
+            image.nbytes_layer * image.layers, Held(image.page_lists)
         )
 
         def job() -> None:

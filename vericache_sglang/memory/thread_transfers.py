@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.memory.arena import Extent
     from vericache_sglang.memory.complement import Complement
     from vericache_sglang.memory.host_image import DraftParts, HostImage, Target
+    from vericache_sglang.memory.host_pages import HostPages
     from vericache_sglang.memory.link import Blocks, Booking
     from vericache_sglang.memory.pieces import Piece
     from vericache_sglang.memory.staging import Lease
@@ -129,11 +129,11 @@ class ThreadTransfers:
 
         def copy(layer: int) -> None:
             complement.verify(layer)
-            blocks = complement.blocks(layer, drafts)
-            for piece in deal([len(keys) for keys, _ in blocks], spans):
-                keys, values = blocks[piece.block]
-                _copy_piece(self._keys[layer], keys, piece)
-                _copy_piece(self._values[layer], values, piece)
+            buffers = self._keys[layer], self._values[layer]
+            sides = complement.blocks(layer, drafts)
+            for buffer, blocks in zip(buffers, sides, strict=True):
+                for piece in deal([len(block) for block in blocks], spans):
+                    _copy_piece(buffer, blocks[piece.block], piece)
 
         return self._queue(complement, copy)
 
@@ -161,7 +161,7 @@ class ThreadTransfers:
                 image.place(layer, buffers, target, drafts)
 
     def bring(
-        self, blocks: Blocks, slots: torch.Tensor, extents: Iterable[Extent | None]
+        self, blocks: Blocks, slots: torch.Tensor, pages: Iterable[HostPages | None]
     ) -> None:
         """See ``Transfers.bring``; at once, and not at the pace of an emulated link."""
         for layer, pair in numbered(blocks, len(self._keys)):

@@ -1,4 +1,4 @@
-"""The one piece of host memory of this process, sized and made."""
+"""The pool of host pages of this process, sized and made."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import torch
 
 from vericache_sglang.config.schema import resolve_host
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.memory.arena import Arena
 from vericache_sglang.memory.host_limit import available_host_bytes
+from vericache_sglang.memory.host_pages import HostPagePool, page_bytes_of
 from vericache_sglang.memory.transfers import GIB
 
 if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.memory.geometry import KVGeometry
 
 
-def open_arena(config: VeriCacheConfig, ranks: int) -> Arena:
-    """Return the arena, pinned where CUDA is present.
+def open_page_pool(
+    config: VeriCacheConfig, geometry: KVGeometry, ranks: int
+) -> HostPagePool:
+    """Return the pool, pinned where CUDA is present.
 
     Args:
         config: Its ``host_gb``; 0 takes a part of what is free now.
+        geometry: Shapes of the KV pool.
         ranks: Ranks on this machine, >= 1.
 
     Raises:
@@ -34,4 +38,4 @@ def open_arena(config: VeriCacheConfig, ranks: int) -> Arena:
             f"--vericache-host-gb: {size / GIB:.1f} GiB asked for, but the machine, or "
             f"the container's limit, leaves {free / GIB:.1f} GiB"
         )
-    return Arena(size, pinned)
+    return HostPagePool(size, page_bytes_of(geometry), pinned)
