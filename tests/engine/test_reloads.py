@@ -1,7 +1,5 @@
 """A complement is verified over once all of it is staged; what fails is told once."""
 
-import time
-
 import pytest
 from arriving import (
     GEOMETRY,
@@ -104,7 +102,7 @@ def test_a_request_that_leaves_stops_its_copy():
         for buffer in (*world.keys, *world.values):
             buffer.zero_()
         world.allow(2, 3)
-        time.sleep(0.02)
+        world.transfers.close()  # waits for what still runs
         assert not any(buffer.any() for buffer in (*world.keys, *world.values))
 
 
