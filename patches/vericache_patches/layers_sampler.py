@@ -23,14 +23,6 @@ def sample(original: Hook, probs: torch.Tensor, *rest: Any, **more: Any) -> Any:
     return original(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, **more)
 
 
-def sample_unfiltered(
-    original: Hook, probs: torch.Tensor, *rest: Any, **more: Any
-) -> Any:
-    """Let upstream draw from distributions only."""
-    certain(probs)
-    return original(probs, *rest, **more)
-
-
 def certain(probs: torch.Tensor) -> None:
     """Make token 0 certain, in place, in rows [V] of ``probs`` that hold a NaN.
 
@@ -58,16 +50,5 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             remove_when="SGLang samples with min-p and a seed.",
         ),
         sample,
-    ),
-    (
-        Patch(
-            target="sglang.srt.layers.sampler.sampling_from_probs_torch",
-            kind="around",
-            args=("probs", "sampling_seed", "positions"),
-            reason="torch.multinomial raises for a row of NaN, and the scheduler ends "
-            "for one request whose grammar allows no token.",
-            remove_when="SGLang samples rows whose tokens are all masked.",
-        ),
-        sample_unfiltered,
     ),
 )

@@ -60,7 +60,7 @@ class Recovery:
     ) -> None:
         self._states = states
         self._runtime = runtime
-        self._residence = residence
+        self._memory = residence
         self._strict = strict
         self.pending = False
         self.doubtful = False
@@ -72,7 +72,7 @@ class Recovery:
             yield
         except Exception as error:  # noqa: BLE001 (``_admit`` raises what it must)
             self._admit(error, f"request {quoted(state.rid)}")
-            self._residence.counters.request_errors += 1
+            self._memory.counters.request_errors += 1
             self.doubtful = True
             self._lose(state, error)
 
@@ -83,7 +83,7 @@ class Recovery:
             yield
         except Exception as error:  # noqa: BLE001
             self._admit(error, f"request {quoted(req.rid)}")
-            self._residence.counters.request_errors += 1
+            self._memory.counters.request_errors += 1
             _abort(req, error)
 
     @contextmanager
@@ -104,9 +104,9 @@ class Recovery:
             Exception: ``error``, where it may not be gone on after.
         """
         self._admit(error, "every running request")
-        self._residence.counters.iteration_errors += 1
+        self._memory.counters.iteration_errors += 1
         self.pending = True
-        self._residence.segments.abandon()
+        self._memory.segments.abandon()
         for state in list(self._states.values()):
             if not state.lost:
                 self._lose(state, error)
@@ -121,10 +121,10 @@ class Recovery:
         state.lost = True
         state.req.vericache_lost = True
         state.req.vericache_distrusted = True
-        self._residence.counters.reprefills += 1
+        self._memory.counters.reprefills += 1
         self.each_of(
             lambda: self._runtime.leave(state.rid),
-            lambda: self._residence.distrust(state),
+            lambda: self._memory.distrust(state),
         )
 
     def each_of(self, *steps: Callable[[], object]) -> None:
@@ -134,10 +134,10 @@ class Recovery:
                 step()
             except Exception as error:  # noqa: BLE001
                 self._admit(error, "what a request gives back")
-                self._residence.counters.iteration_errors += 1
+                self._memory.counters.iteration_errors += 1
                 if not self.pending:
                     self.pending = True
-                    self._residence.segments.abandon()
+                    self._memory.segments.abandon()
 
     def complete(self) -> None:
         """All that was booked is forgotten, and nothing runs."""
@@ -156,7 +156,7 @@ class Recovery:
         """Log an error that may be gone on after; raise every other one."""
         if self._strict or isinstance(error, torch.AcceleratorError):
             raise error
-        counters = self._residence.counters
+        counters = self._memory.counters
         if counters.request_errors + counters.iteration_errors < MOST_LOGGED:
             logger.error(
                 "VeriCache: an error costs %s its KV, which is prefilled again",

@@ -271,6 +271,35 @@ class VeriCacheWorker(BaseSpecWorker):
         """
         return self._recovery.pending
 
+    def take_back(self, scheduler: Any, batch: ScheduleBatch) -> None:
+        """Take the KV of every request at once, with all that is cached and booked.
+
+        Nothing of it is freed piece by piece: what is booked is in doubt.
+
+        Args:
+            scheduler: SGLang's ``Scheduler``; the requests are queued there again.
+            batch: Its running batch, which is empty then.
+        """
+        from sglang.srt.managers.scheduler import _make_abort_req
+
+        back = [req for req in batch.reqs if not req.finished()]
+        batch.filter_batch(keep_indices=[])
+        for req in back:
+            scheduler.req_to_token_pool.free(req)
+            req.kv.mark_kv_released()
+            req.reset_for_retract()
+            req.vericache_lost = False
+        self.forget_all()
+        scheduler.tree_cache.reset()
+        scheduler.req_to_token_pool.clear()
+        scheduler.token_to_kv_pool_allocator.clear()
+        for req in back:
+            if req.to_finish is None:
+                scheduler._add_request_to_queue(req, is_retracted=True)
+            else:
+                told = _make_abort_req(req, finished_reason=req.to_finish.to_json())
+                scheduler.ipc_channels.send_to_tokenizer.send_output(told, req)
+
     @property
     def doubts(self) -> bool:
         """Whether all is to be forgotten once no request runs.

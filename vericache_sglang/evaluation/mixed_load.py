@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass
-class Seen:
+class LoadOutcome:
     """What became of the requests.
 
     Attributes:
@@ -166,7 +166,7 @@ class Client:
         target: Target,
         session: aiohttp.ClientSession,
         wanted: Mapping[tuple[str, int], Answers],
-        seen: Seen,
+        seen: LoadOutcome,
         model: str,
     ) -> None:
         self._target = target

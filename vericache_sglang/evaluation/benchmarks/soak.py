@@ -29,7 +29,7 @@ from vericache_sglang.evaluation.mixed_load import (
     SAMPLED,
     Asked,
     Client,
-    Seen,
+    LoadOutcome,
     ask_all,
     drawn,
     healthy,
@@ -170,7 +170,7 @@ async def _asked(
     requests: Iterator[Asked],
     wanted: dict[tuple[str, int], Answers],
 ) -> dict[str, Any]:
-    seen = Seen()
+    seen = LoadOutcome()
     held: dict[str, int] = {}
     memory: list[tuple[float, float]] = []
     most = options.requests or 10**12
