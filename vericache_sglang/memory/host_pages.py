@@ -6,7 +6,6 @@ import math
 import threading
 import weakref
 from bisect import bisect_right
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -105,15 +104,6 @@ class HostPages:
                 raise InvariantError("host pages are released more often than held")
             self.holds -= 1
             self._return(self._pages if self.freed and not self.holds else [])
-
-    @contextmanager
-    def held(self) -> Iterator[HostPages]:
-        """Hold them for a block of code: ``with pages.held():``."""
-        self.hold()
-        try:
-            yield self
-        finally:
-            self.release()
 
     def free(self) -> None:
         """Give them back to the pool, which has them once no copy holds them.
