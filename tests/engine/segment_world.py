@@ -31,8 +31,6 @@ LAYERS, HEADS, DIM = 2, 2, 4
 
 BITS = {2: torch.int16, 4: torch.int32}
 
-NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
-"""Signalling NaNs: whoever computes with one gets another."""
 
 MODULES = ("segment_slots", "segment_room", "cached_segments")
 """Modules of the engine that know how long a segment is, and not of SGLang."""
@@ -137,9 +135,7 @@ class SegmentWorld:
             made = raw.to(torch.uint8)
             # One bit less of the exponent: a store has finite entries only.
             made[..., self.bits.itemsize - 1 :: self.bits.itemsize] &= 0xBF
-            made = made.view(self.bits)
-            made[:, :, 0, :, 0] = NAN[dtype]
-            self._truths[name] = made
+            self._truths[name] = made.view(self.bits)
         return self._truths[name]
 
     def truth_scores(self, name):
