@@ -126,11 +126,11 @@ def test_profiling_under_load_harms_nobody(server, prompt, wanted, tmp_path):
     answers = []
     thread = asked(server, prompt, answers)
     body = {"output_dir": str(tmp_path), "activities": ["CPU"], "num_steps": 3}
-    status, text = ask(server, "/start_profile", body)
-    assert status == 200, text
+    assert b"Start profiling" in server.fetch("/start_profile", body)
     thread.join()
-    status, text = ask(server, "/stop_profile", {})
-    assert status in (200, 400, 500), text
+    # It has ended by itself after so many steps.
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        server.fetch("/stop_profile", {})
     assert answers[0]["text"].startswith(wanted)
     assert server.generate(prompt, **HEALTHY)["text"] == wanted
 
