@@ -134,9 +134,9 @@ def on_host(engine, rid="a", text="x", tokens=30, **options):
 
 
 def flip_a_bit(image):
-    """Damage the last layer of a raw image, or of a residual one."""
-    layer = image._regions[1] if hasattr(image, "_regions") else image.keys[1]
-    layer.view(torch.uint8).view(-1)[0] ^= 1
+    """Damage the last layer of an image in host memory."""
+    part = next(part for part in image._parts(1) if part.numel())
+    part.view(-1).view(torch.uint8)[:1] ^= 1
 
 
 ALL_KINDS = pytest.mark.parametrize(("codec", "selects"), KINDS)
