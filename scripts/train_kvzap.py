@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kvzap import fit, targets, texts
 from vericache_sglang.compression.kvzap_weights import write_weights
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

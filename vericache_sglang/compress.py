@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ def open_engine(options: argparse.Namespace) -> Any:
             "store_shared_folder": options.store_shared_folder,
         }
     )
-    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()
     import sglang

@@ -17,7 +17,7 @@ from vericache_sglang.compression.catalog import (
     find_method,
     known_names,
 )
-from vericache_sglang.compression.codecs.base import Extent
+from vericache_sglang.compression.codecs.base import PartShape
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
 from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.compressor import Compressor
@@ -26,7 +26,9 @@ from vericache_sglang.errors import VeriCacheError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXTENT = Extent(heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+PART_SHAPE = PartShape(
+    heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16
+)
 """The layer that sizes are given for."""
 
 TABLE_BITS = 4
@@ -39,8 +41,8 @@ name or name:option=value,option=value.
 bits      per element that stays on the device, scales and other overhead included
 transfer  share of the KV that a verification brings back
 
-Both with default options, for {EXTENT.tokens} tokens of {EXTENT.heads} KV heads of \
-{EXTENT.key_dim} in bfloat16;
+Both with default options, for {PART_SHAPE.tokens} tokens of {PART_SHAPE.heads} KV \
+heads of {PART_SHAPE.key_dim} in bfloat16;
 kvquant with {TABLE_BITS}-bit tables, split-planes without escapes (the KV decides \
 how many)."""
 
@@ -48,7 +50,7 @@ COLUMNS = ("name", "kind", "mode", "scenarios", "bits", "transfer", "needs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ListedMethod:
     """One method, as the listing shows it.
 
     Attributes:
@@ -101,7 +103,7 @@ class Row:
         return "\n".join([self.name, *lines])
 
 
-def rows() -> list[Row]:
+def rows() -> list[ListedMethod]:
     """Return every method that a line may name, sorted; loads third parties' code."""
     return [_row(name) for name in known_names()]
 
@@ -115,15 +117,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     listed = rows()
     if asked.json:
-        extent = asdict(EXTENT) | {"dtype": str(EXTENT.dtype).removeprefix("torch.")}
+        part_shape = asdict(PART_SHAPE) | {
+            "dtype": str(PART_SHAPE.dtype).removeprefix("torch.")
+        }
         methods = [asdict(row) for row in listed]
-        print(json.dumps({"extent": extent, "methods": methods}, indent=1))
+        print(json.dumps({"extent": part_shape, "methods": methods}, indent=1))
     else:
         print(HEADER, _table(listed), *(row.details() for row in listed), sep="\n\n")
     return 0
 
 
-def _row(name: str) -> Row:
+def _row(name: str) -> ListedMethod:
     """Describe one method; a third party's may fail, which is then its description."""
     origin = ""
     options: tuple[str, ...] = ()
@@ -133,17 +137,19 @@ def _row(name: str) -> Row:
         options = tuple(option.spelled() for option in method.options.values())
         example = _example(name)
     except (VeriCacheError, ImportError, AttributeError, TypeError) as error:
-        return Row(name=name, origin=origin, options=options, error=str(error))
+        return ListedMethod(name=name, origin=origin, options=options, error=str(error))
     about, codec = example.about, example.codec
-    return Row(
+    return ListedMethod(
         name=name,
         paper=about.paper,
         kind=about.kind,
         mode=about.mode,
         scenarios=about.scenarios,
         needs=_needs(example),
-        draft_bits=codec.draft_bits(EXTENT) if codec else 8.0 * EXTENT.dtype.itemsize,
-        transfer=codec.transfer_fraction(EXTENT) if codec else None,
+        draft_bits=codec.draft_bits(PART_SHAPE)
+        if codec
+        else 8.0 * PART_SHAPE.dtype.itemsize,
+        transfer=codec.transfer_fraction(PART_SHAPE) if codec else None,
         options=options,
         licence=about.licence,
         origin=origin,
@@ -159,7 +165,7 @@ def _example(name: str) -> Compressor:
 
 def _tables(name: str) -> dict[str, Any]:
     """Return the required options of a codec of ours."""
-    nowhere, columns = Path("example"), EXTENT.heads * EXTENT.key_dim
+    nowhere, columns = Path("example"), PART_SHAPE.heads * PART_SHAPE.key_dim
     if name == "kvquant":
         low, book = torch.zeros(1, columns), torch.zeros(1, 1 << TABLE_BITS)
         thresholds = low, low + 1
@@ -193,7 +199,7 @@ def _needs(compressor: Compressor) -> tuple[str, ...]:
     return tuple(filter(None, words))
 
 
-def _table(listed: Sequence[Row]) -> str:
+def _table(listed: Sequence[ListedMethod]) -> str:
     """Align the cells of all rows under their heads."""
     lines = [COLUMNS, *(row.cells() for row in listed)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -11,7 +11,7 @@ from vericache_sglang.config.cli import add_flags, given_values
 from vericache_sglang.config.files import load_config, to_yaml
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
-from vericache_sglang.planning.acceptance import Acceptance, Geometric, MissByKeep
+from vericache_sglang.planning.acceptance import AcceptanceCurve, Geometric, MissByKeep
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
 from vericache_sglang.planning.memory import (
     ledger,
@@ -25,8 +25,8 @@ from vericache_sglang.planning.plot import Curve, draw
 from vericache_sglang.planning.recommend import (
     DEFAULT_ACCEPTANCE,
     KEEPS,
+    ExpectedWorkload,
     Recommendation,
-    Workload,
     recommend,
     speedup_curve,
 )
@@ -103,7 +103,7 @@ def _require(args: argparse.Namespace, *names: str) -> None:
 def _memory(args: argparse.Namespace, rest: list[str]) -> str:
     """Return the memory ledger of the launcher's flags ``rest``."""
     # Compressors are torch's; the rest of this command does without it.
-    from vericache_sglang.engine.planned_memory import add_memory_flags, planned
+    from vericache_sglang.runtime.planned_memory import add_memory_flags, planned
 
     _require(args, "model", "gpu")
     parser = argparse.ArgumentParser(prog="plan --memory", allow_abbrev=False)
@@ -138,7 +138,7 @@ def _memory(args: argparse.Namespace, rest: list[str]) -> str:
 
 def _audited() -> str:
     """Return the memory of the audited deployments, side by side."""
-    from vericache_sglang.engine.planned_memory import AUDITED, planned
+    from vericache_sglang.runtime.planned_memory import AUDITED, planned
 
     found = {}
     for name, gpu, flags in AUDITED:
@@ -152,7 +152,7 @@ def _plan(args: argparse.Namespace) -> str:
     _require(args, "model", "gpu", "context", "output")
     model = find_model(args.model)
     machine = machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet)
-    workload = Workload(
+    workload = ExpectedWorkload(
         context_tokens=args.context,
         output_tokens=args.output,
         concurrency=args.concurrency,
@@ -188,7 +188,7 @@ def _keeps(given: list[float] | None) -> tuple[float, ...]:
 
 def _acceptance(
     survival: float | None, keeps: tuple[float, ...]
-) -> tuple[Acceptance, str]:
+) -> tuple[AcceptanceCurve, str]:
     carried = "carried to other keep shares as (1 - c) / c"
     if survival is None:
         published = f"p = {DEFAULT_ACCEPTANCE.survival:.3f}, 19 of 30 drafts"

@@ -21,10 +21,11 @@ def register() -> None:
         ConfigError: The settings in the environment are wrong.
     """
     from vericache_patches.apply import register_all
+    from vericache_sglang.attention import registry as attention_backends
     from vericache_sglang.config.files import active_config, is_disabled
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.engine import attention_backends, tiered_cache
-    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
+    from vericache_sglang.prefix_cache import tiered_cache
 
     define_missing_ops()
     attention_backends.register()
@@ -68,7 +69,7 @@ def _check_requests(draft_length: int) -> None:
 def _register_algorithm(config: Any) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from vericache_sglang.engine.algorithm import NAME, VeriCacheAlgorithm
+    from vericache_sglang.runtime.algorithm import NAME, VeriCacheAlgorithm
     from vericache_sglang.serving.start import check_start
 
     VeriCacheAlgorithm.refuse = staticmethod(partial(check_start, config))
@@ -79,7 +80,7 @@ def _register_algorithm(config: Any) -> None:
     )
     def worker_class(server_args: Any) -> Any:
         from vericache_patches.apply import require_applied
-        from vericache_sglang.engine.worker import VeriCacheWorker
+        from vericache_sglang.runtime.worker import VeriCacheWorker
 
         require_applied()
         return partial(VeriCacheWorker, config)

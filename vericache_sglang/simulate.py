@@ -21,7 +21,7 @@ from vericache_sglang.simulation.report import LABEL, as_json, section, table
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup
 from vericache_sglang.simulation.timeline import Timeline, draw
-from vericache_sglang.simulation.workload import Mix, closed_loop, poisson, trace
+from vericache_sglang.simulation.workload import RequestMix, closed_loop, poisson, trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _setup(options: argparse.Namespace, preset: Preset) -> Setup:
         host_bytes=options.host_gb * 1e9,
         precomputed=not options.prefill,
         reserve=options.reserve,
-        staged_complements=options.staged,
+        staged_residuals=options.staged,
         seed=options.seed,
     )
 
@@ -127,7 +127,7 @@ def _write(flag: str, file: str, text: str) -> None:
 def _workload(options: argparse.Namespace, accept: float) -> Workload:
     if options.trace:
         return trace(Path(options.trace), accept)
-    mix = Mix(
+    mix = RequestMix(
         contexts=tuple(options.context),
         output=options.output,
         accept=accept,

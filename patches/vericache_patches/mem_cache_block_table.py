@@ -11,7 +11,7 @@ def build_default_req_pool(original: Hook, configurator: Any, **sizes: int) -> A
     """Build our pool of block-table rows where VeriCache is on."""
     from sglang.srt.runtime_context import get_exec
 
-    from vericache_sglang.engine.block_table import block_table_pool
+    from vericache_sglang.runtime.block_table import block_table_pool
 
     context: int = configurator.model_config.context_len
     return block_table_pool(

@@ -18,7 +18,7 @@ def profile_available_bytes(
     found: int = original(configurator, pre_model_load_memory)
     if str(configurator.device).startswith("cpu"):
         return found  # --max-total-tokens sizes that pool
-    from vericache_sglang.engine.device_memory import reserved_bytes
+    from vericache_sglang.runtime.device_memory import reserved_bytes
 
     return found - reserved_bytes(found)
 

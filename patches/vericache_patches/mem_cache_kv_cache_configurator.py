@@ -22,8 +22,8 @@ def build_mha_kv_pool(
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from vericache_sglang.engine.staging_size import staging_slots, with_staging
-    from vericache_sglang.memory.sglang_pools import staged_pool_class
+    from vericache_sglang.kv.sglang_pools import staged_pool_class
+    from vericache_sglang.runtime.staging_size import staging_slots, with_staging
 
     slots = staging_slots(with_staging(max_total_num_tokens))
     if slots:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vericache_sglang.compression.kvzap_weights import Affine, Scorer
+from vericache_sglang.compression.kvzap_weights import AffineLayer, Scorer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,7 @@ def fit_linear(
         gram = centred.t() @ centred + alpha * torch.eye(x.shape[1]).double()
         weight = torch.linalg.solve(gram, centred.t() @ (y - y_mean)).t()
         bias = y_mean - weight @ x_mean
-        found.append(Scorer(Affine(weight.float(), bias.float())))
+        found.append(Scorer(AffineLayer(weight.float(), bias.float())))
     return found
 
 
@@ -116,7 +116,7 @@ class Mlps(nn.Module):
         """Return the regressors, copied."""
         parts = [self.weight0, self.bias0, self.weight2, self.bias2]
         return [
-            Scorer(Affine(weight2, bias2), Affine(weight0, bias0))
+            Scorer(AffineLayer(weight2, bias2), AffineLayer(weight0, bias0))
             for weight0, bias0, weight2, bias2 in zip(
                 *(part.detach().clone() for part in parts), strict=True
             )

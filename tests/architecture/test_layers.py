@@ -24,14 +24,14 @@ OFFENDERS = Path(__file__).with_name("offenders.json")
 CODE_FOLDERS = ("vericache_sglang", "kernels", "patches", "scripts")
 ROOMS = [
     *("registry", "errors", "demo_records", "provenance", "config", "compression"),
-    *("memory", "prefix_cache", "planning", "scheduling", "tiers", "simulation"),
-    *("observability", "engine", "serving"),
+    *("device", "sampling", "planning", "scheduling", "observability", "kv"),
+    *("prefix_cache", "simulation", "attention", "runtime", "platforms", "serving"),
     "plugin",
 ]
 # The doors; and the room that looks at a server from outside.
 ROOM_OF = {
     "__init__": "registry",
-    "plan": "engine",
+    "plan": "runtime",
     "simulate": "simulation",
     "compressors": "compression",
     "launch_server": "serving",
@@ -40,7 +40,7 @@ ROOM_OF = {
     "evaluation": "plugin",
     "bench": "plugin",
     "divergence": "plugin",
-    "calibrate": "engine",
+    "calibrate": "platforms",
 }
 LEAVES = {"evaluation", "calibrate"}
 """Nobody's foundation: only they import themselves."""
@@ -48,12 +48,17 @@ LEAF_DOORS = {"bench.py": "evaluation", "divergence.py": "evaluation"}
 """Commands that lead into one of them."""
 NO_TORCH = {
     *("registry", "errors", "demo_records", "provenance", "config", "planning"),
-    *("scheduling", "tiers", "simulation", "observability"),
+    *("scheduling", "simulation", "observability"),
 }
-SGLANG_ROOMS = {"engine", "serving", "plugin"}
+NO_TORCH_FILES = {
+    f"prefix_cache/{name}.py"
+    for name in ("columns", "eviction", "index", "restore_costs", "savings", "segment")
+}
+SGLANG_ROOMS = {"sampling", "attention", "runtime", "platforms", "serving", "plugin"}
 SGLANG_FILES = {
-    *("memory/sglang_pools.py", "memory/paged_allocator.py"),
+    *("kv/sglang_pools.py", "kv/query_tails.py", "kv/row_edit.py"),
     *("prefix_cache/store/backend.py", "prefix_cache/store/files.py"),
+    *("prefix_cache/tiered_cache.py", "prefix_cache/assembly.py"),
     *("observability/sinks.py", "observability/consistency_check.py"),
 }
 
@@ -81,7 +86,7 @@ def may_import(room: str, path: str, name: str) -> bool:
     if head == "sglang":
         return room in SGLANG_ROOMS or path in SGLANG_FILES
     if head == "torch":
-        return room not in NO_TORCH
+        return room not in NO_TORCH and path not in NO_TORCH_FILES
     if head == "vericache_patches":
         return path == "plugin.py"
     return True
@@ -127,23 +132,23 @@ def test_kernels_import_nothing_of_ours():
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("config/x.py", "import vericache_sglang.engine.loop"),
-        ("config/x.py", "from vericache_sglang import engine"),
-        ("memory/x.py", "def f():\n    from vericache_sglang.engine import loop"),
-        ("memory/x.py", "from .. import engine"),
-        ("memory/x.py", "import sglang"),
+        ("config/x.py", "import vericache_sglang.runtime.worker"),
+        ("config/x.py", "from vericache_sglang import runtime"),
+        ("kv/x.py", "def f():\n    from vericache_sglang.runtime import worker"),
+        ("kv/x.py", "from .. import runtime"),
+        ("kv/x.py", "import sglang"),
         ("scheduling/x.py", "import torch"),
         ("planning/x.py", "import torch"),
-        ("scheduling/x.py", "from vericache_sglang.engine import loop"),
-        ("tiers/x.py", "import torch"),
-        ("tiers/x.py", "from vericache_sglang.simulation import link"),
+        ("scheduling/x.py", "from vericache_sglang.runtime import worker"),
+        ("prefix_cache/index.py", "import torch"),
+        ("prefix_cache/x.py", "from vericache_sglang.simulation import link"),
         ("compression/x.py", "from sglang.srt import environ"),
-        ("engine/x.py", "from vericache_sglang import launch_server"),
+        ("runtime/x.py", "from vericache_sglang import launch_server"),
         ("serving/x.py", "import vericache_sglang.evaluation"),
         ("bench.py", "import vericache_sglang.calibrate"),
-        ("engine/x.py", "import vericache_sglang.calibrate"),
+        ("runtime/x.py", "import vericache_sglang.calibrate"),
         ("calibrate/x.py", "from vericache_sglang.serving import launch"),
-        ("engine/x.py", "import vericache_patches.apply"),
+        ("runtime/x.py", "import vericache_patches.apply"),
         ("launch_server.py", "from vericache_sglang import plugin"),
         ("helpers/x.py", ""),
     ],
@@ -158,8 +163,8 @@ def test_each_kind_of_fault_is_seen(tmp_path, path, code):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("memory/sglang_pools.py", "from sglang.srt.mem_cache import memory_pool"),
-        ("engine/x.py", "import torch, sglang\nimport vericache_kernels.copy"),
+        ("kv/sglang_pools.py", "from sglang.srt.mem_cache import memory_pool"),
+        ("runtime/x.py", "import torch, sglang\nimport vericache_kernels.copy"),
         ("plugin.py", "import vericache_patches.apply"),
         ("launch_server.py", "from vericache_sglang.serving.launch import main"),
         ("evaluation/x.py", "import vericache_sglang.config, torch"),

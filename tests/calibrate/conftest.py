@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 define_missing_ops()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.calibrate.acceptance import Rounds, read
 from vericache_sglang.calibrate.planes import Point, choose, grid, measure, speedup
-from vericache_sglang.compression.codecs.base import Extent
+from vericache_sglang.compression.codecs.base import PartShape
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import CompressionError, ConfigError
@@ -42,7 +42,7 @@ def test_bytes_and_errors_are_those_of_a_count_by_hand(tiny, prompt):
     for kv in reading.prompt_kv():
         keys, values = kv.keys.contiguous(), kv.values.contiguous()
         draft, residual = codec.encode(keys, values)
-        escapes += residual.extent.escapes
+        escapes += residual.part_shape.escapes
         for name, near, exact in zip(
             errors, codec.decode(draft), (keys, values), strict=True
         ):
@@ -62,8 +62,10 @@ def test_bytes_and_errors_are_those_of_a_count_by_hand(tiny, prompt):
 def test_a_lossy_codec_transfers_the_whole_kv(tiny, prompt):
     reading = read(tiny, prompt, 8, torch.bfloat16)
     point = measure(tiny, "kivi:bits=2,group=16,window=16", [reading] * 2, [4, 7])
-    extent = Extent(heads=2, tokens=30, key_dim=16, value_dim=16, dtype=torch.bfloat16)
-    bits = create_codec("kivi:bits=2,group=16,window=16").draft_bits(extent)
+    part_shape = PartShape(
+        heads=2, tokens=30, key_dim=16, value_dim=16, dtype=torch.bfloat16
+    )
+    bits = create_codec("kivi:bits=2,group=16,window=16").draft_bits(part_shape)
     assert point.transfer == 1
     assert point.keep == pytest.approx(bits / 16)
     assert set(point.rounds) == {4, 7}
@@ -77,7 +79,7 @@ def point(line="a", keep=0.25, transfer=0.5, **rounds):
     return Point(line, keep, transfer, 0.0, 0.0, found)
 
 
-def test_the_speedup_is_tokens_over_the_slower_of_reads_and_reloads():
+def test_the_speedup_is_tokens_over_the_slower_of_reads_and_prefetches():
     one = point(x16=150)  # 15 accepted of 16: 16 tokens a round
     # Reads: 16 / 4 + 1 = 5 of the full KV. Reload: 0.5 / 0.2 = 2.5 or 0.5 / 0.016.
     assert speedup(one, 16, 0.2) == pytest.approx(16 / 5)

@@ -14,8 +14,8 @@ from vericache_sglang.compression.budget import (
     budget_for,
     code_from,
     coded_rows,
-    complement_indices,
     keep_indices,
+    residual_indices,
 )
 from vericache_sglang.errors import CompressionError
 
@@ -58,7 +58,7 @@ def test_indices_equal_the_oracle(case):
 def test_kept_and_dropped_are_every_token_once(case):
     budget, rows = case
     kept = keep_indices(torch.tensor(rows, dtype=torch.float32), budget)
-    dropped = complement_indices(kept, budget.offered)
+    dropped = residual_indices(kept, budget.offered)
     assert dropped.shape == (2, budget.dropped)
     both = torch.cat([kept, dropped], dim=1).sort(dim=1).values
     assert both.tolist() == [list(range(budget.offered))] * 2

@@ -16,7 +16,7 @@ from vericache_sglang.compression.base import (
     Selector,
     Step,
 )
-from vericache_sglang.compression.codecs.base import Codec, Part, check_kv
+from vericache_sglang.compression.codecs.base import Codec, PartSpec, check_kv
 from vericache_sglang.compression.guard import CALLS, MOST_FAILURES, CompressorGuard
 
 HEADS, TOKENS, DIM, VOCABULARY = 2, 6, 4, 50
@@ -51,15 +51,15 @@ class Packed(Codec):
 
     name = "test-packed"
 
-    def draft_layout(self, extent):
-        shape = (extent.heads, extent.tokens)
+    def draft_layout(self, part_shape):
+        shape = (part_shape.heads, part_shape.tokens)
         return {
-            "k": (extent.dtype, (*shape, extent.key_dim)),
-            "v": (extent.dtype, (*shape, extent.value_dim)),
+            "k": (part_shape.dtype, (*shape, part_shape.key_dim)),
+            "v": (part_shape.dtype, (*shape, part_shape.value_dim)),
         }
 
     def _encode_draft(self, source):
-        return source.extent, {"k": source.keys, "v": source.values}
+        return source.part_shape, {"k": source.keys, "v": source.values}
 
     def _encode(self, source):
         whole = {"keys": source.keys, "values": source.values}
@@ -77,13 +77,13 @@ def made(call, part):
     """Make one call and return what came of it, once it is seen to be well-formed."""
     if call == "encode_draft":
         draft = part.encode_draft(KEYS, KEYS)
-        guards.require_layout(draft, part.draft_layout(draft.extent))
+        guards.require_layout(draft, part.draft_layout(draft.part_shape))
         return draft
     if call == "decode":
-        extent = codec_draft().extent
+        part_shape = codec_draft().part_shape
         keys, values = part.decode(codec_draft())
         for entries in (keys, values):
-            guards.require(entries, (HEADS, TOKENS, DIM), extent.dtype)
+            guards.require(entries, (HEADS, TOKENS, DIM), part_shape.dtype)
         return keys, values
     if call == "scores":
         scores = part.scores("r", 0, KEYS, KEYS, NOTHING)
@@ -106,7 +106,7 @@ def made(call, part):
     return getattr(part, call)("r")
 
 
-EXTENT = check_kv(KEYS, KEYS)
+PART_SHAPE = check_kv(KEYS, KEYS)
 
 
 def codec_draft():
@@ -133,7 +133,10 @@ FAULTS = [
     ("probes", lambda rid, prompt: [Probe((), 0, 1)]),
     ("probes", lambda rid, prompt: None),
     ("encode_draft", lambda keys, values, **given: None),
-    ("encode_draft", lambda keys, values, **given: Part("x", EXTENT, 0, None, {})),
+    (
+        "encode_draft",
+        lambda keys, values, **given: PartSpec("x", PART_SHAPE, 0, None, {}),
+    ),
     ("decode", lambda draft: (KEYS, KEYS[:, 1:])),
     ("decode", lambda draft: (KEYS.float(), KEYS.float())),
     ("decode", lambda draft: (KEYS,)),

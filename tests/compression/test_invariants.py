@@ -21,8 +21,8 @@ from vericache_sglang.compression.base import (
 from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
-    complement_indices,
     keep_indices,
+    residual_indices,
 )
 
 SPEC = ModelSpec(layers=2, query_heads=6, kv_heads=2, head_dim=8, hidden_size=12)
@@ -199,7 +199,7 @@ def test_kept_and_dropped_tokens_are_all_tokens_once(bound, name, options, data)
     protected = {*range(sinks), *range(OFFERED - recent, OFFERED)}
     for layer in scores:
         chosen = keep_indices(layer, Budget(OFFERED, kept, sinks, recent))
-        dropped = complement_indices(chosen, OFFERED)
+        dropped = residual_indices(chosen, OFFERED)
         assert chosen.shape == (SPEC.kv_heads, kept)
         for mine, theirs in zip(chosen.tolist(), dropped.tolist(), strict=True):
             assert mine == sorted(mine)

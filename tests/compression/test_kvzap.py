@@ -15,7 +15,7 @@ from vericache_sglang.compression.base import NOTHING, ModelSpec, Seen, Step
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.kvzap import KVzap
 from vericache_sglang.compression.kvzap_weights import (
-    Affine,
+    AffineLayer,
     Scorer,
     read_weights,
     write_weights,
@@ -32,7 +32,7 @@ def drawn_layers(width, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def affine(rows, columns):
-        return Affine(
+        return AffineLayer(
             torch.randn(rows, columns, generator=generator),
             torch.randn(rows, generator=generator),
         )

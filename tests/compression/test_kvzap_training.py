@@ -14,7 +14,7 @@ from kvzap import fit, targets, texts
 from vericache_sglang.compression.base import ModelSpec, Step
 from vericache_sglang.compression.kvzap import KVzap
 from vericache_sglang.compression.kvzap_weights import read_weights
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo-model"
 INPUTS, HEADS, DIM = 24, 2, 8

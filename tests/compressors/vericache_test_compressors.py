@@ -89,20 +89,20 @@ class Nonsense(Codec):
 
     name = "test-nonsense"
 
-    def draft_layout(self, extent):
-        return {"nothing": (torch.uint8, (extent.heads, extent.tokens, 1))}
+    def draft_layout(self, part_shape):
+        return {"nothing": (torch.uint8, (part_shape.heads, part_shape.tokens, 1))}
 
     def _encode_draft(self, source):
         keys = source.keys
         nothing = keys.new_zeros(*keys.shape[:2], 1, dtype=torch.uint8)
-        return source.extent, {"nothing": nothing}
+        return source.part_shape, {"nothing": nothing}
 
     def _decode(self, draft):
-        extent = draft.extent
-        shape = (extent.heads, extent.tokens)
+        part_shape = draft.part_shape
+        shape = (part_shape.heads, part_shape.tokens)
         return tuple(
-            torch.full((*shape, dim), torch.nan, dtype=extent.dtype)
-            for dim in (extent.key_dim, extent.value_dim)
+            torch.full((*shape, dim), torch.nan, dtype=part_shape.dtype)
+            for dim in (part_shape.key_dim, part_shape.value_dim)
         )
 
 
@@ -121,6 +121,6 @@ class FaultyCodec(Nonsense):
         return wrong or super()._encode_draft(source)
 
     def _decode(self, draft):
-        tried = draft.extent.tokens == TRIAL
+        tried = draft.part_shape.tokens == TRIAL
         wrong = not tried and self.call == "decode" and WAYS[self.how]()
         return wrong or super()._decode(draft)

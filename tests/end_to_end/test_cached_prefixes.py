@@ -11,7 +11,7 @@ import pytest
 from live_server import MODEL, LiveServer, fork
 
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 
 pytestmark = pytest.mark.server
 
@@ -80,9 +80,7 @@ def expect_nothing_held(server):
     return counters
 
 
-def test_a_shared_document_has_one_draft_part_and_one_complement(
-    roomy, plain, documents
-):
+def test_a_shared_document_has_one_draft_part_and_one_residual(roomy, plain, documents):
     prompts = questions(documents[0], 12)
     wanted = ids(plain.generate(prompts, **LONG))
     before = roomy.counters()
@@ -98,7 +96,7 @@ def test_a_shared_document_has_one_draft_part_and_one_complement(
     segments = 2700 // SEGMENT
     assert counters["cache_draft_slots"] == segments * KEPT
     token_bytes = counters["cache_host_bytes"] // (segments * (SEGMENT - KEPT))
-    assert counters["cache_complement_bytes"] < segments * SEGMENT * token_bytes
+    assert counters["cache_residual_bytes"] < segments * SEGMENT * token_bytes
     (tiers,) = roomy.get("/vericache/cache")
     assert tiers["device"]["draft_part_slots"] == segments * KEPT
     assert tiers["host"]["bytes"] == counters["cache_host_bytes"]
@@ -138,7 +136,7 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     roomy.settle()
     roomy.post("/flush_cache", {})
     counters = roomy.counters()
-    for name in ("segments", "draft_slots", "host_bytes", "complement_bytes"):
+    for name in ("segments", "draft_slots", "host_bytes", "residual_bytes"):
         assert counters[f"cache_{name}"] == 0
     assert cached(roomy.generate(documents[3], **LONG)) < SEGMENT
 

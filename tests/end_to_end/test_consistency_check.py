@@ -6,7 +6,7 @@ import time
 import pytest
 from live_server import MODEL, LiveServer, faulty
 
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.observability.consistency_check import REPLAY_PREFIX
 from vericache_sglang.serving.live_page import FRESH_S
 

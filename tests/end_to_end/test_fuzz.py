@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from live_server import MODEL, LiveServer
 
-from vericache_sglang.evaluation.attack import Tally, Target, attack, probe, streams
+from vericache_sglang.evaluation.attack import (
+    AttackTarget,
+    Tally,
+    attack,
+    probe,
+    streams,
+)
 from vericache_sglang.evaluation.benchmarks.fuzz import ENGINE, SETTINGS, probe_prompts
 from vericache_sglang.evaluation.fuzzing import draw
 from vericache_sglang.evaluation.systems import described
@@ -25,7 +31,7 @@ STREAMS = 100
 class Fuzzed:
     """What is left of a server after the attack."""
 
-    target: Target
+    target: AttackTarget
     tally: Tally
     ends: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -49,7 +55,7 @@ def fuzzed(tmp_path_factory, probes):
     flags = described("fuzzed", SETTINGS, engine).flags
     server = LiveServer(tmp_path_factory.mktemp("fuzzed"), *flags)
     try:
-        yield asyncio.run(under_attack(Target(server.wait()), probes))
+        yield asyncio.run(under_attack(AttackTarget(server.wait()), probes))
     finally:
         server.close()
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 import torch
 
 from vericache_sglang.compression.budget import Budget
-from vericache_sglang.engine.reloads import Reloads
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.ledger import Ledger
-from vericache_sglang.memory.splitting import as_bits
-from vericache_sglang.memory.staging import StagingRegion
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.ledger import Ledger
+from vericache_sglang.kv.prefetch import StagingPrefetcher
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.split_layers import as_bits
+from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
 from vericache_sglang.scheduling.link import LinkEstimate
@@ -35,7 +35,7 @@ GEOMETRY = KVGeometry(
 )
 
 
-class Reloading:
+class Prefetching:
     """Reloads of requests that have a complement each.
 
     Attributes:
@@ -52,7 +52,7 @@ class Reloading:
         self.estimate = LinkEstimate(1e9)
         self.link = LinkLog(self.estimate)
         self.transfers = ThreadTransfers(self.keys, self.values, gbps)
-        self.reloads = Reloads(
+        self.prefetches = StagingPrefetcher(
             StagingRegion(START, ROOM),
             self.transfers,
             self.host,
@@ -64,7 +64,7 @@ class Reloading:
 
     def read(self, rid):
         """Return the bits a verification of a request reads, by layer."""
-        spans = self.reloads.spans(rid)
+        spans = self.prefetches.spans(rid)
         slots = [slot for span in spans for slot in range(span.start, span.end)]
         return [
             [as_bits(buffer)[slots].tolist() for buffer in pair]
@@ -88,7 +88,7 @@ class Reloading:
 
     def bits(self, rid):
         """Return the bits of a request's complement, by layer."""
-        made = self.host.complement(rid)
+        made = self.host.residual(rid)
         return [
             [as_bits(side).tolist() for side in pair]
             for pair in zip(made.keys, made.values, strict=True)
@@ -96,11 +96,11 @@ class Reloading:
 
     def damage(self, rid, layer):
         """Flip a bit of a layer; again, and it is as it was."""
-        byte = self.host.complement(rid).values[layer].view(torch.uint8).view(-1)[5:6]
+        byte = self.host.residual(rid).values[layer].view(torch.uint8).view(-1)[5:6]
         byte ^= 1
 
     def start(self, rid, key=None):
-        return self.reloads.start(rid, key or rid, lambda layer: [])
+        return self.prefetches.start(rid, key or rid, lambda layer: [])
 
     def allow(self, *layers):
         """Let copies go on with these layers."""
@@ -117,24 +117,24 @@ def until(condition, seconds=120.0):
 
 
 @contextmanager
-def reloading(gbps=0.0, held=True):
-    """Open ``Reloading``; with ``held`` a layer is copied when it was allowed.
+def prefetching(gbps=0.0, held=True):
+    """Open ``Prefetching``; with ``held`` a layer is copied when it was allowed.
 
     Whoever checks a layer's bytes, the copy's thread, waits for that.
     """
-    world = Reloading(gbps)
-    verify = RawComplement.verify
+    world = Prefetching(gbps)
+    verify = RawResidual.verify
 
     def slow(self, layer):
         if held:
             world.let[layer].acquire()
         verify(self, layer)
 
-    RawComplement.verify = slow
+    RawResidual.verify = slow
     try:
         yield world
     finally:
-        RawComplement.verify = verify
+        RawResidual.verify = verify
         for layer in range(LAYERS):
             world.let[layer].release(50)
         world.transfers.close()

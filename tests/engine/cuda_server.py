@@ -16,9 +16,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_registry import get_spec
 
 from vericache_sglang import plugin
+from vericache_sglang.attention import registry as attention_backends
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine import attention_backends, tiered_cache
 from vericache_sglang.planning.models import CATALOGUE
+from vericache_sglang.prefix_cache import tiered_cache
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 define_missing_ops()
 sys.modules["sgl_kernel"] = ModuleType("sgl_kernel")
@@ -27,7 +27,7 @@ from ragged_world import DIM, HEADS, KV_HEADS, SCALING, WIDEST, World  # noqa: E
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend  # noqa: E402
 from test_graph_runner import LONGEST, Server, decode, mixed, on_the_host, tokens  # noqa: E402
 
-from vericache_sglang.engine.graph_runner import present  # noqa: E402
+from vericache_sglang.runtime.forward.graphs import present  # noqa: E402
 
 ROWS = [[1, 6, 1, 3], [6], [1, 2, 1, 1, 1, 1, 1, 1], [1] * 7]
 
@@ -101,7 +101,7 @@ def main():
                 if plain:
                     forward, same = (decode(parts, where, ids) for _ in range(2))
                 else:
-                    forward = mixed(world, parts, where, counts, ids, loose=2)
+                    forward = mixed(world, parts, where, counts, ids, pending_max=2)
                     same = on_the_host(mixed(world, parts, where, counts, ids))
                     present(forward, server.model)
                 if graphs:

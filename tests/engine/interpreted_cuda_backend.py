@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from ragged_world import KV_HEADS, World, layer, layout_batch, simple_batch
 
+from vericache_sglang.attention.packed_rows import DraftCodes
 from vericache_sglang.compression.codecs.kivi import KIVI
 from vericache_sglang.compression.codecs.kvquant import KVQuant
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
@@ -25,12 +26,11 @@ from vericache_sglang.compression.codecs.rotatekv import RotateKV
 from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.compression.codecs.turboquant import TurboQuant
-from vericache_sglang.engine.coded_rows import DraftCodes
-from vericache_sglang.engine.codes import Codes
-from vericache_sglang.engine.places import Places
-from vericache_sglang.engine.spec_input import VeriCacheSpecInput
-from vericache_sglang.engine.state import Layout
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.handles import KVHandles
+from vericache_sglang.kv.packed_drafts import Codes
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
 DIM, EXACT, WHOLE, LAYER, POSITIONS = 32, 9, 45, 1, 900
 CODED, FEW = {0: 544, 3: 96}, {0: 64, 3: 32}
@@ -92,8 +92,8 @@ class Coded:
     def __init__(self, codec, queries, coded, alike=False):
         self.world = world = World(DIM)
         host = SimpleNamespace(dtype=torch.float32)
-        places = Places(GEOMETRY, world.pool, world.table, host, None)
-        codes = Codes(codec, places)
+        handles = KVHandles(GEOMETRY, world.pool, world.table, host, None)
+        codes = Codes(codec, handles)
         free = torch.randperm(499 - FIRST_CODES, generator=world.random) + FIRST_CODES
         lengths = [EXACT if i in coded else WHOLE for i in range(len(queries))]
         where, parts = world.list_rows(lengths, FIRST_CODES)
@@ -113,14 +113,14 @@ class Coded:
                     packed=state,
                     table_row=int(where[i]),
                     prefix=len(parts[i]) - n,
-                    loose=2,
+                    pending_max=2,
                     columns=range(n),
                 )
             )
         self.plain = simple_batch("TARGET_VERIFY", where, parts, queries)
         self.plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
         self.batch = layout_batch(where, parts, queries, [sum(queries)])
-        self.drafts = DraftCodes(codes, places, POSITIONS)
+        self.drafts = DraftCodes(codes, handles, POSITIONS)
         self.batch.spec_info.coded = self.drafts.of(rows)
         self.tokens = world.tokens(sum(queries))
 

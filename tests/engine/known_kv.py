@@ -5,8 +5,8 @@ NaN payloads are among the bits, so that one entry in the wrong place shows.
 
 import torch
 
-from vericache_sglang.engine.upload import send
-from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.device.upload import send
+from vericache_sglang.kv.split_layers import as_bits
 
 LAYERS, HEADS, DIM = 2, 2, 16
 """Heads of 16 numbers: the least that kernels take."""

@@ -36,9 +36,9 @@ class World:
     """
 
     def __init__(self, dim=DIM, rows=12, seed=0):
-        from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
-        from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
-        from vericache_sglang.memory.sglang_pools import staged_pool_class
+        from vericache_sglang.attention.cpu_backend import SlotRunAttnBackend
+        from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
+        from vericache_sglang.kv.sglang_pools import staged_pool_class
 
         self.random = torch.Generator().manual_seed(seed)
         self.dim = dim
@@ -125,7 +125,7 @@ def layout_batch(where, parts, queries, grid):
     )
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+    from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
     layout = RaggedVerifyLayout.from_verify_lens(
         verify_lens_cpu=queries, device="cpu", grid=grid
@@ -155,9 +155,9 @@ def layout_batch(where, parts, queries, grid):
 def coded_rows(begins, exact=0):
     """Return rows with as many slots of codes; a segment for every coded one."""
     from vericache_kernels.packed_attention import KIVIStep
-    from vericache_sglang.engine.code_readers import Images
-    from vericache_sglang.engine.codec_steps import CodecStep
-    from vericache_sglang.engine.coded_rows import CodedRows
+    from vericache_sglang.attention.codec_steps import CodecStep
+    from vericache_sglang.attention.packed_readers import Images
+    from vericache_sglang.attention.packed_rows import CodedRows
 
     segments = [int(begin > 0) for begin in begins]
     return CodedRows(
@@ -211,7 +211,7 @@ class Runner:
     def __init__(self, world, batch_sizes):
         from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
-        from vericache_sglang.engine.graph_runner import MixedGraphRunner
+        from vericache_sglang.runtime.forward.graphs import MixedGraphRunner
 
         self.world, self.backend = world, world.ragged
         self.rows = max(batch_sizes)

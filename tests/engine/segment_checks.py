@@ -8,9 +8,9 @@ from known_kv import HEADS, LAYERS, in_order
 from segment_world import SHORT
 from tiny_checks import TinyChecks
 
-from vericache_sglang.engine.state import Layout
-from vericache_sglang.memory.splitting import as_bits
-from vericache_sglang.tiers.segment import Tier
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.kv.split_layers import as_bits
+from vericache_sglang.prefix_cache.segment import Tier
 
 
 class SegmentChecks(TinyChecks):
@@ -22,7 +22,7 @@ class SegmentChecks(TinyChecks):
 
     def all(self):
         super().all()
-        self.shelf()
+        self.draft_pool()
         self.contents()
         self.host_bytes()
         self.index()
@@ -31,7 +31,7 @@ class SegmentChecks(TinyChecks):
         """A row's own slots, and behind them the shelf's where it borrows."""
         state, engine = request.state, self._engine
         parts = state.parts
-        if parts is None or parts.shelved is None:
+        if parts is None or parts.shared_slots is None:
             super().row(request)
             return
         row = engine.table[state.req.kv.req_pool_idx]
@@ -40,22 +40,24 @@ class SegmentChecks(TinyChecks):
             kv.holds(row[:body], text, in_order(body))
             self.behind(request, row[body : body + len(request.decoded) + request.tail])
         else:
-            assert parts.borrowed == len(parts.shelved)
-            assert row[: parts.borrowed].tolist() == parts.shelved.tolist()
+            assert parts.shared_count == len(parts.shared_slots)
+            assert row[: parts.shared_count].tolist() == parts.shared_slots.tolist()
             super().row(request)
-        kv.holds(parts.shelved, text, parts.kept)
-        shelf = engine.segments.shelf
-        listed = [shelf.get(name).slots.tolist() for name in parts.segments]
-        assert list(chain(*listed)) == parts.shelved.tolist(), "as the shelf has it"
+        kv.holds(parts.shared_slots, text, parts.kept)
+        draft_pool = engine.segments.draft_pool
+        listed = [draft_pool.get(name).slots.tolist() for name in parts.segments]
+        assert list(chain(*listed)) == parts.shared_slots.tolist(), (
+            "as the shelf has it"
+        )
 
-    def shelf(self):
+    def draft_pool(self):
         """Every slot of the shelf is nobody else's; users are those who list it."""
-        engine, shelf = self._engine, self._engine.segments.shelf
+        engine, draft_pool = self._engine, self._engine.segments.draft_pool
         states = [request.state for request in engine.requests.values()]
         users = [
             name
             for state in states
-            if state.parts is not None and state.parts.shelved is not None
+            if state.parts is not None and state.parts.shared_slots is not None
             for name in state.parts.segments
         ]
         free = set(engine.allocator.get_all_free_pages().tolist())
@@ -72,7 +74,7 @@ class SegmentChecks(TinyChecks):
             others |= pages
         used = idle = 0
         for name in engine.truths:
-            part = shelf.get(name)
+            part = draft_pool.get(name)
             count = users.count(name)
             if part is None:
                 assert not count, "a row lists what is not on the shelf"
@@ -83,7 +85,7 @@ class SegmentChecks(TinyChecks):
             others |= pages
             used += len(part.slots) if count else 0
             idle += 0 if count else len(part.slots)
-        assert (used, idle) == (shelf.used_slots, shelf.idle_slots)
+        assert (used, idle) == (draft_pool.used_slots, draft_pool.idle_slots)
 
     def contents(self):
         """Every part of a segment is what it should be, wherever it lies."""
@@ -97,7 +99,7 @@ class SegmentChecks(TinyChecks):
         for each in segments._slots.all():
             yield each.name, engine.kv.at(each.slots), _every(len(each.slots))
         for name in engine.truths:
-            part, rest = segments.shelf.get(name), segments.complements.get(name)
+            part, rest = segments.draft_pool.get(name), segments.residuals.get(name)
             if part is not None:
                 yield name, engine.kv.at(part.slots), part.kept.cpu()
             if rest is not None:
@@ -120,10 +122,10 @@ class SegmentChecks(TinyChecks):
         """Every page in use is a request's, a complement's or a copy's."""
         engine, segments = self._engine, self._engine.segments
         engine.pool_of_host.check()
-        found = [segments.complements.get(name) for name in engine.truths]
+        found = [segments.residuals.get(name) for name in engine.truths]
         held = sum(each.held_bytes for each in found if each is not None)
-        total = engine.residence.host.held_bytes + held + engine.pool_of_host.used_bytes
-        page_pool = engine.residence.page_pool
+        total = engine.placement.host.held_bytes + held + engine.pool_of_host.used_bytes
+        page_pool = engine.placement.page_pool
         assert total == page_pool.used_bytes - page_pool.leaving_bytes
         states = [request.state for request in engine.requests.values()]
         referring = {
@@ -135,30 +137,30 @@ class SegmentChecks(TinyChecks):
         assert set(segments._referring) <= set(engine.requests)
         assert set(segments._listing) <= set(engine.requests)
         for name in engine.truths:
-            assert segments.complements.is_held(name) == (name in referring)
+            assert segments.residuals.is_held(name) == (name in referring)
 
     def _refers(self, state):
         """Say whether a request's complement is that of its segments."""
-        if state.layout not in (Layout.KEPT, Layout.PARKED):
+        if state.layout not in (Layout.KEPT, Layout.SWAPPED):
             return False
-        return self._engine.residence.host.group_of(state.rid).startswith("segments-")
+        return self._engine.placement.host.group_of(state.rid).startswith("segments-")
 
     def index(self):
         """What nobody holds on the host can be found by whoever needs the room."""
         engine, segments = self._engine, self._engine.segments
         for name in engine.truths:
             known = segments._index.get(name)
-            rest = name in segments.complements
+            rest = name in segments.residuals
             whole = segments.copies.has_whole(name)
-            loose = rest and not segments.complements.is_held(name)
-            if loose or whole:
+            pending_max = rest and not segments.residuals.is_held(name)
+            if pending_max or whole:
                 assert known is not None, "bytes of the host that nobody finds"
                 assert known.content.is_in(Tier.HOST), known
             if known is not None and known.content.draft is not None:
                 assert rest, "a split segment without a complement"
                 host = segments.copies.has_draft_on_host(name)
                 below = Tier.HOST if host else Tier.GONE
-                where = Tier.DEVICE if name in segments.shelf else below
+                where = Tier.DEVICE if name in segments.draft_pool else below
                 assert known.content.draft.tier is where, "a draft part elsewhere"
             elif known is not None and known.content.is_in(Tier.HOST):
                 assert whole, "a copy that is not there"

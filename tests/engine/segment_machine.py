@@ -10,7 +10,7 @@ from hypothesis.stateful import (
 )
 from segment_world import KEPT, SHORT, SegmentWorld, attach_store, fetched
 
-from vericache_sglang.tiers.segment import Tier
+from vericache_sglang.prefix_cache.segment import Tier
 
 SLOTS = 96
 
@@ -100,34 +100,34 @@ class SegmentMachine(RuleBasedStateMachine):
             return
         self.enter(names[: stop // SHORT], fresh)
 
-    @rule(text=texts, complements=st.booleans())
-    def split(self, text, complements):
+    @rule(text=texts, residuals=st.booleans())
+    def split(self, text, residuals):
         """A request of a text lists shared draft parts, and maybe their complements."""
         names, world = named(text), self.world
         if self.in_tree(names) < len(names) or self.damaged & set(names):
             return
-        parts = {n: world.draft(n) for n in names if n not in world.copies.shelf}
+        parts = {n: world.draft(n) for n in names if n not in world.copies.draft_pool}
         drafts = [part for part in parts.values() if part is not None]
         with self.segments.kept_back(names):
-            rests = [n for n in names if complements and n not in world.complements]
+            rests = [n for n in names if residuals and n not in world.residuals]
             opened = {}
             if len(drafts) == len(parts):
-                opened = self.segments.open_complements(rests, SHORT - KEPT, KEPT)
+                opened = self.segments.open_residuals(rests, SHORT - KEPT, KEPT)
             if len(drafts) < len(parts) or opened is None:
                 for part in drafts:
                     world.give(part.slots)
                 return
-            for name, complement in opened.items():
-                world.fill(name, complement)
+            for name, residual in opened.items():
+                world.fill(name, residual)
                 self.segments.save_scores(name, world.truth_scores(name))
             for name, part in parts.items():
-                world.copies.shelf.add(name, part)
+                world.copies.draft_pool.add(name, part)
         self.requests += 1
         rid = f"r{self.requests}"
         self.segments.settle(names)
         self.segments.use(rid, names)
         self.listing[rid] = names
-        if complements:
+        if residuals:
             self.segments.refer(rid, names)
             self.referring[rid] = names
 
@@ -161,9 +161,12 @@ class SegmentMachine(RuleBasedStateMachine):
     @rule()
     def take_all_the_room(self):
         """What is said to be evictable is what can be freed."""
-        used, loose = self.world.page_pool.used_bytes, self.segments.evictable_bytes
+        used, pending_max = (
+            self.world.page_pool.used_bytes,
+            self.segments.evictable_bytes,
+        )
         self.segments.make_room(10**9)
-        assert used - self.world.page_pool.used_bytes == loose
+        assert used - self.world.page_pool.used_bytes == pending_max
         assert self.segments.evictable_bytes == 0
 
     @rule()
@@ -193,7 +196,7 @@ class SegmentMachine(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 30))
     def evict_drafts(self, slots):
-        idle, free = self.world.copies.shelf.idle_slots, len(self.world.free)
+        idle, free = self.world.copies.draft_pool.idle_slots, len(self.world.free)
         freed = self.segments.evict_drafts(slots)
         assert freed >= min(slots, idle)
         assert len(self.world.free) - free >= freed
@@ -222,7 +225,7 @@ class SegmentMachine(RuleBasedStateMachine):
     def on_host(self, name):
         copies = self.world.copies
         held = copies.has_whole(name) or copies.has_draft_on_host(name)
-        return held or name in self.world.complements
+        return held or name in self.world.residuals
 
     @invariant()
     def nothing_leaks(self):
@@ -230,11 +233,11 @@ class SegmentMachine(RuleBasedStateMachine):
         self.segments.check()
         world.page_pool.check()
         world.pool.check()
-        rests = [world.complements.get(name) for name in self.seen]
+        rests = [world.residuals.get(name) for name in self.seen]
         held = sum(rest.held_bytes for rest in rests if rest is not None)
         assert world.page_pool.used_bytes == world.pool.used_bytes + held
-        shelf = world.copies.shelf
-        parts = {n: shelf.get(n) for n in self.seen if n in shelf}
+        draft_pool = world.copies.draft_pool
+        parts = {n: draft_pool.get(n) for n in self.seen if n in draft_pool}
         owned = [slot for part in parts.values() for slot in part.slots.tolist()]
         owned += [slot for slots in self.tree.values() for slot in slots.tolist()]
         assert sorted([*owned, *world.free]) == list(range(SLOTS))
@@ -249,7 +252,7 @@ class SegmentMachine(RuleBasedStateMachine):
             assert torch.equal(world.at(slots), world.truth(name))
         self.damaged = {n for n in self.damaged if self.on_host(n)}
         for name in self.seen:
-            part = world.copies.shelf.get(name)
+            part = world.copies.draft_pool.get(name)
             if part is not None:
                 found = world.at(part.slots)
                 assert torch.equal(found, world.of(name, world.kept(name)))
@@ -260,7 +263,7 @@ class SegmentMachine(RuleBasedStateMachine):
     def whole_on_host(self, name):
         """What the host has is the truth."""
         world = self.world
-        rest = world.complements.get(name)
+        rest = world.residuals.get(name)
         if rest is not None:
             both = (rest.keys.view(world.bits), rest.values.view(world.bits))
             wanted = world.of(name, world.away(name))
@@ -280,9 +283,9 @@ class SegmentMachine(RuleBasedStateMachine):
         world = self.world
         referred = {name for names in self.referring.values() for name in names}
         for name in self.seen:
-            assert world.complements.is_held(name) == (name in referred)
-            loose = name in world.complements and name not in referred
-            if loose or world.copies.has_whole(name):
+            assert world.residuals.is_held(name) == (name in referred)
+            pending_max = name in world.residuals and name not in referred
+            if pending_max or world.copies.has_whole(name):
                 known = self.segments._index.get(name)
                 assert known is not None
                 assert known.content.is_in(Tier.HOST)
@@ -294,4 +297,4 @@ class SegmentMachine(RuleBasedStateMachine):
         assert self.world.page_pool.used_bytes == 0
         assert self.segments.evictable_bytes == 0
         self.segments.evict_drafts(SLOTS)
-        assert len(self.world.copies.shelf) == 0
+        assert len(self.world.copies.draft_pool) == 0

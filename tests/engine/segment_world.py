@@ -5,21 +5,21 @@ from types import SimpleNamespace
 import torch
 from storages import HeldStore
 
-from vericache_sglang.engine.cached_segments import CachedSegments
-from vericache_sglang.engine.draft_shelf import DraftPart
-from vericache_sglang.engine.places import Places
-from vericache_sglang.engine.segment_copies import SegmentCopies
-from vericache_sglang.engine.segment_room import Identity
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.segment_complements import SegmentComplements
-from vericache_sglang.memory.segment_pool import SegmentPool
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.handles import KVHandles
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
+from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+from vericache_sglang.prefix_cache.draft_segments import DraftPart
+from vericache_sglang.prefix_cache.host_pool import SegmentPool
+from vericache_sglang.prefix_cache.restore_costs import Prices
+from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
+from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
+from vericache_sglang.prefix_cache.segment_room import Identity
 from vericache_sglang.prefix_cache.store.keys import Fingerprint
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
-from vericache_sglang.tiers.prices import Prices
 
 SHORT = 8
 """Tokens of a segment in these tests."""
@@ -80,7 +80,7 @@ class Scores:
 def shorten_segments(monkeypatch, more=()):
     """Make segments short, in the modules that took the constant over."""
     for module in (*MODULES, *more):
-        monkeypatch.setattr(f"vericache_sglang.engine.{module}.SEGMENT", SHORT)
+        monkeypatch.setattr(f"vericache_sglang.prefix_cache.{module}.SEGMENT", SHORT)
 
 
 class SegmentWorld:
@@ -111,17 +111,17 @@ class SegmentWorld:
         self.page_pool = HostPagePool(host, 64, pinned=False)
         store = HostStore(geometry, dtype, self.page_pool)
         transfers = ThreadTransfers(pool.k_buffer, pool.v_buffer, 0.0)
-        self.places = Places(geometry, pool, torch.zeros(1, 1), store, transfers)
+        self.handles = KVHandles(geometry, pool, torch.zeros(1, 1), store, transfers)
         self.pool = SegmentPool(self.page_pool)
-        self.complements = SegmentComplements(
-            lambda *counts: RawComplement(geometry, *counts, dtype, self.page_pool),
-            RawComplement.free,
+        self.residuals = SegmentResiduals(
+            lambda *counts: RawResidual(geometry, *counts, dtype, self.page_pool),
+            RawResidual.free,
         )
-        self.copies = SegmentCopies(self.places, self.pool, self.complements)
+        self.copies = SegmentCopies(self.handles, self.pool, self.residuals)
         self.scores = self.copies.scores = Scores(slots)
         self.free = set(range(slots))
         self.segments = CachedSegments(
-            self.copies, self.places, IDENTITY, self.give, lambda: PRICES
+            self.copies, self.handles, IDENTITY, self.give, lambda: PRICES
         )
         self._random = torch.Generator().manual_seed(1)
         self._truths = {}
@@ -129,7 +129,7 @@ class SegmentWorld:
     def truth(self, name):
         """Return what a segment's KV is: bits [L, 2, SHORT, H, D]."""
         if name not in self._truths:
-            dtype = self.places.host.dtype
+            dtype = self.handles.host.dtype
             shape = (LAYERS, 2, SHORT, HEADS, DIM * dtype.itemsize)
             raw = torch.randint(0, 256, shape, generator=self._random)
             made = raw.to(torch.uint8)
@@ -212,23 +212,23 @@ class SegmentWorld:
         self.put(slots, self.of(name, self.kept(name)))
         return DraftPart(slots, self.kept(name))
 
-    def fill(self, name, complement):
+    def fill(self, name, residual):
         """Fill a new complement as a split does."""
         kept, bits = self.kept(name), self.of(name, self.away(name))
-        dtype = self.places.host.dtype
-        complement.describe(kept, kept[..., :0])
+        dtype = self.handles.host.dtype
+        residual.describe(kept, kept[..., :0])
         for layer in range(LAYERS):
-            complement.write(layer, *bits[layer].view(dtype))
+            residual.write(layer, *bits[layer].view(dtype))
 
     def split(self, name):
         """Put a segment's draft part on the shelf, and its complement on the host."""
-        self.copies.shelf.add(name, self.draft(name))
-        self.fill(name, self.complements.open(name, SHORT - KEPT, KEPT))
+        self.copies.draft_pool.add(name, self.draft(name))
+        self.fill(name, self.residuals.open(name, SHORT - KEPT, KEPT))
         assert self.copies.save_scores(name, self.truth_scores(name))
 
     def damage(self, name):
         """Flip a bit of what the host has of a segment."""
-        rest = self.complements.get(name)
+        rest = self.residuals.get(name)
         if rest is not None:
             rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
         for copy in self.pool.names():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.engine.accept import accepted_tokens
+from vericache_sglang.sampling.accept import accepted_tokens
 
 
 def model(text: tuple[int, ...]) -> int:

@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.budget import Budget
-from vericache_sglang.engine.agreement import Agreement
-from vericache_sglang.engine.common_host import CommonHost
-from vericache_sglang.engine.reloads import Progress
-from vericache_sglang.engine.sampling.profile import Profile, Rule
 from vericache_sglang.errors import InvariantError, LostKVError, TransferError
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.prefetch import Progress
+from vericache_sglang.runtime.tp_host import TensorParallelHost
+from vericache_sglang.runtime.tp_sync import TensorParallelSync
+from vericache_sglang.sampling.profile import Profile, SamplingRule
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Plan,
     Residency,
     Shape,
-    Split,
+    SwapOut,
     Verify,
     World,
 )
@@ -48,16 +48,16 @@ def ranks(tmp_path_factory):
 
 
 def agreed(group, measured=None, **more):
-    return Agreement(measured or Estimates(), group, most_reloads=8, **more)
+    return TensorParallelSync(measured or Estimates(), group, most_prefetches=8, **more)
 
 
 # -- what is agreed on ----------------------------------------------------------
 
 
-def hear(group, rank, host_slots, reloads):
-    agreement = agreed(group)
-    heard = agreement.hear(host_slots[rank], reloads[rank])
-    return heard.host_slots, heard.reloads
+def hear(group, rank, host_slots, prefetches):
+    tp_sync = agreed(group)
+    reported = tp_sync.hear(host_slots[rank], prefetches[rank])
+    return reported.host_slots, reported.prefetches
 
 
 @settings(max_examples=40)
@@ -71,11 +71,11 @@ def hear(group, rank, host_slots, reloads):
     ),
     st.lists(st.integers(0, 10**12), min_size=3, max_size=3),
 )
-def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, reloads, host_slots):
+def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, prefetches, host_slots):
     """Arrived on all, failed on any; room is what the fullest rank has."""
-    ranks_of = zip(*reloads, strict=True)
+    ranks_of = zip(*prefetches, strict=True)
     wanted = [next(one for one in Progress if one in each) for each in ranks_of]
-    answers = ranks.call(hear, host_slots, reloads)
+    answers = ranks.call(hear, host_slots, prefetches)
     assert answers == [(min(host_slots), tuple(wanted))] * 3
 
 
@@ -87,10 +87,10 @@ def measure(group, rank):
     measured.link.observe(10**3, 1e-5 * (rank + 1), "out")
     measured.split_s.observe(1e-5 * (rank + 1))
     measured.iteration.iteration_s.observe(0.02 * (rank + 1))
-    agreement = agreed(group, measured)
-    before = agreement.estimates.report()
-    agreement.hear(1, [])
-    return before, agreement.estimates.report(), measured.report()
+    tp_sync = agreed(group, measured)
+    before = tp_sync.estimates.report()
+    tp_sync.hear(1, [])
+    return before, tp_sync.estimates.report(), measured.report()
 
 
 def test_every_rank_plans_by_what_rank_0_measured(ranks):
@@ -109,11 +109,11 @@ def test_every_rank_plans_by_what_rank_0_measured(ranks):
 
 def test_a_rank_that_is_alone_plans_by_what_it_measures():
     measured = Estimates()
-    alone = Agreement(measured, strict=True)
+    alone = TensorParallelSync(measured, strict=True)
     assert alone.estimates is measured
     assert alone.leads
-    heard = alone.hear(7, [ARRIVED, TRAVELLING])
-    assert (heard.host_slots, heard.reloads) == (7, (ARRIVED, TRAVELLING))
+    reported = alone.hear(7, [ARRIVED, TRAVELLING])
+    assert (reported.host_slots, reported.prefetches) == (7, (ARRIVED, TRAVELLING))
     assert (alone.first(3.5), alone.mean_of_all(2.5), alone.most(4)) == (3.5, 2.5, 4)
     assert alone.mean_of_all(None) is None
     assert alone.every(True)
@@ -121,16 +121,16 @@ def test_a_rank_that_is_alone_plans_by_what_it_measures():
 
 
 def combine(group, rank):
-    agreement = agreed(group)
+    tp_sync = agreed(group)
     values = (0.25, 0.5, 0.125)
-    assert agreement.leads is (rank == 0)
+    assert tp_sync.leads is (rank == 0)
     return (
-        agreement.first(values[rank]),
-        agreement.mean_of_all(values[rank]),
-        agreement.mean_of_all(None if rank == 1 else values[rank]),
-        agreement.most((4, 9, 2)[rank]),
-        agreement.every(rank != 1),
-        agreement.every(True),
+        tp_sync.first(values[rank]),
+        tp_sync.mean_of_all(values[rank]),
+        tp_sync.mean_of_all(None if rank == 1 else values[rank]),
+        tp_sync.most((4, 9, 2)[rank]),
+        tp_sync.every(rank != 1),
+        tp_sync.every(True),
     )
 
 
@@ -138,7 +138,7 @@ def test_single_values_are_combined(ranks):
     assert ranks.call(combine) == [(0.25, 0.875 / 3, None, 9, False, True)] * 3
 
 
-def test_ranks_with_other_reloads_are_found_out(ranks):
+def test_ranks_with_other_prefetches_are_found_out(ranks):
     answers = ranks.call(hear, (1, 1, 1), ([ARRIVED], [ARRIVED], []))
     assert all(isinstance(answer, InvariantError) for answer in answers)
 
@@ -160,22 +160,22 @@ def test_plans_are_compared_under_the_strict_checks_only(ranks):
 
 def draw(group, rank):
     """Return the keys of a request that drew one, again, and of ones that did not."""
-    agreement = agreed(group)
+    tp_sync = agreed(group)
     keys = []
     for rule, seed in (
-        (Rule.COUPLED, None),
-        (Rule.COUPLED, None),
-        (Rule.REJECTION, None),
-        (Rule.COUPLED, 5),
-        (Rule.SEEDED, None),
-        (Rule.GREEDY, None),
+        (SamplingRule.COUPLED, None),
+        (SamplingRule.COUPLED, None),
+        (SamplingRule.REJECTION, None),
+        (SamplingRule.COUPLED, 5),
+        (SamplingRule.SEEDED, None),
+        (SamplingRule.GREEDY, None),
     ):
         state = SimpleNamespace(
             rid="a",
             req=SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)),
             profile=Profile(rule, seed=1000 + rank),
         )
-        agreement.same_noise(state)
+        tp_sync.same_noise(state)
         assert state.profile.rule is rule
         keys.append(state.profile.seed)
     return keys
@@ -201,19 +201,19 @@ def store(budget=10**6):
 
 
 def filled(host, rid, content):
-    complement = host.open(rid, SIZE)
-    complement.keys.fill_(content)
-    complement.values.fill_(content)
-    complement.kept.zero_()
-    for layer in range(complement.layers):
-        complement.seal(layer)
-    return complement
+    residual = host.open(rid, SIZE)
+    residual.keys.fill_(content)
+    residual.values.fill_(content)
+    residual.kept.zero_()
+    for layer in range(residual.layers):
+        residual.seal(layer)
+    return residual
 
 
 def share_all(group, rank, contents):
     """Save one complement after the other; return what each refers to."""
     host = store()
-    common = CommonHost(agreed(group), host, lambda state: SIZE)
+    common = TensorParallelHost(agreed(group), host, lambda state: SIZE)
     names = {}
     for rid, content in enumerate(contents):
         if content is None:
@@ -227,7 +227,7 @@ def share_all(group, rank, contents):
     return names
 
 
-def test_complements_are_shared_where_every_rank_has_them_equal(ranks):
+def test_residuals_are_shared_where_every_rank_has_them_equal(ranks):
     one, two, mixed = (1, 1, 1), (2, 2, 2), (1, 1, 3)
     answers = ranks.call(share_all, [one, two, one, mixed, mixed, two])
     assert answers == [answers[0]] * 3
@@ -239,7 +239,7 @@ def test_complements_are_shared_where_every_rank_has_them_equal(ranks):
     assert groups["4"] not in (groups["0"], groups["3"])
 
 
-def test_a_complement_that_left_is_shared_with_nobody(ranks):
+def test_a_residual_that_left_is_shared_with_nobody(ranks):
     one = (1, 1, 1)
     answers = ranks.call(share_all, [one, None, one, one])
     assert answers == [answers[0]] * 3
@@ -249,7 +249,7 @@ def test_a_complement_that_left_is_shared_with_nobody(ranks):
 def share_damaged(group, rank, damaged_on):
     """Save two equal complements; a bit of the first flips before the second comes."""
     host = store()
-    common = CommonHost(agreed(group), host, lambda state: SIZE)
+    common = TensorParallelHost(agreed(group), host, lambda state: SIZE)
     first = filled(host, "0", 1.0)
     common.share("0")
     if rank == damaged_on:
@@ -282,17 +282,19 @@ def test_whatever_is_equal_where_the_ranks_share_the_same(ranks, contents):
 def ask(group, rank, kind, fault_on):
     """Ask for a move that rank ``fault_on`` cannot make."""
     full = store(budget=64) if kind == "room" and rank == fault_on else store()
-    common = CommonHost(agreed(group), full, lambda state: SIZE)
-    state = SimpleNamespace(rid="a", parts=None, row_length=10, loose=0, drafted=0)
+    common = TensorParallelHost(agreed(group), full, lambda state: SIZE)
+    state = SimpleNamespace(
+        rid="a", parts=None, row_length=10, pending_max=0, drafted=0
+    )
     if kind == "room":
-        moves = Split("a", Residency.HOST), Offload("a"), Park("a")
+        moves = Compress("a", Residency.HOST), Offload("a"), SwapOut("a")
         return [common.permits(move, state) for move in moves]
-    complement = filled(full, "a", 1.0)
+    residual = filled(full, "a", 1.0)
     if rank == fault_on:
-        complement.keys[1, 3, 0, 2] = 2.0
+        residual.keys[1, 3, 0, 2] = 2.0
     joins = common.joins(state)
     try:
-        return joins, common.permits(Pin("a"), state)
+        return joins, common.permits(Load("a"), state)
     except TransferError as error:
         return joins, str(error)
 
@@ -307,7 +309,7 @@ def test_a_move_is_made_by_all_ranks_or_by_none(ranks, fault_on):
 
 
 def settle(group, rank, outcomes):
-    return CommonHost(agreed(group), store(), None).settles(*outcomes[rank])
+    return TensorParallelHost(agreed(group), store(), None).settles(*outcomes[rank])
 
 
 MADE, REFUSED, LOST = (True, False), (False, False), (False, True)
@@ -337,9 +339,9 @@ def test_what_some_ranks_alone_could_copy_is_lost_on_all(ranks, outcomes, answer
 def serve(group, rank, seed, listens):
     """Run the scheduler over a machine that is another one on every rank."""
     shared, own = Random(seed), Random(1000 * seed + rank)
-    agreement = agreed(group) if listens else Agreement(Estimates())
-    measured = agreement.measured
-    agreement.hear(10**6, [])
+    tp_sync = agreed(group) if listens else TensorParallelSync(Estimates())
+    measured = tp_sync.measured
+    tp_sync.hear(10**6, [])
     config = RuntimeSettings(
         residency="host",
         draft_length=6,
@@ -347,7 +349,7 @@ def serve(group, rank, seed, listens):
         staging_slots=700,
         token_bytes=2048,
     )
-    runtime = Runtime(config, agreement.estimates)
+    runtime = Runtime(config, tp_sync.estimates)
     plans, coming = [], {}
     for iteration in range(60):
         if iteration % 6 == 0 and len(runtime.tracks) < 6:
@@ -364,15 +366,15 @@ def serve(group, rank, seed, listens):
                 seen.append(ARRIVED if wait <= 0 else TRAVELLING)
         measured.iteration.iteration_s.observe(own.uniform(0.5e-3, 20e-3))
         measured.link.observe(10**6, own.uniform(1e-4, 1e-2), "in")
-        heard = agreement.hear(own.randrange(10**5, 10**6), seen)
-        progress = dict(zip(coming, heard.reloads, strict=True))
+        reported = tp_sync.hear(own.randrange(10**5, 10**6), seen)
+        progress = dict(zip(coming, reported.prefetches, strict=True))
         at = {
             state: [r for r, p in progress.items() if p == state] for state in Progress
         }
         coming = {rid: coming[rid] - 1 for rid in at[TRAVELLING]}
         world = World(
             free_slots=10**5,
-            host_slots=heard.host_slots,
+            host_slots=reported.host_slots,
             rows=max(1, len(runtime.tracks)),
             arrived=tuple(at[ARRIVED]),
             failed=tuple(at[FAILED]),
@@ -398,7 +400,7 @@ def serve(group, rank, seed, listens):
 def test_plans_are_the_same_however_the_ranks_differ(ranks, seed):
     answers = ranks.call(serve, seed, True)
     assert answers[0] == answers[1] == answers[2]
-    assert sum("StageIn" in plan for plan in answers[0]) >= 5
+    assert sum("Prefetch" in plan for plan in answers[0]) >= 5
     assert sum("Verify" in plan for plan in answers[0]) >= 5
 
 

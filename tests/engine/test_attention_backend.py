@@ -16,8 +16,8 @@ class World:
     """A KV pool, a row table with two shadow rows, and random rows in them."""
 
     def __init__(self, lengths):
-        from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
-        from vericache_sglang.memory.sglang_pools import staged_pool_class
+        from vericache_sglang.attention.cpu_backend import SlotRunAttnBackend
+        from vericache_sglang.kv.sglang_pools import staged_pool_class
 
         random = torch.Generator().manual_seed(0)
         self.pool = staged_pool_class(0)(
@@ -194,7 +194,7 @@ def test_registering_twice_adds_one_name():
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from vericache_sglang.engine.attention_backends import create_backend, register
+    from vericache_sglang.attention.registry import create_backend, register
 
     register()
     register()
@@ -228,7 +228,7 @@ def real_batch(world, queries, packed):
     """Present the rows as ``build_forward`` does, as SGLang's own ``ForwardBatch``."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+    from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
     plain = world.batch("TARGET_VERIFY", queries)
     batch = ForwardBatch(
@@ -254,8 +254,8 @@ def pack_row(world, codec, row, seed):
     Returns:
         Slots they take, what decodes them by layer, and that as [H, t, D] pairs.
     """
-    from vericache_sglang.memory.code_slots import CodeLayout
-    from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.kv.code_slots import CodeLayout
+    from vericache_sglang.kv.geometry import KVGeometry
 
     geometry = KVGeometry(
         layers=2,
@@ -362,7 +362,7 @@ def test_sglang_s_copy_of_a_batch_keeps_what_is_on_its_spec_info_alone():
 
 
 def test_a_relay_has_no_packed_rows():
-    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+    from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
     one, other = VeriCacheSpecInput(2), VeriCacheSpecInput(2)
     one.packed[0] = (3, lambda layer: [])

@@ -18,12 +18,12 @@ from storages import MemoryStorage
 from tiny_engine import opened
 
 from vericache_sglang.planning.hardware import GB
-from vericache_sglang.scheduling.plan import Residency, Split
+from vericache_sglang.scheduling.plan import Compress, Residency
 from vericache_sglang.simulation.costs import Costs
 from vericache_sglang.simulation.policies import policies
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup
-from vericache_sglang.simulation.workload import Mix, closed_loop
+from vericache_sglang.simulation.workload import RequestMix, closed_loop
 
 pytestmark = pytest.mark.sglang
 
@@ -61,9 +61,9 @@ def tables(found, path="", seen=None):
 
 def test_the_walk_sees_what_grows():
     with opened() as engine:
-        before = tables(engine.residence)
-        engine.residence._outgoing.append("a")
-        grown = tables(engine.residence)
+        before = tables(engine.placement)
+        engine.placement._outgoing.append("a")
+        grown = tables(engine.placement)
     assert grown == {**before, "._outgoing": 1}
 
 
@@ -76,12 +76,12 @@ def test_requests_of_an_engine_leave_nothing_behind(to):
             state = engine.admit(rid, f"x{i % 3}", 30, insertable=i % 4 > 0)
             assert state is not None
             if i % 4 == 0:
-                assert engine.move(Split(rid, to), rid)
+                assert engine.move(Compress(rid, to), rid)
             engine.abort(rid) if i % 3 else engine.finish(rid)
-            engine.residence.poll_outgoing()  # as every plan does
+            engine.placement.poll_outgoing()  # as every plan does
             if i in (200, 1999):
                 engine.evict()
-                lengths.append(tables(engine.residence))
+                lengths.append(tables(engine.placement))
         assert lengths[0] == lengths[1]
 
 
@@ -98,7 +98,7 @@ def test_10000_requests_of_the_scheduler_leave_nothing_behind():
         link_bytes_per_s=1e9,
         link_latency_s=0.0,
     )
-    mix = Mix(contexts=(100, 300), output=7, accept=0.8, spread=0.2, share=2)
+    mix = RequestMix(contexts=(100, 300), output=7, accept=0.8, spread=0.2, share=2)
     setup = Setup(costs=costs, workload=closed_loop(mix, 10_000, concurrency=16))
     server = SimulatedServer(setup, policies(0.25)["staggered"])
     server.run()

@@ -9,10 +9,10 @@ from segment_world import SHORT, shorten_segments
 from tiny_segments import tiered
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.ledger import Ledger
-from vericache_sglang.scheduling.plan import Residency, Split
-from vericache_sglang.tiers.index import SegmentIndex
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.ledger import Ledger
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.scheduling.plan import Compress, Residency
 
 pytestmark = pytest.mark.sglang
 
@@ -22,7 +22,7 @@ TOKENS = 4 * SHORT
 @pytest.fixture(autouse=True, scope="module")
 def short_segments():
     with pytest.MonkeyPatch.context() as patch:
-        shorten_segments(patch, ("segment_splitter", "segment_writer", "tiered_cache"))
+        shorten_segments(patch, ("compress_segments", "segment_writer", "tiered_cache"))
         yield
 
 
@@ -81,9 +81,9 @@ def test_the_cache_is_dropped_and_requests_go_on(engine, name, caplog):
         # Every bit is compared where it is admitted, verified and finished.
         assert engine.admit(f"r{i}", "xz"[i % 2], TOKENS) is not None
         if i == 2:
-            engine.move(Split(f"r{i}", Residency.DEVICE), f"r{i}")
+            engine.move(Compress(f"r{i}", Residency.DEVICE), f"r{i}")
             engine.verify(f"r{i}", 1)
-        engine.residence.check(engine.requests)
+        engine.placement.check(engine.requests)
         engine.finish(f"r{i}")
         engine.evict()
     assert engine.segments.counters.inconsistencies > 0
@@ -95,7 +95,7 @@ def test_the_cache_is_dropped_and_requests_go_on(engine, name, caplog):
     assert engine.segments.active, "after a flush they are cached again"
     seen = engine.segments.counters.inconsistencies
     engine.admit("last", "x", TOKENS)
-    engine.residence.check(engine.requests)
+    engine.placement.check(engine.requests)
     engine.finish("last")
     assert engine.segments.counters.inconsistencies == seen
 
@@ -104,7 +104,7 @@ def test_tests_see_what_does_not_add_up(engine):
     engine.segments.strict = True
     corrupt_totals(engine)
     with pytest.raises(InvariantError, match="totals are"):
-        engine.residence.check(engine.requests)
+        engine.placement.check(engine.requests)
     assert engine.segments.active
 
 
@@ -114,4 +114,4 @@ def test_a_lost_device_is_no_matter_of_the_cache(engine):
 
     engine.monkeypatch.setattr(SegmentIndex, "check", lost)
     with pytest.raises(torch.AcceleratorError):
-        engine.residence.check(engine.requests)
+        engine.placement.check(engine.requests)

@@ -100,18 +100,18 @@ def test_a_kept_back_segment_does_not_give_way():
     assert world.page_pool.used_bytes == 0
 
 
-def test_without_room_for_all_complements_none_is_opened():
+def test_without_room_for_all_residuals_none_is_opened():
     world = SegmentWorld(host=1500)
-    assert world.segments.open_complements(["a", "b", "c"], 5, 3) is None
-    assert (len(world.complements), world.page_pool.used_bytes) == (0, 0)
-    assert len(world.segments.open_complements(["a", "b"], 5, 3)) == 2
+    assert world.segments.open_residuals(["a", "b", "c"], 5, 3) is None
+    assert (len(world.residuals), world.page_pool.used_bytes) == (0, 0)
+    assert len(world.segments.open_residuals(["a", "b"], 5, 3)) == 2
 
 
-def test_older_segments_give_way_to_new_complements():
+def test_older_segments_give_way_to_new_residuals():
     world = SegmentWorld(host=2200)
     world.segments.leaving(registered(world, ["a", "ab"]))
     assert world.copies.restorable("ab")
-    assert world.segments.open_complements(["c", "cd", "cde"], 5, 3) is not None
+    assert world.segments.open_residuals(["c", "cd", "cde"], 5, 3) is not None
     assert not world.copies.restorable("ab")
     world.segments.check()
 
@@ -131,7 +131,7 @@ def test_a_segment_that_nothing_leads_to_takes_no_room():
     """Its parent found no room; it would, since its draft part holds some of it."""
     world = SegmentWorld(host=1000)
     slots = registered(world, ["a", "ab"])
-    world.copies.shelf.add("ab", world.draft("ab"))
+    world.copies.draft_pool.add("ab", world.draft("ab"))
     world.segments.use("r", ["ab"])
     world.segments.leaving(slots)
     assert world.segments.reach(["a", "ab"], 0) == 0
@@ -150,7 +150,7 @@ def test_draft_parts_leave_the_device_but_not_those_somebody_lists():
     free = len(world.free)
     assert world.segments.evict_drafts(100) == 2 * KEPT
     assert len(world.free) == free + 2 * KEPT
-    assert "b" in world.copies.shelf
+    assert "b" in world.copies.draft_pool
     assert world.copies.has_draft_on_host("a")
     world.segments.release("r")
     assert world.segments.evict_drafts(1) == KEPT
@@ -202,6 +202,6 @@ def test_what_a_user_of_a_draft_part_needs_is_no_room():
 def test_a_wrong_count_is_noticed():
     world = SegmentWorld()
     world.split("a")
-    world.complements.hold(["a"])
+    world.residuals.hold(["a"])
     with pytest.raises(InvariantError, match="1 holders for 0 uses"):
         world.segments.check()

@@ -6,14 +6,14 @@ import pytest
 import torch
 from simulated_cuda import simulated
 
-from vericache_sglang.engine.calibration import measure_link, starting_coefficients
-from vericache_sglang.engine.places import Places
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.staging import StagingRegion
-from vericache_sglang.memory.transfers import open_transfers
+from vericache_sglang.kv.calibration import measure_link, starting_coefficients
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.handles import KVHandles
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.transfers import open_transfers
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.link import LinkEstimate
 
@@ -27,18 +27,18 @@ def pool(slots, where=torch.clone):
     return SimpleNamespace(k_buffer=keys, v_buffer=values)
 
 
-def places(gbps, where=torch.clone, host_bytes=1 << 21):
+def handles(gbps, where=torch.clone, host_bytes=1 << 21):
     made = pool(6000, where)
     page_pool = HostPagePool(host_bytes, 1 << 10, pinned=where is not torch.clone)
     host = HostStore(GEOMETRY, torch.float32, page_pool)
     transfers = open_transfers(made.k_buffer, made.v_buffer, gbps)
-    return Places(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
+    return KVHandles(GEOMETRY, made, torch.zeros(1, 1), host, transfers)
 
 
 def test_the_emulated_link_is_found_out_and_the_region_given_back():
     region = StagingRegion(3000, 3000)
     link = LinkEstimate(8e9)
-    measure_link(places(0.1), region, link)
+    measure_link(handles(0.1), region, link)
     for direction in ("in", "out"):
         assert link.bytes_per_s(1 << 21, direction) <= 0.1e9 * 1.01
         assert link.bytes_per_s(1 << 10, direction) <= 0.1e9 * 1.01
@@ -49,7 +49,7 @@ def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
     """A block the host made has no stream to be kept for."""
     with simulated(seed=1) as device:
         device.runs = True
-        made = places(0.0, device.put)
+        made = handles(0.0, device.put)
         region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
         measure_link(made, region, link)
         made.transfers.close()
@@ -63,7 +63,7 @@ def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
 @pytest.mark.parametrize(("slots", "nbytes"), [(16, 1 << 21), (3000, 1 << 13)])
 def test_without_room_to_time_the_start_is_left(slots, nbytes):
     link, region = LinkEstimate(8e9), StagingRegion(3000, slots)
-    measure_link(places(0.0, host_bytes=nbytes), region, link)
+    measure_link(handles(0.0, host_bytes=nbytes), region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
     assert region.used == 0
 
@@ -75,7 +75,7 @@ def test_a_link_that_fails_is_reported_and_leaves_the_start(caplog):
         def done(self):
             raise TransferError("layer 0")
 
-    broken = places(0.0)
+    broken = handles(0.0)
     broken.transfers.start = lambda image, lease, drafts: Failing()
     region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
     measure_link(broken, region, link)

@@ -14,6 +14,8 @@ from vericache_kernels.packed_attention import (
     RotateKVStep,
     SplitPlanesStep,
 )
+from vericache_sglang.attention import codec_steps
+from vericache_sglang.attention.codec_steps import codec_step, rope_table
 from vericache_sglang.compression.codecs.kivi import KIVI
 from vericache_sglang.compression.codecs.kvquant import KVQuant
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
@@ -22,9 +24,7 @@ from vericache_sglang.compression.codecs.rotatekv import RotateKV
 from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.compression.codecs.turboquant import TurboQuant
-from vericache_sglang.engine import codec_steps
-from vericache_sglang.engine.codec_steps import codec_step, rope_table
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv.geometry import KVGeometry
 
 pytestmark = pytest.mark.sglang
 

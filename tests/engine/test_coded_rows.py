@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ragged_world import coded_rows
 
 from vericache_kernels.ragged_attention import RaggedRows
-from vericache_sglang.engine.coded_rows import coded_forward
+from vericache_sglang.attention.packed_rows import coded_forward
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,13 +11,13 @@ pytest.importorskip("sglang")
 
 from vericache_sglang.compression.budget import Budget, budget_for
 from vericache_sglang.compression.codecs.catalog import create_codec
-from vericache_sglang.engine.codes import Codes
-from vericache_sglang.engine.places import Places
-from vericache_sglang.engine.state import Layout, Parts
 from vericache_sglang.errors import CompressionError
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.segments import SEGMENT
-from vericache_sglang.memory.splitting import pick
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.handles import KVHandles
+from vericache_sglang.kv.packed_drafts import Codes
+from vericache_sglang.kv.request import Layout, Parts
+from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.kv.split_layers import pick
 
 pytestmark = pytest.mark.sglang
 
@@ -44,8 +44,8 @@ def codes_of(line=LINES[0], page=1, dtype=torch.bfloat16):
     pool = SimpleNamespace(k_buffer=list(buffers[0]), v_buffer=list(buffers[1]))
     table = torch.zeros(5, SLOTS, dtype=torch.int32)
     host = SimpleNamespace(dtype=dtype)
-    places = Places(geometry, pool, table, host, None)
-    return Codes(create_codec(line).without_tail(), places), places
+    handles = KVHandles(geometry, pool, table, host, None)
+    return Codes(create_codec(line).without_tail(), handles), handles
 
 
 @given(
@@ -60,7 +60,7 @@ def codes_of(line=LINES[0], page=1, dtype=torch.bfloat16):
 def test_whole_blocks_are_packed_into_whole_pages(
     pages, keep, sinks, recent, page, line
 ):
-    codes, places = codes_of(line, page)
+    codes, handles = codes_of(line, page)
     plain = budget_for(pages * page, keep, sinks, recent, page)
     budget = codes.complete(plain)
     assert codes.block % page == codes.block % codes.codec.needs.token_align == 0
@@ -73,25 +73,25 @@ def test_whole_blocks_are_packed_into_whole_pages(
     assert budget.slots % page == 0
     assert (budget.code_slots == 0) is (budget.coded == 0)
     # A codec's bits, not more slots than that takes: a page is lost at most.
-    raw = places.geometry.token_bytes // LAYERS
+    raw = handles.geometry.token_bytes // LAYERS
     if budget.coded:
-        bits = codes.codec.draft_bits(_extent(codes, places, budget.coded))
+        bits = codes.codec.draft_bits(_part_shape(codes, handles, budget.coded))
         bytes_used = budget.code_slots * raw
         wanted = bits / 16 * budget.coded * raw
         segments = -(-budget.coded // SEGMENT)
         assert bytes_used < wanted + (segments * 1.5 + page) * raw + segments * 200
 
 
-def _extent(codes, places, tokens):
-    from vericache_sglang.compression.codecs.base import Extent
+def _part_shape(codes, handles, tokens):
+    from vericache_sglang.compression.codecs.base import PartShape
 
-    geometry = places.geometry
-    return Extent(
+    geometry = handles.geometry
+    return PartShape(
         heads=geometry.kv_heads,
         tokens=tokens,
         key_dim=DIM,
         value_dim=DIM,
-        dtype=places.host.dtype,
+        dtype=handles.host.dtype,
     )
 
 
@@ -110,7 +110,7 @@ def test_a_verification_brings_back_what_the_codec_left_out(line, share):
     assert codes.transfer_fraction == share
 
 
-def split_request(places, codes, layout, seed=0, coded=SEGMENT + 64):
+def split_request(handles, codes, layout, seed=0, coded=SEGMENT + 64):
     """Pack tokens, each head others, into slots that are nowhere in order."""
     generator = torch.Generator().manual_seed(seed)
     offered = coded + 30
@@ -119,12 +119,12 @@ def split_request(places, codes, layout, seed=0, coded=SEGMENT + 64):
     slots = torch.randperm(SLOTS, generator=generator)
     draft, body = slots[: budget.slots], slots[budget.slots :][:offered]
     kv = torch.randn(2, LAYERS, offered, HEADS, DIM, generator=generator)
-    kv = kv.to(places.host.dtype)
+    kv = kv.to(handles.host.dtype)
     order = torch.rand(LAYERS, HEADS, offered, generator=generator).argsort()
     chosen = order[..., : budget.kept].sort().values
     packed = chosen[..., 4 : 4 + coded]
     row = draft if layout is Layout.KEPT else torch.cat([body, draft])
-    places.table[OWN, : len(row)] = row.to(torch.int32)
+    handles.table[OWN, : len(row)] = row.to(torch.int32)
     for layer in range(LAYERS):
         pair = (pick(side[layer], packed[layer]) for side in kv)
         parts = codes.encode(layer, *pair, packed[layer])
@@ -150,8 +150,8 @@ def each_segment(kv, packed, layer):
 @pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
 @pytest.mark.parametrize("line", LINES)
 def test_segments_decode_to_what_the_codec_makes_of_these_tokens(line, layout):
-    codes, places = codes_of(line)
-    state, kv, packed = split_request(places, codes, layout)
+    codes, handles = codes_of(line)
+    state, kv, packed = split_request(handles, codes, layout)
     read = codes.segments(state)
     for layer in range(LAYERS):
         segments = read(layer)
@@ -167,8 +167,8 @@ def test_segments_decode_to_what_the_codec_makes_of_these_tokens(line, layout):
 def test_drafts_join_with_their_residuals(layout):
     from dataclasses import replace
 
-    codes, places = codes_of()
-    state, kv, packed = split_request(places, codes, layout)
+    codes, handles = codes_of()
+    state, kv, packed = split_request(handles, codes, layout)
     read = codes.drafts(state)
     for layer in range(LAYERS):
         wanted = each_segment(kv, packed, layer)
@@ -176,26 +176,28 @@ def test_drafts_join_with_their_residuals(layout):
             assert part.layer == layer
             assert torch.equal(part.positions, where.to(torch.int32))
             _, residual = codes.codec.encode(*pair, layer=layer, positions=where)
-            joined = codes.codec.join(replace(part, extent=residual.extent), residual)
+            joined = codes.codec.join(
+                replace(part, part_shape=residual.part_shape), residual
+            )
             for found, whole in zip(joined, pair, strict=True):
                 assert torch.equal(found.view(torch.int16), whole.view(torch.int16))
 
 
 def test_a_reader_reads_the_slots_of_when_it_was_made():
     """A reload reads on while a plan moves the request, whose row is then relisted."""
-    codes, places = codes_of()
-    state, _, _ = split_request(places, codes, Layout.KEPT)
+    codes, handles = codes_of()
+    state, _, _ = split_request(handles, codes, Layout.KEPT)
     drafts, segments = codes.drafts(state), codes.segments(state)
     before = segments(1)[0]()
     bits = [part.tensors for part in drafts(1)]
-    places.table[OWN] = 0
+    handles.table[OWN] = 0
     assert torch.equal(segments(1)[0]()[0], before[0])
     for tensors, old in zip((part.tensors for part in drafts(1)), bits, strict=True):
         assert all(torch.equal(tensors[name], old[name]) for name in old)
 
 
 def test_nothing_packed_is_nothing_to_read():
-    codes, places = codes_of()
+    codes, handles = codes_of()
     budget = codes.complete(Budget(60, 30, 4, 4))
     assert (budget.coded, budget.code_slots) == (0, 0)
     none = torch.zeros(LAYERS, HEADS, 0, dtype=torch.int32)
@@ -207,7 +209,7 @@ def test_nothing_packed_is_nothing_to_read():
     nothing = codes.encode(0, kv[:0], kv[:0], none[0].long())
     assert nothing == []
     codes.put(0, torch.zeros(0, dtype=torch.int64), nothing)
-    assert not any(buffer.any() for buffer in places.pool.k_buffer)
+    assert not any(buffer.any() for buffer in handles.pool.k_buffer)
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -10,12 +10,12 @@ from tiny_selector import Noted
 
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import CompressionError
-from vericache_sglang.scheduling.plan import Residency, Split
+from vericache_sglang.scheduling.plan import Compress, Residency
 
 pytestmark = pytest.mark.sglang
 
 PLANES = "split-planes:exponent_bits=4,mantissa_bits=3,block=4"
-TO_HOST, TO_DEVICE = Split("a", Residency.HOST), Split("a", Residency.DEVICE)
+TO_HOST, TO_DEVICE = Compress("a", Residency.HOST), Compress("a", Residency.DEVICE)
 
 
 def fail(*given, **named):
@@ -42,30 +42,30 @@ def test_its_request_is_told_and_the_next_one_is_split(
 
     monkeypatch.setattr(owner, call, now_and_then)
     with opened(codec=codec, selects=selects) as engine:
-        residence = engine.residence
+        placement = engine.placement
         state = engine.admit("a", "x", 34)
-        residence.budget(state)
+        placement.budget(state)
         with pytest.raises(CompressionError, match="its compressor failed"):
             engine.move(move, "a")
-        residence.guard.give_up("a")
-        residence.check(engine.requests)
+        placement.guard.give_up("a")
+        placement.check(engine.requests)
         engine.abort("a")
         broken.clear()
-        residence.check(engine.requests)
-        assert residence.host.used_bytes == 0
-        held = residence.report()
+        placement.check(engine.requests)
+        assert placement.host.used_bytes == 0
+        held = placement.report()
         assert held["compressor_failures"] == 1
         assert held[f"compressor_errors_{call.removeprefix('_')}"] >= 1
         again = engine.admit("a", "y", 34)
         assert engine.move(move, "a")
-        assert residence.guard.sound("a")
+        assert placement.guard.sound("a")
         if not codec:
             scores = engine.kv.truth("y")[1]
             best = torch.topk(scores[0, 0, 2:31], 12).indices.sort().values + 2
             assert again.split.kept[0, 0, 2:14].tolist() == best.tolist()
         engine.verify("a", 2)
         engine.finish("a")
-        residence.check(engine.requests)
+        placement.check(engine.requests)
 
 
 def test_a_draft_part_that_cannot_be_decoded_reads_as_zeros(monkeypatch):
@@ -73,11 +73,11 @@ def test_a_draft_part_that_cannot_be_decoded_reads_as_zeros(monkeypatch):
         state = engine.admit("a", "x", 34)
         assert engine.move(TO_HOST, "a")
         monkeypatch.setattr(SplitPlanes, "_decode", fail)
-        (segment,) = engine.residence.codes.segments(state)(0)
+        (segment,) = engine.placement.codes.segments(state)(0)
         keys, values = segment()
         assert not keys.any()
         assert not values.any()
-        assert engine.residence.report()["compressor_errors_decode"] == 1
+        assert engine.placement.report()["compressor_errors_decode"] == 1
         monkeypatch.undo()
         engine.verify("a", 2)
         engine.finish("a")

@@ -12,13 +12,13 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 
-from vericache_sglang.engine.control_gate import (
+from vericache_sglang.observability.consistency_check import REPLAY_PREFIX
+from vericache_sglang.runtime.control_requests import (
     MOST_ITERATIONS,
     ControlGate,
     may_change_answers,
     needs_idle,
 )
-from vericache_sglang.observability.consistency_check import REPLAY_PREFIX
 
 pytestmark = pytest.mark.sglang
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sglang
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_platform_is_for_machines_without_a_gpu(monkeypatch, has_gpu):
-    from vericache_sglang.engine.cpu_platform import activate
+    from vericache_sglang.platforms.cpu.platform import activate
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     assert (activate() is None) is has_gpu
@@ -23,7 +23,7 @@ def test_the_class_it_names_is_complete(monkeypatch):
 
     from sglang.srt.platforms.interface import SRTPlatform
 
-    from vericache_sglang.engine.cpu_platform import activate
+    from vericache_sglang.platforms.cpu.platform import activate
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     platform = pkgutil.resolve_name(activate())()
@@ -38,7 +38,7 @@ def test_the_class_it_names_is_complete(monkeypatch):
 def test_our_backend_is_the_default_only(asked, chosen):
     from types import SimpleNamespace
 
-    from vericache_sglang.engine.cpu_device import VeriCacheCpuPlatform
+    from vericache_sglang.platforms.cpu.device import VeriCacheCpuPlatform
 
     args = SimpleNamespace(
         attention_backend="amx", _raw_input={"attention_backend": asked}
@@ -50,7 +50,11 @@ def test_our_backend_is_the_default_only(asked, chosen):
 def test_every_rank_gets_cores_unless_the_user_says_which(monkeypatch):
     from types import SimpleNamespace
 
-    from vericache_sglang.engine.cpu_device import CORES, VeriCacheCpuPlatform, cores_of
+    from vericache_sglang.platforms.cpu.device import (
+        CORES,
+        VeriCacheCpuPlatform,
+        cores_of,
+    )
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3})
     assert cores_of(2) == "2,5|3"
@@ -70,7 +74,8 @@ def test_every_rank_gets_cores_unless_the_user_says_which(monkeypatch):
 def test_torchvision_can_be_imported_after_the_guard():
     pytest.importorskip("torchvision")
     code = (
-        "from vericache_sglang.engine.torchvision_ops import define_missing_ops as d;"
+        "from vericache_sglang.platforms.cpu.torchvision_ops import "
+        "define_missing_ops as d;"
         "first = d(); assert d() == first; import torchvision.ops; assert d() == ()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -80,7 +85,7 @@ def test_a_core_is_left_free_unless_the_user_says_otherwise(monkeypatch):
     import sglang  # noqa: F401  (cpu_device is SGLang's to import)
     import torch
 
-    from vericache_sglang.engine.cpu_device import VeriCacheCpuPlatform
+    from vericache_sglang.platforms.cpu.device import VeriCacheCpuPlatform
 
     before = torch.get_num_threads()
     try:

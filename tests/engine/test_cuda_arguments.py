@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops  # noqa: E402
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops  # noqa: E402
 
 define_missing_ops()
 
@@ -29,9 +29,9 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from vericache_sglang.compression.base import Needs  # noqa: E402
 from vericache_sglang.config.schema import VeriCacheConfig  # noqa: E402
-from vericache_sglang.engine import cuda_arguments  # noqa: E402
-from vericache_sglang.engine.cuda_arguments import RAGGED_MODE, settle  # noqa: E402
 from vericache_sglang.errors import UnsupportedError  # noqa: E402
+from vericache_sglang.runtime import cuda_arguments  # noqa: E402
+from vericache_sglang.runtime.cuda_arguments import RAGGED_MODE, settle  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_lora_runs_without_graphs_of_mixed_batches(resolve):
 
 
 def test_what_was_settled_is_what_refusals_look_at(monkeypatch):
-    from vericache_sglang.engine.algorithm import VeriCacheAlgorithm
+    from vericache_sglang.runtime.algorithm import VeriCacheAlgorithm
 
     seen = []
 
@@ -211,7 +211,7 @@ def test_what_was_settled_is_what_refusals_look_at(monkeypatch):
 def test_the_relay_takes_nothing_and_waits_for_no_lengths():
     import torch
 
-    from vericache_sglang.engine.algorithm import VeriCacheAlgorithm
+    from vericache_sglang.runtime.algorithm import VeriCacheAlgorithm
 
     pool = SimpleNamespace(req_to_token=torch.zeros(5, 2))
     algorithm = VeriCacheAlgorithm("X", None)

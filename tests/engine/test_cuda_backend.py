@@ -200,7 +200,7 @@ def created(monkeypatch, drafts, *, deterministic=False):
     from sglang.srt import runtime_context
     from sglang.srt.layers.attention import triton_backend
 
-    from vericache_sglang.engine.attention_backends import create_backend
+    from vericache_sglang.attention.registry import create_backend
 
     world = World()
     world.runner.device = "cuda:1"
@@ -214,9 +214,9 @@ def created(monkeypatch, drafts, *, deterministic=False):
 
 
 def test_a_device_gets_its_own_backend(monkeypatch):
-    from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
-    from vericache_sglang.engine.attention_backends import create_backend
-    from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
+    from vericache_sglang.attention.cpu_backend import SlotRunAttnBackend
+    from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
+    from vericache_sglang.attention.registry import create_backend
 
     assert type(create_backend(World().runner)) is SlotRunAttnBackend
     _, backend = created(monkeypatch, 7)
@@ -227,7 +227,7 @@ def test_a_device_gets_its_own_backend(monkeypatch):
 def compiled(monkeypatch, drafts, queries, group, size, *, deterministic):
     """Return what the kernel is compiled for in a forward over one row."""
     from vericache_kernels.ragged_attention.triton_impl import constants
-    from vericache_sglang.engine import cuda_attention_backend
+    from vericache_sglang.attention import cuda_backend as cuda_attention_backend
 
     world, backend = created(monkeypatch, drafts, deterministic=deterministic)
     asked = []

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops  # noqa: E402
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops  # noqa: E402
 
 define_missing_ops()
 
@@ -24,14 +24,6 @@ from vericache_sglang.config.schema import (  # noqa: E402
     VeriCacheConfig,
     resolve_staging,
 )
-from vericache_sglang.engine import (  # noqa: E402
-    algorithm,
-    cuda_arguments,
-    device_memory,
-    staging_size,
-)
-from vericache_sglang.engine.device_memory import deployment  # noqa: E402
-from vericache_sglang.engine.planned_memory import planned  # noqa: E402
 from vericache_sglang.errors import ConfigError  # noqa: E402
 from vericache_sglang.planning.memory import GIB, MIB, ledger  # noqa: E402
 from vericache_sglang.planning.memory_rows import Phase  # noqa: E402
@@ -41,6 +33,14 @@ from vericache_sglang.planning.sglang_memory import (  # noqa: E402
     prefill_graph_sizes,
     tier_of,
 )
+from vericache_sglang.runtime import (  # noqa: E402
+    algorithm,
+    cuda_arguments,
+    device_memory,
+    staging_size,
+)
+from vericache_sglang.runtime.device_memory import deployment  # noqa: E402
+from vericache_sglang.runtime.planned_memory import planned  # noqa: E402
 from vericache_sglang.serving import start  # noqa: E402
 
 

@@ -14,17 +14,17 @@ pytest.importorskip("sglang")
 from test_mover import KINDS, PLANES, STEP, History
 from tiny_engine import opened, wait_for
 
-from vericache_sglang.engine.state import Layout
 from vericache_sglang.errors import LostKVError
-from vericache_sglang.memory.host_image import HostImage
-from vericache_sglang.memory.residual import ResidualComplement
+from vericache_sglang.kv.host_image import HostImage
+from vericache_sglang.kv.plane_residual import PlaneResidual
+from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
+    SwapIn,
+    SwapOut,
 )
 
 pytestmark = pytest.mark.sglang
@@ -36,8 +36,8 @@ WIDE_PLANES = PLANES.replace("block=4", "block=16")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """Segments of 16 tokens, so that a tiny prompt has several."""
-    monkeypatch.setattr("vericache_sglang.memory.segments.SEGMENT", 16)
-    monkeypatch.setattr("vericache_sglang.engine.codes.SEGMENT", 16)
+    monkeypatch.setattr("vericache_sglang.kv.segment_length.SEGMENT", 16)
+    monkeypatch.setattr("vericache_sglang.kv.packed_drafts.SEGMENT", 16)
 
 
 def cached_texts(engine):
@@ -74,14 +74,14 @@ def test_any_history_keeps_every_bit_and_every_slot(codec, selects, page):
                 engine.checks.all()
                 cuda.drain()
                 cached_texts(engine)
-            assert engine.residence.host.used_bytes == 0
+            assert engine.placement.host.used_bytes == 0
 
     histories()
 
 
 def failing(patch, name, layer, error):
     """Have what an image does with a layer fail."""
-    for kind in (HostImage, ResidualComplement):
+    for kind in (HostImage, PlaneResidual):
         right = getattr(kind, name)
 
         def broken(self, at, *asked, right=right):
@@ -121,14 +121,14 @@ def test_a_copy_that_cannot_be_made_changes_nothing(machine, codec, insertable):
     with opened(**options) as engine:
         state = engine.admit("a", "x", 40, insertable=insertable)
         for layer in (0, 1) if insertable else (0,):
-            refused(Split("a", Residency.HOST), layer)
+            refused(Compress("a", Residency.HOST), layer)
         engine.plain("a")
         engine.checks.all()
-        assert engine.move(Split("a", Residency.DEVICE), "a")
+        assert engine.move(Compress("a", Residency.DEVICE), "a")
         refused(Offload("a"), 1)
         engine.verify("a", 0)
         assert engine.move(Offload("a"), "a")
-        refused(Park("a"), 1)
+        refused(SwapOut("a"), 1)
         assert state.layout is Layout.KEPT
         engine.verify("a", 0)
         engine.checks.all()
@@ -142,14 +142,16 @@ def test_a_row_that_is_half_overwritten_is_lost(machine, monkeypatch):
         engine.admit("a", "x", 40, insertable=False)
         failing(monkeypatch, name, 1, error)
         with pytest.raises(LostKVError):
-            engine.move(Split("a", Residency.HOST), "a")
+            engine.move(Compress("a", Residency.HOST), "a")
         engine.abort("a")
         engine.checks.all()
-        assert engine.residence.host.used_bytes == 0
+        assert engine.placement.host.used_bytes == 0
 
 
 @pytest.mark.parametrize("codec", ["", WIDE_PLANES])
-def test_a_copy_that_fails_behind_a_split_fails_its_reload(codec, monkeypatch, caplog):
+def test_a_copy_that_fails_behind_a_split_fails_its_prefetch(
+    codec, monkeypatch, caplog
+):
     """The row is the draft part's by then; the request prefills again."""
     with simulated(7) as cuda:
         cuda.runs = True
@@ -157,20 +159,20 @@ def test_a_copy_that_fails_behind_a_split_fails_its_reload(codec, monkeypatch, c
         with opened(cuda=cuda, **options) as engine:
             state = engine.admit("a", "x", 40)
             failing(monkeypatch, "receive", 1, RuntimeError("no copy"))
-            assert engine.move(Split("a", Residency.HOST), "a")
-            complement = engine.residence.host.complement("a")
-            until(complement.filling.done)
-            engine.residence.poll_outgoing()
+            assert engine.move(Compress("a", Residency.HOST), "a")
+            residual = engine.placement.host.residual("a")
+            until(residual.filling.done)
+            engine.placement.poll_outgoing()
             assert "copying layer 1 failed: no copy" in caplog.text
-            assert not complement.sealed
-            engine.residence.start_reload(state)
-            assert wait_for(engine.residence.reloads) == ([], ["a"])
+            assert not residual.sealed
+            engine.placement.start_prefetch(state)
+            assert wait_for(engine.placement.prefetches) == ([], ["a"])
             with pytest.raises(LostKVError):
-                engine.move(Pin("a"), "a")
+                engine.move(Load("a"), "a")
             engine.evict()  # or the tree would have the prompt
             engine.finish("a")
             engine.checks.all()
-            assert engine.residence.counters.joins == 0
+            assert engine.placement.counters.joins == 0
 
 
 @pytest.mark.parametrize(("codec", "selects"), KINDS)
@@ -181,18 +183,18 @@ def test_a_split_prompt_moves_without_a_wait_of_the_host(codec, selects):
         cuda.runs = True
         with opened(cuda=cuda, dtype=torch.bfloat16, **options) as engine:
             state = engine.admit("a", "x", 40)
-            assert engine.move(Split("a", Residency.DEVICE), "a")
+            assert engine.move(Compress("a", Residency.DEVICE), "a")
             assert (state.split.budget.coded > 0) is bool(codec)
             cuda.waits.clear()
             assert engine.move(Offload("a"), "a")
-            engine.residence.start_reload(state)
-            assert wait_for(engine.residence.reloads) == (["a"], [])
-            engine.residence.reloads.end("a")
-            assert engine.move(Park("a"), "a")
-            assert engine.move(Resume("a"), "a")
-            assert engine.move(Pin("a"), "a")
+            engine.placement.start_prefetch(state)
+            assert wait_for(engine.placement.prefetches) == (["a"], [])
+            engine.placement.prefetches.end("a")
+            assert engine.move(SwapOut("a"), "a")
+            assert engine.move(SwapIn("a"), "a")
+            assert engine.move(Load("a"), "a")
             assert engine.move(Offload("a"), "a")
-            engine.residence.join(state, engine.tree)
+            engine.placement.join(state, engine.tree)
             assert cuda.waits == []
             assert state.layout is Layout.WHOLE
             engine.checks.all()

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.engine.draft_shelf import DraftPart, DraftShelf
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.prefix_cache.draft_segments import DraftPart, DraftSegmentPool
 
 NAMES = "abcde"
 
@@ -26,76 +26,78 @@ ACTS = st.tuples(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ACTS, max_size=40))
 def test_users_slots_and_the_order_of_use_are_counted(acts):
-    shelf = DraftShelf()
+    draft_pool = DraftSegmentPool()
     # Name to (slots, users), last used last: what the shelf should be.
     known = {}
     for act, names in acts:
         name = names[0]
         if act == "add" and name not in known:
-            shelf.add(name, part(NAMES.index(name) + 1))
+            draft_pool.add(name, part(NAMES.index(name) + 1))
             known[name] = [NAMES.index(name) + 1, 0]
         elif act == "take" and all(each in known for each in names):
-            assert [len(each.slots) for each in shelf.take(names)] == [
+            assert [len(each.slots) for each in draft_pool.take(names)] == [
                 known[each][0] for each in names
             ]
             for each in names:
                 known[each] = known.pop(each)
                 known[each][1] += 1
         elif act == "give" and all(known.get(each, [0, 0])[1] for each in names):
-            shelf.give(names)
+            draft_pool.give(names)
             for each in names:
                 known[each][1] -= 1
         elif act == "remove" and name in known and not known[name][1]:
-            assert len(shelf.remove(name).slots) == known.pop(name)[0]
+            assert len(draft_pool.remove(name).slots) == known.pop(name)[0]
         elif act != "give" or len(names) == 1:
             with pytest.raises(InvariantError):
-                refused(shelf, act, names, part())
-        assert shelf.used_slots == sum(
+                refused(draft_pool, act, names, part())
+        assert draft_pool.used_slots == sum(
             slots for slots, users in known.values() if users
         )
-        assert shelf.idle_slots == sum(
+        assert draft_pool.idle_slots == sum(
             slots for slots, users in known.values() if not users
         )
-        assert shelf.idle() == [each for each, (_, users) in known.items() if not users]
-        assert len(shelf) == len(known)
+        assert draft_pool.idle() == [
+            each for each, (_, users) in known.items() if not users
+        ]
+        assert len(draft_pool) == len(known)
         for each in NAMES:
-            assert (each in shelf) is (each in known)
-            assert (shelf.get(each) is not None) is (each in known)
+            assert (each in draft_pool) is (each in known)
+            assert (draft_pool.get(each) is not None) is (each in known)
 
 
-def refused(shelf, act, names, new):
+def refused(draft_pool, act, names, new):
     """Ask for what cannot be."""
     if act == "add":
-        shelf.add(names[0], new)
+        draft_pool.add(names[0], new)
     elif act == "remove":
-        shelf.remove(names[0])
+        draft_pool.remove(names[0])
     else:
-        {"take": shelf.take, "give": shelf.give}[act](names)
+        {"take": draft_pool.take, "give": draft_pool.give}[act](names)
 
 
 def test_a_take_of_an_unknown_part_takes_none():
-    shelf = DraftShelf()
-    shelf.add("a", part())
+    draft_pool = DraftSegmentPool()
+    draft_pool.add("a", part())
     with pytest.raises(InvariantError, match=r"no draft part of segments \['b'\]"):
-        shelf.take(["a", "b"])
-    assert (shelf.used_slots, shelf.idle_slots) == (0, 3)
+        draft_pool.take(["a", "b"])
+    assert (draft_pool.used_slots, draft_pool.idle_slots) == (0, 3)
 
 
 def test_a_part_that_somebody_lists_is_not_added():
     listed = part()
     listed.users = 1
     with pytest.raises(InvariantError, match="a second draft part for segment a"):
-        DraftShelf().add("a", listed)
+        DraftSegmentPool().add("a", listed)
 
 
 def test_a_shelf_in_use_is_not_cleared():
-    shelf = DraftShelf()
-    shelf.add("a", part())
-    shelf.add("b", part())
-    shelf.take(["a"])
+    draft_pool = DraftSegmentPool()
+    draft_pool.add("a", part())
+    draft_pool.add("b", part())
+    draft_pool.take(["a"])
     with pytest.raises(InvariantError, match="3 slots of draft parts are in use"):
-        shelf.clear()
-    assert len(shelf) == 2
-    shelf.give(["a"])
-    shelf.clear()
-    assert (len(shelf), shelf.idle_slots) == (0, 0)
+        draft_pool.clear()
+    assert len(draft_pool) == 2
+    draft_pool.give(["a"])
+    draft_pool.clear()
+    assert (len(draft_pool), draft_pool.idle_slots) == (0, 0)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.sglang
 
 from ragged_world import HEADS, KV_HEADS, WIDEST, Runner, World, layer  # noqa: E402
 
-from vericache_sglang.engine import graph_runner  # noqa: E402
-from vericache_sglang.engine.algorithm import NAME, VeriCacheAlgorithm  # noqa: E402
-from vericache_sglang.engine.graph_runner import (  # noqa: E402
+from vericache_sglang.runtime.algorithm import NAME, VeriCacheAlgorithm  # noqa: E402
+from vericache_sglang.runtime.forward import graphs as graph_runner  # noqa: E402
+from vericache_sglang.runtime.forward.graphs import (  # noqa: E402
     MixedGraphRunner,
     eager_reasons,
     graph_figures,
@@ -84,10 +84,10 @@ class Server(Runner):
         return self.layers(backend, forward)
 
 
-def mixed(world, parts, where, queries, ids, loose=0):
+def mixed(world, parts, where, queries, ids, pending_max=0):
     """Make the forward ``rows.build_forward`` makes on a GPU.
 
-    The host's lists of lengths are too large by ``loose``.
+    The host's lists of lengths are too large by ``pending_max``.
     """
     from sglang.srt.model_executor.forward_batch_info import (
         CaptureHiddenMode,
@@ -95,7 +95,7 @@ def mixed(world, parts, where, queries, ids, loose=0):
         ForwardMode,
     )
 
-    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+    from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
     totals = torch.tensor([len(part) for part in parts])
     counts = torch.tensor(queries, dtype=torch.int32)
@@ -110,15 +110,15 @@ def mixed(world, parts, where, queries, ids, loose=0):
         input_ids=ids,
         req_pool_indices=where,
         seq_lens=totals,
-        seq_lens_cpu=totals + loose,
-        seq_lens_sum=int(totals.sum()) + loose * len(queries),
+        seq_lens_cpu=totals + pending_max,
+        seq_lens_sum=int(totals.sum()) + pending_max * len(queries),
         out_cache_loc=torch.cat(tails).long(),
         positions=positions,
         spec_info=VeriCacheSpecInput(len(queries), positions, queries),
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
     forward.extend_seq_lens_cpu = queries
-    forward.extend_prefix_lens_cpu = (prefixes + loose).tolist()
+    forward.extend_prefix_lens_cpu = (prefixes + pending_max).tolist()
     forward.extend_seq_lens = counts
     forward.extend_prefix_lens = prefixes.to(torch.int32)
     return forward
@@ -170,10 +170,10 @@ ROWS = st.lists(st.integers(1, WIDEST), min_size=1, max_size=9)
 @given(
     batches=st.lists(st.tuples(ROWS, st.booleans()), min_size=1, max_size=4),
     seed=st.integers(0, 99),
-    loose=st.integers(0, 4),
+    pending_max=st.integers(0, 4),
 )
 def test_what_comes_out_of_a_graph_is_what_the_unpadded_batch_gives(
-    batches, seed, loose
+    batches, seed, pending_max
 ):
     world = World(seed=seed)
     server = Server(world, [1, 2, 4, 8])
@@ -185,7 +185,7 @@ def test_what_comes_out_of_a_graph_is_what_the_unpadded_batch_gives(
         if plain:
             forward, same = decode(parts, where, ids), decode(parts, where, ids)
         else:
-            forward = mixed(world, parts, where, counts, ids, loose)
+            forward = mixed(world, parts, where, counts, ids, pending_max)
             same = on_the_host(mixed(world, parts, where, counts, ids))
             present(forward, server.model)
         logits = server.run(forward)
@@ -224,7 +224,7 @@ def test_the_lengths_on_the_device_are_the_truth():
     server = Server(world, [4])
     where, parts = world.list_rows([30, 12])
     ids = tokens(world, 4)
-    forward = mixed(world, parts, where, [1, 3], ids, loose=3)
+    forward = mixed(world, parts, where, [1, 3], ids, pending_max=3)
     present(forward, server.model)
     assert forward.seq_lens.tolist() == [29, 9]
     assert forward.seq_lens.dtype == torch.int64
@@ -310,7 +310,7 @@ def test_a_full_graph_leaves_no_row_that_would_grow_too_long():
 
 @pytest.mark.parametrize("tokens", [1, 7, 24])
 def test_graphs_are_captured_with_rows_of_our_own_kind(tokens):
-    from vericache_sglang.engine.spec_input import VeriCacheSpecInput
+    from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
     server = Server(World(), [1, 4])
     server.runner.capture_num_tokens = [1, 7, 24]

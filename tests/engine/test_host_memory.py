@@ -4,10 +4,10 @@ import pytest
 from simulated_cuda import simulated
 
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine import host_memory
-from vericache_sglang.engine.host_memory import open_page_pool
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv import host_memory
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_memory import open_page_pool
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-from vericache_sglang.engine.model_services import ModelServices
 from vericache_sglang.errors import CompressionError
+from vericache_sglang.runtime.model_services import ModelServices
 
 pytestmark = pytest.mark.sglang
 
@@ -170,17 +170,17 @@ def test_the_output_weight_is_by_query_head():
 
 
 def test_models_without_these_parts_are_refused():
-    bare = services()
+    greedy_fast = services()
     with pytest.raises(CompressionError, match="folder/model: the attention has no ro"):
-        bare.rope(keys(1), torch.tensor([0]))
-    bare._layers[0][1].o_proj = nn.Linear(3, WIDTH)
+        greedy_fast.rope(keys(1), torch.tensor([0]))
+    greedy_fast._layers[0][1].o_proj = nn.Linear(3, WIDTH)
     with pytest.raises(
         CompressionError, match=r"layer 0 has no o_proj\.weight of \[d,"
     ):
-        bare.output_weight(0)
-    del bare._layers[1][1].o_proj
+        greedy_fast.output_weight(0)
+    del greedy_fast._layers[1][1].o_proj
     with pytest.raises(CompressionError, match=r"layer 1 has no o_proj\.weight"):
-        bare.output_weight(1)
+        greedy_fast.output_weight(1)
 
 
 def test_texts_are_encoded_without_special_tokens(monkeypatch):

@@ -12,16 +12,16 @@ pytest.importorskip("sglang")
 
 from tiny_engine import opened
 
-from vericache_sglang.engine.state import Layout
 from vericache_sglang.errors import LostKVError
+from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
 )
 
 pytestmark = pytest.mark.sglang
@@ -35,28 +35,28 @@ TO_HOST, TO_DEVICE = Residency.HOST, Residency.DEVICE
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     """Segments of 16 tokens, so that a tiny prompt has several."""
-    monkeypatch.setattr("vericache_sglang.memory.segments.SEGMENT", 16)
-    monkeypatch.setattr("vericache_sglang.engine.codes.SEGMENT", 16)
+    monkeypatch.setattr("vericache_sglang.kv.segment_length.SEGMENT", 16)
+    monkeypatch.setattr("vericache_sglang.kv.packed_drafts.SEGMENT", 16)
 
 
 def drafts_on_a_row(state):
     """The request has a row that lists its draft part."""
     return state.layout is Layout.KEPT or (
-        state.parts is not None and state.parts.shadow >= 0
+        state.parts is not None and state.parts.draft_row >= 0
     )
 
 
 def moves_of(state):
     """What a plan may ask of a request, by how its row lists it."""
     rid = state.rid
-    splits = [Split(rid, TO_HOST), Split(rid, TO_DEVICE)]
-    back = [Offload(rid), Unsplit(rid)]
+    splits = [Compress(rid, TO_HOST), Compress(rid, TO_DEVICE)]
+    back = [Offload(rid), Restore(rid)]
     return {
         Layout.WHOLE: splits,
         Layout.BESIDE: back,
         Layout.PERMUTED: back if drafts_on_a_row(state) else splits,
-        Layout.KEPT: [Pin(rid), Park(rid)],
-        Layout.PARKED: [Resume(rid)],
+        Layout.KEPT: [Load(rid), SwapOut(rid)],
+        Layout.SWAPPED: [SwapIn(rid)],
     }[state.layout]
 
 
@@ -85,7 +85,7 @@ class History:
             engine.checks.all()
 
     def decode(self, state, number):
-        if state.layout is Layout.PARKED:
+        if state.layout is Layout.SWAPPED:
             return
         if not drafts_on_a_row(state):
             self.engine.plain(state.rid)
@@ -119,8 +119,8 @@ def test_any_history_keeps_every_bit_and_every_slot(codec, selects, cached, page
             for rid in list(engine.requests):
                 engine.finish(rid)
             engine.checks.all()
-            assert engine.residence.host.used_bytes == 0
-            assert len(engine.residence.watch) == 0
+            assert engine.placement.host.used_bytes == 0
+            assert len(engine.placement.watch) == 0
 
     histories()
 
@@ -128,7 +128,7 @@ def test_any_history_keeps_every_bit_and_every_slot(codec, selects, cached, page
 def on_host(engine, rid="a", text="x", tokens=30, **options):
     """Admit a request and move its complement to the host."""
     state = engine.admit(rid, text, tokens, **options)
-    assert engine.move(Split(rid, TO_HOST), rid)
+    assert engine.move(Compress(rid, TO_HOST), rid)
     assert state.layout is Layout.KEPT
     return state
 
@@ -151,10 +151,10 @@ def test_a_finished_row_over_a_damaged_copy_is_released_uncached(codec, selects)
         free = engine.allocator.available_size()
         on_host(engine)
         engine.evict()  # the row's prefill; whole in the tree, it would be taken there
-        flip_a_bit(engine.residence.host.complement("a"))
+        flip_a_bit(engine.placement.host.residual("a"))
         engine.finish("a")
         engine.checks.all()
-        assert engine.residence.counters.joins == 0
+        assert engine.placement.counters.joins == 0
         assert engine.allocator.available_size() == free
 
 
@@ -162,29 +162,29 @@ def test_a_finished_row_over_a_damaged_copy_is_released_uncached(codec, selects)
 def test_a_damaged_copy_is_not_pinned_and_takes_no_slot(codec, selects, caplog):
     with opened(codec=codec, selects=selects) as engine:
         on_host(engine)
-        flip_a_bit(engine.residence.host.complement("a"))
+        flip_a_bit(engine.placement.host.residual("a"))
         before = engine.checks.books()
         with pytest.raises(LostKVError):
-            engine.move(Pin("a"), "a")
+            engine.move(Load("a"), "a")
         assert "complement checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
 
 
 @ALL_KINDS
-def test_a_damaged_parked_image_is_not_resumed_and_takes_no_slot(
+def test_a_damaged_swapped_image_is_not_resumed_and_takes_no_slot(
     codec, selects, caplog
 ):
     with opened(codec=codec, selects=selects) as engine:
         state = on_host(engine)
-        assert engine.move(Park("a"), "a")
+        assert engine.move(SwapOut("a"), "a")
         engine.checks.all()
-        flip_a_bit(engine.residence.host.parked("a"))
+        flip_a_bit(engine.placement.host.swapped("a"))
         before = engine.checks.books()
         with pytest.raises(LostKVError):
-            engine.move(Resume("a"), "a")
+            engine.move(SwapIn("a"), "a")
         assert "parked image checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
-        assert state.layout is Layout.PARKED
+        assert state.layout is Layout.SWAPPED
 
 
 @ALL_KINDS
@@ -195,24 +195,24 @@ def test_moves_without_room_change_nothing(codec, selects, page):
         hog = engine.allocator.alloc(engine.allocator.available_size())
         assert engine.tree.evictable_size() == 0
         before = engine.checks.held()
-        assert not engine.move(Pin("a"), "a")
+        assert not engine.move(Load("a"), "a")
         assert engine.checks.held() == before
-        assert engine.move(Park("a"), "a")
+        assert engine.move(SwapOut("a"), "a")
         rest = engine.allocator.alloc(engine.allocator.available_size())
         before = engine.checks.held()
-        assert not engine.move(Resume("a"), "a")
+        assert not engine.move(SwapIn("a"), "a")
         assert engine.checks.held() == before
         engine.allocator.free(torch.cat([hog, rest]))
-        assert engine.move(Resume("a"), "a")
+        assert engine.move(SwapIn("a"), "a")
         engine.checks.all()
 
 
 @ALL_KINDS
 def test_moves_beyond_the_host_budget_change_nothing(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
-        page_pool = engine.residence.page_pool
+        page_pool = engine.placement.page_pool
         engine.admit("a", "x", 30)
-        assert engine.move(Split("a", TO_DEVICE), "a")
+        assert engine.move(Compress("a", TO_DEVICE), "a")
         hog = page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
         before = engine.checks.held()
         assert not engine.move(Offload("a"), "a")
@@ -221,7 +221,7 @@ def test_moves_beyond_the_host_budget_change_nothing(codec, selects):
         assert engine.move(Offload("a"), "a")
         assert page_pool.take(page_pool.free_bytes)
         before = engine.checks.held()
-        assert not engine.move(Park("a"), "a")
+        assert not engine.move(SwapOut("a"), "a")
         assert engine.checks.held() == before
 
 
@@ -236,7 +236,7 @@ def test_a_row_the_tree_has_already_takes_the_tree_s_slots(codec, selects, page)
         engine.finish("b")
         engine.checks.all()
         assert engine.tree.evictable_size() == listed, "one copy of equal prompts"
-        assert engine.residence.counters.joins == 2
+        assert engine.placement.counters.joins == 2
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_row_is_joined_only_for_a_tree_that_takes_it(insertable, cached):
     with opened(cached=cached) as engine:
         on_host(engine, insertable=insertable)
         engine.finish("a")
-        assert engine.residence.counters.joins == (insertable and cached)
+        assert engine.placement.counters.joins == (insertable and cached)
         assert (engine.tree.evictable_size() > 0) == (insertable and cached)
 
 
@@ -255,13 +255,13 @@ def test_the_choice_outlives_an_unsplit_and_the_user_s_wish_returns(codec, selec
     for insertable in (True, False):
         with opened(codec=codec, selects=selects) as engine:
             state = engine.admit("a", "x", 30, insertable=insertable)
-            assert engine.move(Split("a", TO_DEVICE), "a")
+            assert engine.move(Compress("a", TO_DEVICE), "a")
             kept, coded = state.split.kept.clone(), state.split.coded.clone()
             assert state.req.skip_radix_cache_insert
-            assert engine.move(Unsplit("a"), "a")
+            assert engine.move(Restore("a"), "a")
             if state.layout is Layout.WHOLE:
                 assert state.req.skip_radix_cache_insert is not insertable
-            assert engine.move(Split("a", TO_HOST), "a")
+            assert engine.move(Compress("a", TO_HOST), "a")
             assert torch.equal(state.split.kept, kept)
             assert torch.equal(state.split.coded, coded)
             engine.finish("a")
@@ -271,11 +271,11 @@ def test_the_choice_outlives_an_unsplit_and_the_user_s_wish_returns(codec, selec
 def test_scores_follow_their_tokens_through_every_move():
     """``admit`` compares the scores of cached tokens with the text's own."""
     for moves in (
-        [Split("a", TO_HOST)],
-        [Split("a", TO_HOST), Pin("a")],
-        [Split("a", TO_HOST), Park("a"), Resume("a")],
-        [Split("a", TO_DEVICE), Unsplit("a"), Split("a", TO_HOST)],
-        [Split("a", TO_HOST), Pin("a"), Unsplit("a")],
+        [Compress("a", TO_HOST)],
+        [Compress("a", TO_HOST), Load("a")],
+        [Compress("a", TO_HOST), SwapOut("a"), SwapIn("a")],
+        [Compress("a", TO_DEVICE), Restore("a"), Compress("a", TO_HOST)],
+        [Compress("a", TO_HOST), Load("a"), Restore("a")],
     ):
         for codec, page in (("", 1), ("", 4), (PLANES, 1)):
             with opened(codec=codec, page=page) as engine:

@@ -13,8 +13,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tiny_engine import opened
 
 from vericache_sglang.compression.base import Needs, Probe, Selector
-from vericache_sglang.engine import probing
-from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.kv.split_layers import as_bits
+from vericache_sglang.runtime import probing
 
 pytestmark = pytest.mark.sglang
 
@@ -95,14 +95,14 @@ class World:
     def __init__(self, engine, probes, tokens=20, fails=False):
         self.engine = engine
         self.selector = Asking(probes)
-        self.watch = engine.residence.watch
+        self.watch = engine.placement.watch
         self.watch._selector = self.selector
         self.runner = Runner(engine, self.watch, fails)
         self.row = engine.table.shape[0] - 1
         self.probing = probing.Probing(
             self.selector,
             self.watch,
-            engine.residence.places,
+            engine.placement.handles,
             self.runner,
             self.row,
         )
@@ -237,7 +237,7 @@ def test_selectors_that_ask_nothing_are_done_at_once():
         state = engine.admit("a", "x", 20)
         for selector in (None, engine.selector):
             made = probing.Probing(
-                selector, engine.residence.watch, engine.residence.places, None, 0
+                selector, engine.placement.watch, engine.placement.handles, None, 0
             )
             assert made.done(state)
         world = World(engine, [])

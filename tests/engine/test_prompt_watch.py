@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from vericache_patches.layers_radix_attention import forward
 from vericache_sglang.compression.base import Needs, Selector
-from vericache_sglang.engine.prompt_watch import PromptWatch, attention_parents
 from vericache_sglang.errors import CompressionError
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.prefill_observer import PromptWatch, attention_parents
 
 pytestmark = pytest.mark.sglang
 

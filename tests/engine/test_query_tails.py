@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from vericache_sglang.engine.query_tails import QueryTails
+from vericache_sglang.kv.query_tails import QueryTails
 
 pytestmark = pytest.mark.sglang
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.engine.request_options import (
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.runtime.request_options import (
     FIELDS,
     RequestOptions,
     read_options,
 )
-from vericache_sglang.errors import ConfigError
 
 MOST = 8
 

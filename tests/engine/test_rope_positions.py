@@ -13,7 +13,7 @@ from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
 from vericache_sglang.compression.base import NOTHING, Step
 from vericache_sglang.compression.expected_attention import ExpectedAttention
-from vericache_sglang.engine.model_services import ModelServices
+from vericache_sglang.runtime.model_services import ModelServices
 
 HEADS, KV_HEADS, DIM, BASE = 4, 2, 8, 100
 

@@ -53,7 +53,7 @@ def test_whatever_a_forward_reads_is_whole_pages(codec, examples):
                 history.step(*step)
             seen.update(engine.read)
         finally:
-            engine.residence.places.transfers.close()
+            engine.placement.handles.transfers.close()
 
     histories()
     assert sum(seen.values()) > 10

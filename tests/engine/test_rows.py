@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vericache_kernels.board_commit import EMIT, BoardRows
+from vericache_kernels.board_commit import EMIT, DraftTokenRows
 from vericache_sglang.compression.budget import Budget
-from vericache_sglang.engine.rows import MixedRows, build_forward
-from vericache_sglang.engine.sampling.profile import BARE
-from vericache_sglang.engine.state import Layout, Parts, RequestState
-from vericache_sglang.engine.token_board import TokenBoard
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.staging import Span
+from vericache_sglang.kv.request import Layout, Parts, RequestState
+from vericache_sglang.kv.staging import Span
 from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
+from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
 
@@ -34,7 +34,7 @@ VERIFIED_OVER = {
     Layout.PERMUTED: [*KEPT, *DROPPED],
     Layout.KEPT: [*KEPT, 100, 101, 102, 110, 111],
 }
-DRAFT_SHADOW, VERIFY_SHADOW = 7, 4
+DRAFT_ROW, VERIFY_ROW = 7, 4
 NOTHING_CODED = torch.zeros(1, 1, 0, dtype=torch.int32)
 
 
@@ -57,17 +57,17 @@ def own_row(layout, codes=()):
     return [*row[:at], *codes, *row[at:]]
 
 
-def residence(layout, reloads=None, codes=()):
+def placement(layout, prefetches=None, codes=()):
     table = torch.zeros(8, 24, dtype=torch.int32)
     own = own_row(layout, codes)
     table[2, : len(own)] = torch.tensor(own, dtype=torch.int32)
     draft = [*codes, *KEPT]
-    table[DRAFT_SHADOW, : len(draft)] = torch.tensor(draft, dtype=torch.int32)
+    table[DRAFT_ROW, : len(draft)] = torch.tensor(draft, dtype=torch.int32)
     return SimpleNamespace(
         draft_reads=lambda budget: budget.exact + 10 * budget.coded,
         table=table,
-        verify_rows=range(VERIFY_SHADOW, VERIFY_SHADOW + 2),
-        reloads=reloads or Staged(),
+        verify_rows=range(VERIFY_ROW, VERIFY_ROW + 2),
+        prefetches=prefetches or Staged(),
     )
 
 
@@ -80,7 +80,7 @@ def state(layout=Layout.KEPT, drafts=(), codes=()):
         verified=10,
         pending=7,
         outputs=[5, 6, 7],
-        profile=BARE,
+        profile=GREEDY_FAST,
         eligible=True,
         stops=frozenset(),
         longest=8,
@@ -95,7 +95,7 @@ def state(layout=Layout.KEPT, drafts=(), codes=()):
             coded = torch.zeros(1, 1, 4, dtype=torch.int32)
         made.parts = Parts(budget, chosen, coded, layout, True)
         if layout is not Layout.KEPT:
-            made.parts.shadow = DRAFT_SHADOW
+            made.parts.draft_row = DRAFT_ROW
     return made
 
 
@@ -106,9 +106,9 @@ def only(rows):
 
 def ran(rows, request):
     """What one row runs, given what the host has heard."""
-    board = TokenBoard(8, 8, "cpu")
-    board.put([request])
-    inputs = rows.inputs(board)
+    draft_tokens = DraftTokenBuffer(8, 8, "cpu")
+    draft_tokens.put([request])
+    inputs = rows.inputs(draft_tokens)
     return inputs.tokens.tolist(), inputs.slots.tolist()
 
 
@@ -117,7 +117,7 @@ SPLIT = [Layout.KEPT, Layout.BESIDE, Layout.PERMUTED]
 
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_draft_row_reads_kept_and_decode_slots(layout):
-    world, request = residence(layout), state(layout, drafts=[11, 12])
+    world, request = placement(layout), state(layout, drafts=[11, 12])
     rows = MixedRows(world)
     assert rows.add(0, request, Draft("r"))
     row = only(rows)
@@ -128,7 +128,7 @@ def test_a_draft_row_reads_kept_and_decode_slots(layout):
 
 
 def test_decode_slots_allocated_later_reach_the_draft_row():
-    world, request = residence(Layout.BESIDE), state(Layout.BESIDE)
+    world, request = placement(Layout.BESIDE), state(Layout.BESIDE)
     request.req.kv.kv_allocated_len = len(OWN[Layout.BESIDE]) - 3
     MixedRows(world).add(0, request, Draft("r"))
     request.req.kv.kv_allocated_len += 3
@@ -140,14 +140,14 @@ def test_decode_slots_allocated_later_reach_the_draft_row():
 
 
 def test_the_first_draft_runs_the_pending_token():
-    rows, request = MixedRows(residence(Layout.KEPT)), state()
+    rows, request = MixedRows(placement(Layout.KEPT)), state()
     rows.add(0, request, Draft("r"))
     assert ran(rows, request) == ([7], [82])
 
 
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_verify_row_lists_every_slot_once_and_writes_in_place(layout):
-    world, request = residence(layout), state(layout, drafts=[11, 12])
+    world, request = placement(layout), state(layout, drafts=[11, 12])
     rows = MixedRows(world)
     rows.add(0, request, Verify("r"))
     row = only(rows)
@@ -159,7 +159,7 @@ def test_a_verify_row_lists_every_slot_once_and_writes_in_place(layout):
 
 @pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.PERMUTED])
 def test_a_plain_row_is_the_request_s_own(layout):
-    rows, request = MixedRows(residence(layout)), state(layout)
+    rows, request = MixedRows(placement(layout)), state(layout)
     rows.add(0, request, Plain("r"))
     row = only(rows)
     assert (row.table_row, row.prefix, row.position) == (2, 10, 10)
@@ -169,20 +169,22 @@ def test_a_plain_row_is_the_request_s_own(layout):
 @pytest.mark.parametrize("layout", SPLIT)
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
-    world, request = residence(layout), state(layout, drafts=[11, 12])
-    board = TokenBoard(8, 8, "cpu")
-    board.put([request])
+    world, request = placement(layout), state(layout, drafts=[11, 12])
+    draft_tokens = DraftTokenBuffer(8, 8, "cpu")
+    draft_tokens.put([request])
     verified = MixedRows(world)
     verified.add(0, request, Verify("r"))
     target = [*[11, 12][:accepted], *[90, 91, 92][: 3 - accepted]]
-    first, seat = torch.tensor([0, 3]), torch.tensor([2])
+    first, batch_index = torch.tensor([0, 3]), torch.tensor([2])
     kind, drafts = torch.tensor([EMIT]), torch.tensor([0])
-    board.commit(BoardRows(seat, first, kind, drafts), torch.tensor(target))
+    draft_tokens.commit(
+        DraftTokenRows(batch_index, first, kind, drafts), torch.tensor(target)
+    )
     request.launch_emission()
 
     rows = MixedRows(world)
     rows.add(0, request, Draft("r"))
-    inputs = rows.inputs(board)
+    inputs = rows.inputs(draft_tokens)
     assert inputs.tokens.tolist() == [target[accepted]], "the new pending token"
     assert inputs.positions.tolist() == [11 + accepted]
     assert inputs.slots.tolist() == [83 + accepted]
@@ -193,23 +195,23 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
     assert listed == [*KEPT, *DECODE[: 4 + accepted]]
 
     request.land_emission(target[: accepted + 1], 2)
-    assert (request.loose, request.sure) == (0, 0)
-    heard = MixedRows(world)
-    heard.add(0, request, Draft("r"))
-    again = heard.inputs(board)
+    assert (request.pending_max, request.sure) == (0, 0)
+    reported = MixedRows(world)
+    reported.add(0, request, Draft("r"))
+    again = reported.inputs(draft_tokens)
     assert again.slots.tolist() == inputs.slots.tolist()
     assert again.positions.tolist() == inputs.positions.tolist()
     assert again.prefixes.tolist() == inputs.prefixes.tolist()
 
 
 def test_waiting_rows_are_left_out():
-    rows = MixedRows(residence(Layout.KEPT))
+    rows = MixedRows(placement(Layout.KEPT))
     assert not rows.add(0, state(), Wait("r"))
     assert rows.rows == []
 
 
 def test_each_verification_has_a_shadow_row_of_its_own():
-    rows = MixedRows(residence(Layout.KEPT))
+    rows = MixedRows(placement(Layout.KEPT))
     for i in range(2):
         rows.add(i, state(drafts=[9]), Verify("r"))
     assert [row.table_row for row in rows.rows] == [4, 5]
@@ -217,14 +219,14 @@ def test_each_verification_has_a_shadow_row_of_its_own():
 
 
 def test_work_counts_tokens_slots_and_their_products():
-    rows = MixedRows(residence(Layout.KEPT))
+    rows = MixedRows(placement(Layout.KEPT))
     rows.add(0, state(drafts=[11]), Draft("r"))  # 1 token over 7 slots
     rows.add(1, state(drafts=[9]), Verify("r"))  # 2 tokens over 12 slots
     assert rows.work() == Work(tokens=3, reads=7 + 12, products=7 + 24)
 
 
-def test_verifying_without_a_staged_complement_is_an_error():
-    rows = MixedRows(residence(Layout.KEPT, Absent()))
+def test_verifying_without_a_staged_residual_is_an_error():
+    rows = MixedRows(placement(Layout.KEPT, Absent()))
     with pytest.raises(InvariantError, match="r is verified without its complement"):
         rows.add(0, state(drafts=[9]), Verify("r"))
 
@@ -237,7 +239,7 @@ PACKED = pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
 
 @PACKED
 def test_a_packed_draft_row_begins_with_its_codes(layout):
-    world, request = residence(layout, codes=CODES), state(layout, [11, 12], CODES)
+    world, request = placement(layout, codes=CODES), state(layout, [11, 12], CODES)
     rows = MixedRows(world)
     assert rows.add(0, request, Draft("r"))
     row = only(rows)
@@ -250,7 +252,7 @@ def test_a_packed_draft_row_begins_with_its_codes(layout):
 
 @PACKED
 def test_a_verification_lists_no_codes(layout):
-    world, request = residence(layout, codes=CODES), state(layout, [11, 12], CODES)
+    world, request = placement(layout, codes=CODES), state(layout, [11, 12], CODES)
     rows = MixedRows(world)
     rows.add(0, request, Verify("r"))
     row = only(rows)
@@ -262,13 +264,13 @@ def test_a_verification_lists_no_codes(layout):
 
 
 def test_a_budget_without_packed_tokens_is_an_ordinary_row():
-    rows = MixedRows(residence(Layout.KEPT))
+    rows = MixedRows(placement(Layout.KEPT))
     rows.add(0, state(), Draft("r"))
     assert only(rows).packed is None
 
 
 def test_decoding_codes_is_work():
-    rows = MixedRows(residence(Layout.KEPT, codes=CODES))
+    rows = MixedRows(placement(Layout.KEPT, codes=CODES))
     rows.add(0, state(Layout.KEPT, [11], CODES), Draft("r"))
     # 3 exact, 4 packed that cost 10 each here, 2 decoded, 1 drafted, and its own.
     assert rows.work() == Work(tokens=1, reads=47, products=47)
@@ -278,12 +280,12 @@ def test_decoding_codes_is_work():
 
 def test_a_row_longer_than_the_context_is_never_run():
     """SGLang's page tables have as many columns; longer rows would write the next."""
-    world, request = residence(Layout.KEPT), state(drafts=[11, 12])
+    world, request = placement(Layout.KEPT), state(drafts=[11, 12])
     rows = MixedRows(world)
     rows.add(0, request, Verify("r"))
-    board = TokenBoard(8, 8, "cpu")
-    board.put([request])
+    draft_tokens = DraftTokenBuffer(8, 8, "cpu")
+    draft_tokens.put([request])
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=12))
     batch = SimpleNamespace(device="cpu")
     with pytest.raises(InvariantError, match="a block-table row of 13 KV slots"):
-        build_forward(batch, rows.inputs(board), runner)
+        build_forward(batch, rows.inputs(draft_tokens), runner)

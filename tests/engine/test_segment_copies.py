@@ -69,10 +69,10 @@ def test_what_a_draft_part_lacks_is_saved_for_it():
     world = SegmentWorld()
     slots = world.write_text(["a"])
     part = world.draft("a")
-    world.copies.shelf.add("a", part)
+    world.copies.draft_pool.add("a", part)
     assert not world.copies.restorable("a")
     assert world.copies.save_rest("a", part, slots)
-    rest = world.complements.get("a")
+    rest = world.residuals.get("a")
     assert torch.equal(rest.kept, world.kept("a"))
     both = torch.stack([rest.keys.view(world.bits), rest.values.view(world.bits)], 1)
     assert torch.equal(both, world.of("a", world.away("a")))
@@ -100,7 +100,7 @@ def test_what_is_read_does_not_change_with_what_it_was_read_from():
     before = [each.clone() for each in (draft["keys"], draft["kept"], rest["keys"])]
     world.put(torch.arange(96), torch.zeros(2, 2, 96, 2, 4))
     world.damage("a")
-    world.copies.shelf.get("a").kept.zero_()
+    world.copies.draft_pool.get("a").kept.zero_()
     after = (draft["keys"], draft["kept"], rest["keys"])
     for was, now in zip(before, after, strict=True):
         bits = torch.int32
@@ -116,28 +116,28 @@ def test_without_room_for_both_parts_neither_is_taken_in(room):
     assert not other.copies.take_split("a", *parts)
     assert other.page_pool.used_bytes == 0
     assert not other.copies.restorable("a")
-    assert "a" not in other.complements
+    assert "a" not in other.residuals
 
 
 def test_without_room_nothing_is_saved_and_nothing_lost():
     world = SegmentWorld(host=600)
     slots = world.write_text(["a"])
     part = world.draft("a")
-    world.copies.shelf.add("a", part)
+    world.copies.draft_pool.add("a", part)
     hog = world.page_pool.take(500)
     assert not world.copies.save_whole("a", slots)
     assert not world.copies.save_rest("a", part, slots)
     assert world.copies.save_draft("a") is None
-    assert world.copies.shelf.get("a") is part
-    assert "a" not in world.complements
+    assert world.copies.draft_pool.get("a") is part
+    assert "a" not in world.residuals
     assert world.page_pool.used_bytes == hog.nbytes
 
 
-def test_a_complement_that_is_still_being_filled_is_nothing_to_read():
+def test_a_residual_that_is_still_being_filled_is_nothing_to_read():
     """On CUDA it is sealed once the copy has arrived."""
     world = SegmentWorld()
-    world.copies.shelf.add("a", world.draft("a"))
-    opened = world.complements.open("a", SHORT - KEPT, KEPT)
+    world.copies.draft_pool.add("a", world.draft("a"))
+    opened = world.residuals.open("a", SHORT - KEPT, KEPT)
     assert world.copies.read_parts("a") is None
     assert not world.copies.restorable("a")
     world.fill("a", opened)
@@ -153,15 +153,15 @@ def test_what_is_kept_back_stays_where_it_is():
     before = world.page_pool.used_bytes, world.copies.evictable_bytes
     with world.copies.kept_back(["a", "b", "c", "unknown"]):
         assert world.copies.evictable_bytes == 0
-        assert world.copies.shelf.idle_slots == 0
+        assert world.copies.draft_pool.idle_slots == 0
         world.copies.drop_host("a")
-        assert "a" in world.complements
+        assert "a" in world.residuals
         for name in "bc":
             with pytest.raises(InvariantError, match="dropped while it is pinned"):
                 world.copies.drop_host(name)
     assert (world.page_pool.used_bytes, world.copies.evictable_bytes) == before
-    assert world.copies.shelf.used_slots == 0
-    assert not any(world.complements.is_held(name) for name in "abc")
+    assert world.copies.draft_pool.used_slots == 0
+    assert not any(world.residuals.is_held(name) for name in "abc")
 
 
 def test_what_is_kept_back_is_let_go_when_its_user_fails():
@@ -169,17 +169,17 @@ def test_what_is_kept_back_is_let_go_when_its_user_fails():
     world.split("a")
     with pytest.raises(TransferError), world.copies.kept_back(["a"]):
         raise TransferError("the link broke")
-    assert world.copies.shelf.idle() == ["a"]
-    assert not world.complements.is_held("a")
+    assert world.copies.draft_pool.idle() == ["a"]
+    assert not world.residuals.is_held("a")
 
 
-def test_a_held_complement_outlives_what_the_host_forgets():
+def test_a_held_residual_outlives_what_the_host_forgets():
     world = SegmentWorld()
     world.split("a")
-    world.complements.hold(["a"])
+    world.residuals.hold(["a"])
     world.copies.drop_host("a")
-    assert "a" in world.complements
-    world.complements.let_go(["a"])
+    assert "a" in world.residuals
+    world.residuals.let_go(["a"])
     world.copies.drop_host("a")
     assert world.page_pool.used_bytes == 0
 
@@ -234,19 +234,19 @@ def test_where_nobody_scores_nothing_is_kept_or_noted():
     world = SegmentWorld()
     world.copies.scores = None
     slots = world.write_text(["a"])
-    world.copies.shelf.add("a", part := world.draft("a"))
+    world.copies.draft_pool.add("a", part := world.draft("a"))
     assert world.copies.save_rest("a", part, slots)
     world.copies.restore("a", 0, world.take(SHORT))
     assert world.pool.names() == []
 
 
-def test_scores_go_with_their_complement():
+def test_scores_go_with_their_residual():
     world = SegmentWorld()
     world.split("a")
-    world.complements.hold(["a"])
+    world.residuals.hold(["a"])
     world.copies.drop_host("a")
     assert world.pool.names() == ["a.scores"]
-    world.complements.let_go(["a"])
+    world.residuals.let_go(["a"])
     with world.copies.kept_back(["a"]):
         world.copies.drop_host("a")
         assert world.pool.names() == ["a.scores"]
@@ -257,7 +257,7 @@ def test_scores_go_with_their_complement():
 def test_scores_are_stored_with_a_draft_part_and_taken_in():
     world = SegmentWorld()
     slots = world.write_text(["a"])
-    world.copies.shelf.add("a", part := world.draft("a"))
+    world.copies.draft_pool.add("a", part := world.draft("a"))
     assert world.copies.save_rest("a", part, slots)
     draft, rest = world.copies.read_parts("a")
     other = SegmentWorld()

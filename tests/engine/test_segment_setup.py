@@ -8,7 +8,7 @@ pytest.importorskip("sglang")
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine.segment_setup import _better, _prices
+from vericache_sglang.prefix_cache.assembly import _better, _prices
 from vericache_sglang.prefix_cache.store.opening import identity_of
 from vericache_sglang.scheduling.estimates import Estimates
 

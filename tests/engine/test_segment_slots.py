@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_world import SHORT, shorten_segments
 
-from vericache_sglang.engine.segment_slots import SegmentSlots
+from vericache_sglang.prefix_cache.segment_slots import SegmentSlots
 
 SLOTS = 12 * SHORT
 

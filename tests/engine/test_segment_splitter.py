@@ -12,16 +12,16 @@ from segment_world import SHORT, shorten_segments
 from test_mover import drafts_on_a_row, moves_of
 from tiny_segments import tiered
 
-from vericache_sglang.engine.row_edit import room
-from vericache_sglang.engine.state import Layout
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.kv.row_edit import room
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
 )
 
 pytestmark = pytest.mark.sglang
@@ -33,7 +33,7 @@ SEGMENT_BYTES = SHORT * LAYERS * 2 * HEADS * DIM * 4
 """KV of one segment in float32."""
 
 
-ABOVE = ("segment_splitter", "segment_writer", "tiered_cache")
+ABOVE = ("compress_segments", "segment_writer", "tiered_cache")
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +69,14 @@ class History:
         if not self.engine.grow(self.engine.requests[state.rid], 1):
             return
         moves = moves_of(state)
-        if state.parts is None and self.engine.residence.budget(state) is None:
+        if state.parts is None and self.engine.placement.budget(state) is None:
             return
         move, before = moves[number % len(moves)], state.layout
         if self.engine.move(move, state.rid):
             self.made.append((before, move))
 
     def decode(self, state, number):
-        if state.layout is Layout.PARKED:
+        if state.layout is Layout.SWAPPED:
             return
         if not drafts_on_a_row(state):
             self.engine.plain(state.rid)
@@ -102,9 +102,9 @@ def left_behind(engine):
     assert engine.allocator.available_size() == engine.pool.size // page * page
     engine.segments.make_room(10**9)
     engine.checks.all()
-    assert engine.residence.page_pool.used_bytes == 0
+    assert engine.placement.page_pool.used_bytes == 0
     assert engine.segments.evictable_bytes == 0
-    assert len(engine.residence.watch) == 0
+    assert len(engine.placement.watch) == 0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_any_history_keeps_every_bit_and_every_slot(page, dtype, slots, host_seg
 
 
 def to(rid, where):
-    return Split(rid, Residency.HOST if where == "host" else Residency.DEVICE)
+    return Compress(rid, Residency.HOST if where == "host" else Residency.DEVICE)
 
 
 def on_host(engine, rid, text="x", tokens=30, **options):
@@ -145,8 +145,8 @@ def on_host(engine, rid, text="x", tokens=30, **options):
 def test_an_unsplit_row_that_still_lists_shared_slots_keeps_them():
     with tiered() as engine:
         state = on_host(engine, "a")
-        assert engine.move(Pin("a"), "a")
-        assert engine.move(Unsplit("a"), "a")
+        assert engine.move(Load("a"), "a")
+        assert engine.move(Restore("a"), "a")
         assert state.layout is Layout.PERMUTED
         engine.evict()  # overwrites whatever nobody is known to list
         engine.admit("b", "w", 40)
@@ -157,14 +157,14 @@ def test_an_unsplit_row_that_still_lists_shared_slots_keeps_them():
         left_behind(engine)
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_a_running_request_s_segments_are_not_forgotten(parked):
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_running_request_s_segments_are_not_forgotten(swapped):
     with tiered() as engine:
         on_host(engine, "a")
-        assert not parked or engine.move(Park("a"), "a")
+        assert not swapped or engine.move(SwapOut("a"), "a")
         engine.segments.make_room(10**9)
         engine.checks.all()
-        assert not parked or engine.move(Resume("a"), "a")
+        assert not swapped or engine.move(SwapIn("a"), "a")
         engine.verify("a", 0)
         left_behind(engine)
 
@@ -176,9 +176,9 @@ def test_bytes_a_running_request_needs_are_not_counted_as_room():
         engine.admit("e", "w", 44)
         engine.abort("e")
         engine.evict()
-        before = engine.residence.page_pool.free_bytes
+        before = engine.placement.page_pool.free_bytes
         engine.segments.make_room(SEGMENT_BYTES)
-        assert engine.residence.page_pool.free_bytes >= before + SEGMENT_BYTES
+        assert engine.placement.page_pool.free_bytes >= before + SEGMENT_BYTES
         engine.checks.all()
 
 
@@ -254,7 +254,7 @@ def test_scores_come_back_with_their_tokens():
     with tiered() as engine:
         state = restored(engine)
         cached = engine.table[state.req.kv.req_pool_idx, : 3 * SHORT].long()
-        found = torch.stack(engine.residence.watch.noted(cached))
+        found = torch.stack(engine.placement.watch.noted(cached))
         assert torch.equal(found, engine.kv.truth("x")[1][..., : 3 * SHORT])
 
 
@@ -262,9 +262,9 @@ def test_scores_come_back_with_their_tokens():
     "then",
     [
         [to("a", "host")],
-        [to("a", "host"), Pin("a"), Offload("a")],
+        [to("a", "host"), Load("a"), Offload("a")],
         [to("a", "device"), Offload("a")],
-        [to("a", "device"), Unsplit("a"), to("a", "host")],
+        [to("a", "device"), Restore("a"), to("a", "host")],
     ],
 )
 def test_scores_of_split_segments_come_back_with_their_tokens(then):
@@ -278,7 +278,7 @@ def test_scores_of_split_segments_come_back_with_their_tokens(then):
 def test_what_was_chosen_once_is_chosen_again(where):
     with tiered() as engine:
         state = restored(engine, [to("a", "host")])
-        assert engine.residence.shared.known(state)
+        assert engine.placement.shared.known(state)
         assert engine.move(to("b", where), "b")
         scores = engine.kv.truth("x")[1]
         for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
@@ -299,18 +299,18 @@ def best_of_each(scores, segments):
     return wanted
 
 
-def test_equal_prompts_share_one_draft_part_and_one_complement():
+def test_equal_prompts_share_one_draft_part_and_one_residual():
     with tiered() as engine:
         states = [on_host(engine, rid) for rid in "ab"]
         free = room(engine.tree)
-        used = engine.residence.page_pool.used_bytes
+        used = engine.placement.page_pool.used_bytes
         states.append(on_host(engine, "c", "x/16/y", 40))
-        assert torch.equal(states[0].split.shelved, states[1].split.shelved)
+        assert torch.equal(states[0].split.shared_slots, states[1].split.shared_slots)
         each = SHORT // 2
         assert free - room(engine.tree) == 2 * each + 40 - 4 * SHORT
-        shared = states[0].split.shelved[: 2 * each]
-        assert states[2].split.shelved[: 2 * each].tolist() == shared.tolist()
-        assert engine.residence.page_pool.used_bytes == used * 5 // 3
+        shared = states[0].split.shared_slots[: 2 * each]
+        assert states[2].split.shared_slots[: 2 * each].tolist() == shared.tolist()
+        assert engine.placement.page_pool.used_bytes == used * 5 // 3
         engine.checks.all()
         left_behind(engine)
 
@@ -345,12 +345,12 @@ def test_a_split_without_slots_or_host_memory_changes_nothing(where):
         assert engine.checks.held() == before
         engine.allocator.free(hog)
         if where == "host":
-            page_pool = engine.residence.page_pool
+            page_pool = engine.placement.page_pool
             assert page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
             before = engine.checks.held()
             assert not engine.move(to("a", where), "a")
             assert engine.checks.held() == before
-            assert len(engine.segments.complements) == 0
+            assert len(engine.segments.residuals) == 0
 
 
 def test_every_segment_keeps_the_best_of_its_own_tokens():
@@ -365,7 +365,7 @@ def test_every_segment_keeps_the_best_of_its_own_tokens():
 def test_prompts_that_fill_no_segment_are_split_as_without_a_tree():
     with tiered() as engine:
         state = engine.admit("a", "x", 10)
-        assert engine.residence.shared.budget(state) is None
+        assert engine.placement.shared.budget(state) is None
         assert engine.move(to("a", "host"), "a")
-        assert (state.split.segments, state.split.shelved) == ((), None)
+        assert (state.split.segments, state.split.shared_slots) == ((), None)
         left_behind(engine)

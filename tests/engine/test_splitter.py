@@ -8,8 +8,8 @@ pytest.importorskip("sglang")
 from known_kv import HEADS, LAYERS
 from tiny_engine import opened
 
-from vericache_sglang.engine.state import Layout
-from vericache_sglang.scheduling.plan import Residency, Split, Unsplit
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.scheduling.plan import Compress, Residency, Restore
 
 pytestmark = pytest.mark.sglang
 
@@ -17,7 +17,7 @@ PLANES = "split-planes:exponent_bits=4,mantissa_bits=3,block=4"
 KINDS = pytest.mark.parametrize(
     ("codec", "selects"), [("", True), (PLANES, False), (PLANES, True)]
 )
-TO_HOST, TO_DEVICE = Split("a", Residency.HOST), Split("a", Residency.DEVICE)
+TO_HOST, TO_DEVICE = Compress("a", Residency.HOST), Compress("a", Residency.DEVICE)
 
 
 def best(scores, kept, sinks, recent):
@@ -109,7 +109,7 @@ def test_another_row_s_lock_keeps_the_tree_s_slots(codec, selects):
 def test_a_split_beyond_the_host_budget_changes_nothing(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
         engine.admit("a", "x", 30)
-        page_pool = engine.residence.page_pool
+        page_pool = engine.placement.page_pool
         assert page_pool.take(page_pool.free_bytes - page_pool.page_bytes)
         before = engine.checks.held()
         assert not engine.move(TO_HOST, "a")
@@ -121,11 +121,11 @@ def test_the_host_counts_what_it_holds(codec, selects):
     with opened(codec=codec, selects=selects) as engine:
         engine.admit("a", "x", 30)
         assert engine.move(TO_HOST, "a")
-        store = engine.residence.host
-        held = store.complement("a")
+        store = engine.placement.host
+        held = store.residual("a")
         assert store.used_bytes == held.held_bytes >= held.nbytes
-        most = store.complement_bytes(engine.requests["a"].state.split.budget)
-        assert engine.residence.counters.peak_host_bytes == most >= store.used_bytes
+        most = store.residual_bytes(engine.requests["a"].state.split.budget)
+        assert engine.placement.counters.peak_host_bytes == most >= store.used_bytes
 
 
 @KINDS
@@ -144,12 +144,12 @@ def test_slots_of_the_tree_are_not_written(codec, selects):
 
 def test_a_prompt_is_split_where_that_saves_slots():
     with opened(page=4, codec=PLANES, selects=False) as engine:
-        budget = engine.residence.splitter.budget
+        budget = engine.placement.splitter.budget
         assert budget(3) is None, "shorter than --vericache-min-prompt"
         assert budget(4) is None, "nothing can be packed"
         assert budget(24).slots < budget(24).offered == 24
     with opened(page=4) as engine:
-        budget = engine.residence.splitter.budget
+        budget = engine.placement.splitter.budget
         assert budget(5) is None, "one page holds the draft part, and all there is"
         assert (budget(9).offered, budget(9).kept) == (8, 4)
         assert (budget(32, 0.25).kept, budget(32, 1.0)) == (8, None)
@@ -158,11 +158,11 @@ def test_a_prompt_is_split_where_that_saves_slots():
 def test_the_selector_is_opened_once_whatever_moves_follow():
     with opened() as engine:
         engine.admit("a", "x", 30)
-        for move in (TO_DEVICE, Unsplit("a"), TO_HOST):
+        for move in (TO_DEVICE, Restore("a"), TO_HOST):
             assert engine.move(move, "a")
         engine.finish("a")
         calls = engine.selector.calls
         assert calls[0] == ("open", "a")
         assert [kind for kind, _ in calls].count("open") == 1
         assert calls[-1] == ("close", "a")
-        assert len(engine.residence.watch) == 0
+        assert len(engine.placement.watch) == 0

@@ -15,7 +15,7 @@ from segment_world import (
     with_segments,
 )
 
-from vericache_sglang.tiers.segment import Tier
+from vericache_sglang.prefix_cache.segment import Tier
 
 COMPRESSOR = IDENTITY.compressor
 
@@ -119,7 +119,7 @@ def test_what_the_store_alone_has_comes_back_by_a_fetch(split):
     world.segments.leaving(slots)
     world.give(slots)
     world.segments.make_room(10**9)
-    assert len(world.copies.shelf) == world.page_pool.used_bytes == 0
+    assert len(world.copies.draft_pool) == world.page_pool.used_bytes == 0
     assert tokens_by_tier(world) == (0, 2 * SHORT)
     world.segments.stored.fetch("r", ["a", "ab"], 0)
     store.arrive()
@@ -157,7 +157,7 @@ def test_a_text_computed_again_is_on_the_device_and_written_no_more():
 
 
 def test_the_segments_known_in_the_store_are_bounded(monkeypatch):
-    monkeypatch.setattr("vericache_sglang.engine.segment_room.MOST_STORED", 3)
+    monkeypatch.setattr("vericache_sglang.prefix_cache.segment_room.MOST_STORED", 3)
     world, store = with_segments()
     for name in "abcde":
         left_device(world, store, [name])
@@ -183,15 +183,15 @@ def test_a_part_that_a_request_lists_is_not_left_to_the_store():
     world.segments.kept = KEPT
     slots = world.write_text(["a"])
     world.segments.register(["a"], slots)
-    world.copies.shelf.add("a", world.draft("a"))
+    world.copies.draft_pool.add("a", world.draft("a"))
     world.segments.use("r", ["a"])  # before its complement is there
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
-    assert world.copies.shelf.get("a").users == 1
+    assert world.copies.draft_pool.get("a").users == 1
     world.segments.release("r")
     world.segments.evict_drafts(99)
     world.segments.make_room(10**9)
-    assert world.page_pool.used_bytes == len(world.copies.shelf) == 0
+    assert world.page_pool.used_bytes == len(world.copies.draft_pool) == 0
 
 
 # -- draft KV that was made offline -------------------------------------------------
@@ -237,7 +237,7 @@ def test_parts_that_do_not_fit_are_joined(why):
     assert store.put("a", parts_of(other, "a", first_tokens(count)), by)
     assert taken_in(world, store, "a")
     assert world.copies.has_whole("a")
-    assert len(world.complements) == 0
+    assert len(world.residuals) == 0
     target = world.take(SHORT)
     assert world.segments.restore(["a"], 0, target) is None
     assert torch.equal(world.at(target), other.truth("a"))

@@ -21,7 +21,7 @@ from test_segment_splitter import ABOVE, History
 from tiny_engine import opened
 from tiny_segments import tiered
 
-from vericache_sglang.scheduling.plan import Residency, Split
+from vericache_sglang.scheduling.plan import Compress, Residency
 
 pytestmark = pytest.mark.sglang
 
@@ -85,8 +85,8 @@ def test_what_is_written_beside_a_forward_comes_behind_its_stores(seed, slots, s
 
 
 def saved(engine):
-    engine.residence.poll_outgoing()
-    return not engine.residence._outgoing
+    engine.placement.poll_outgoing()
+    return not engine.placement._outgoing
 
 
 @pytest.mark.parametrize("codec", ["", WIDE_PLANES])
@@ -98,11 +98,11 @@ def test_a_row_made_whole_in_slots_of_a_request_that_still_stores(codec):
             cuda.late = engine.streams.forward_stream
             for rid, text in ("a", "x"), ("b", "y"):
                 engine.admit(rid, text, 40)
-                assert engine.move(Split(rid, Residency.HOST), rid)
+                assert engine.move(Compress(rid, Residency.HOST), rid)
             engine.evict()  # what the tree has of a row is not made again
             until(lambda: saved(engine))  # or their threads hurry the forward on
             engine.fly()
             engine.abort("a")
             engine.finish("b")
-            assert engine.residence.counters.joins == 1
+            assert engine.placement.counters.joins == 1
             left_cached(engine, cuda)

@@ -3,8 +3,8 @@
 import torch
 from known_kv import LAYERS, in_order, parted
 
-from vericache_sglang.engine.state import Layout
-from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.kv.split_layers import as_bits
 
 
 class TinyChecks:
@@ -25,7 +25,7 @@ class TinyChecks:
 
     def _all(self):
         engine = self._engine
-        engine.residence.check(engine.requests)
+        engine.placement.check(engine.requests)
         free = engine.allocator.get_all_free_pages().tolist()
         assert len(set(free)) == len(free), "a page was freed twice"
         held = []
@@ -45,7 +45,7 @@ class TinyChecks:
         """A request's row lists what its layout says."""
         state, engine = request.state, self._engine
         row = engine.table[state.req.kv.req_pool_idx]
-        if state.layout is Layout.PARKED:
+        if state.layout is Layout.SWAPPED:
             return
         assert state.row_length <= state.req.kv.kv_allocated_len
         if state.layout is Layout.WHOLE:
@@ -79,7 +79,7 @@ class TinyChecks:
             [request.state.layout for request in requests],
             sorted(engine.allocator.get_all_free_pages().tolist()),
             (engine.tree.evictable_size(), engine.tree.protected_size()),
-            engine.residence.host.used_bytes,
+            engine.placement.host.used_bytes,
         )
 
     def whole(self, request, row):
@@ -107,7 +107,7 @@ class TinyChecks:
         assert torch.equal(found, wanted)
 
     def _codes(self, request):
-        codes, state = self._engine.residence.codes, request.state
+        codes, state = self._engine.placement.codes, request.state
         if codes is None:
             return
         read = codes.segments(state)

@@ -26,20 +26,20 @@ from tiny_streams import Streams
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.compressor import Compressor
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine.agreement import Agreement
-from vericache_sglang.engine.block_table import BlockTablePool
-from vericache_sglang.engine.residence import Residence
-from vericache_sglang.engine.row_edit import allocate, room
-from vericache_sglang.engine.rows import MixedRows
-from vericache_sglang.engine.sampling.profile import BARE
-from vericache_sglang.engine.state import Layout, RequestState
-from vericache_sglang.memory import host_pages
-from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
-from vericache_sglang.memory.sglang_pools import staged_pool_class
+from vericache_sglang.kv import host_pages
+from vericache_sglang.kv.request import Layout, RequestState
+from vericache_sglang.kv.row_edit import allocate, room
+from vericache_sglang.kv.sglang_pools import staged_pool_class
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.planning.block_table import block_table_shape
+from vericache_sglang.platforms.cpu.paged_allocator import TorchPagedAllocator
+from vericache_sglang.runtime.block_table import BlockTablePool
+from vericache_sglang.runtime.forward.rows import MixedRows
+from vericache_sglang.runtime.placement import KVPlacement
+from vericache_sglang.runtime.tp_sync import TensorParallelSync
+from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.estimates import Estimates
-from vericache_sglang.scheduling.plan import Draft, Plain, Unsplit, Verify
+from vericache_sglang.scheduling.plan import Draft, Plain, Restore, Verify
 
 
 class Request:
@@ -144,18 +144,18 @@ class TinyEngine:
             stack.enter_context(patch.object(host_pages, "PAGE_TOKENS", 1))
             if cuda is not None:
                 # Heads are narrower than the kernel takes; ``fake_device`` times it.
-                weigh = patch.object(Residence, "_weigh_codes", lambda residence: 1.0)
+                weigh = patch.object(KVPlacement, "_weigh_codes", lambda placement: 1.0)
                 stack.enter_context(weigh)
-            self.residence = Residence(
+            self.placement = KVPlacement(
                 self.config,
-                Agreement(self.estimates()),
+                TensorParallelSync(self.estimates()),
                 self.rows,
                 self.allocator,
                 compressor,
                 self.streams,
             )
-        if self.residence.codes is not None:
-            self.codec = self.residence.codes.codec
+        if self.placement.codes is not None:
+            self.codec = self.placement.codes.codec
         self.tree = self.open_tree(
             CacheInitParams(
                 disable=not cached,
@@ -165,7 +165,7 @@ class TinyEngine:
                 tree_components=(ComponentType.FULL,),
             )
         )
-        self.table = self.residence.table
+        self.table = self.placement.table
         self.kv = KnownKV(self.pool, dtype)
         self.checks = TinyChecks(self)
         self.requests = {}
@@ -199,7 +199,7 @@ class TinyEngine:
 
     def same_scores(self, cached, scores):
         """Tokens found in the tree still have their own scores [L, H, T]."""
-        noted = self.residence.watch.noted(cached)
+        noted = self.placement.watch.noted(cached)
         if noted:
             wanted = scores[..., : len(cached)]
             assert torch.equal(torch.stack(noted).cpu(), wanted), "the tree's scores"
@@ -256,7 +256,7 @@ class TinyEngine:
             verified=tokens,
             pending=7,
             outputs=[7],
-            profile=BARE,
+            profile=GREEDY_FAST,
             eligible=True,
             stops=frozenset(),
             longest=8,
@@ -278,7 +278,7 @@ class TinyEngine:
         scores = scores.to(self.device)
         for layer in range(LAYERS):
             queries = scores[layer].t()[..., None]
-            self.residence.watch.observe(layer, queries, queries, batch)
+            self.placement.watch.observe(layer, queries, queries, batch)
 
     def grow(self, request, tokens):
         """Give a row slots for so many more tokens; False where there are none."""
@@ -321,13 +321,13 @@ class TinyEngine:
     def verify(self, rid, accepted):
         """Verify what is drafted: every prompt token is listed once, with its bits."""
         request = self.requests[rid]
-        state, reloads = request.state, self.residence.reloads
+        state, prefetches = request.state, self.placement.prefetches
         if not self.grow(request, 2):
             return
         with self.launched() as forward:
             if state.layout is Layout.KEPT:
-                self.residence.start_reload(state)
-                assert wait_for(reloads) == ([rid], [])
+                self.placement.start_prefetch(state)
+                assert wait_for(prefetches) == ([rid], [])
             row, slots = self._only_row(state, Verify(rid))
             body, length = request.body, row.prefix + len(slots)
             listed = self.table[row.table_row, :length]
@@ -338,7 +338,7 @@ class TinyEngine:
             committed = state.verified - body
             self.checks.behind(request, listed[body:], committed)
             assert listed[row.prefix :].tolist() == slots.tolist()
-            reloads.end(rid)
+            prefetches.end(rid)
             new = min(accepted, len(state.drafts)) + 1
             bits = self.exact(request.text, state.verified, len(slots))
             forward.read_done()
@@ -368,7 +368,7 @@ class TinyEngine:
         return self.kv.drawn(tokens)
 
     def _only_row(self, state, action):
-        rows = MixedRows(self.residence)
+        rows = MixedRows(self.placement)
         assert rows.add(0, state, action)
         (row,) = rows.rows
         slots = self.table[row.own, row.at : row.at + len(row.columns)]
@@ -382,9 +382,9 @@ class TinyEngine:
     def move(self, move, rid):
         request = self.requests[rid]
         with self.launched():
-            made = self.residence.make(move, request.state, self.tree)
-        self.residence.poll_outgoing()
-        if made and isinstance(move, Unsplit):  # drafts are given up
+            made = self.placement.make(move, request.state, self.tree)
+        self.placement.poll_outgoing()
+        if made and isinstance(move, Restore):  # drafts are given up
             del request.decoded[request.state.verified - request.state.prompt :]
         return made
 
@@ -407,7 +407,7 @@ class TinyEngine:
         running = [
             request.state
             for request in self.requests.values()
-            if request.state.layout is not Layout.PARKED and self.grow(request, 1)
+            if request.state.layout is not Layout.SWAPPED and self.grow(request, 1)
         ]
         with self.launched() as forward:
             rows = [self._only_row(state, _next(state)) for state in running]
@@ -428,24 +428,24 @@ class TinyEngine:
         request = self.requests.pop(rid)
         state, req = request.state, request.state.req
         if state.parts is not None:
-            self.residence.join(state, self.tree)
+            self.placement.join(state, self.tree)
         if state.layout is Layout.WHOLE:
             tokens = state.verified
             row = self.table[req.kv.req_pool_idx, :tokens]
             self.checks.whole(request, row)
         self._release(req, insert=not req.skip_radix_cache_insert)
-        self.residence.watch.forget(rid)
+        self.placement.watch.forget(rid)
         if state.parts is not None:
-            self.residence.release(state)
+            self.placement.release(state)
 
     def abort(self, rid):
         """End a request whose row is not to be cached."""
         self.fly()
         state = self.requests.pop(rid).state
         self._release(state.req, insert=False)
-        self.residence.watch.forget(rid)
+        self.placement.watch.forget(rid)
         if state.parts is not None:
-            self.residence.release(state)
+            self.placement.release(state)
 
     def _release(self, req, insert):
         record = req.kv
@@ -463,15 +463,15 @@ class TinyEngine:
 
 def _next(state):
     """Return what a request does next that stores one token."""
-    drafts = state.layout is Layout.KEPT or (state.parts and state.parts.shadow >= 0)
+    drafts = state.layout is Layout.KEPT or (state.parts and state.parts.draft_row >= 0)
     return Draft(state.rid) if drafts else Plain(state.rid)
 
 
-def wait_for(reloads):
+def wait_for(prefetches):
     """Poll until a copy has ended; returns (arrived, failed)."""
     until = time.perf_counter() + 120
     while time.perf_counter() < until:
-        arrived, failed = reloads.poll()
+        arrived, failed = prefetches.poll()
         if arrived or failed:
             return arrived, failed
     raise AssertionError("a copy never ended")
@@ -484,4 +484,4 @@ def opened(**options):
     try:
         yield engine
     finally:
-        engine.residence.close()
+        engine.placement.close()

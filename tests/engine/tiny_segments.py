@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tiny_engine import TinyEngine
 
-from vericache_sglang.engine.tiered_cache import TieredCache
+from vericache_sglang.prefix_cache.tiered_cache import TieredCache
 
 
 class BranchedKV(KnownKV):
@@ -57,10 +57,10 @@ class TieredEngine(TinyEngine):
 
     @property
     def segments(self):
-        return self.residence.segments
+        return self.placement.segments
 
     def open_tree(self, params):
-        return TieredCache(params, self.residence.segments)
+        return TieredCache(params, self.placement.segments)
 
     def ids(self, text, tokens):
         base, start, *_ = [*text.split("/"), 0]
@@ -106,7 +106,7 @@ class TieredEngine(TinyEngine):
 
     def same_scores(self, cached, scores):
         """As above, or as nobody scored them where the host had no room for scores."""
-        noted = self.residence.watch.noted(cached)
+        noted = self.placement.watch.noted(cached)
         if noted:
             found, wanted = torch.stack(noted).cpu(), scores[..., : len(cached)]
             own = found == wanted
@@ -147,7 +147,7 @@ class TieredEngine(TinyEngine):
 
     def damage(self, name):
         """Flip a bit of what the host has of a segment."""
-        rest = self.segments.complements.get(name)
+        rest = self.segments.residuals.get(name)
         if rest is not None:
             rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
             return
@@ -167,4 +167,4 @@ def tiered(**options):
     try:
         yield engine
     finally:
-        engine.residence.close()
+        engine.placement.close()

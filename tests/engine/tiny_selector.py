@@ -4,7 +4,7 @@ from known_kv import HEADS
 
 from vericache_sglang.compression.about import About
 from vericache_sglang.compression.base import Needs, Selector
-from vericache_sglang.memory.splitting import as_bits
+from vericache_sglang.kv.split_layers import as_bits
 
 
 class Noted(Selector):

@@ -19,12 +19,12 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
-from vericache_sglang.engine.sampling import profile
-from vericache_sglang.engine.sampling.query import Query, RowQueries
-from vericache_sglang.engine.sampling.sampler import RowSampler
-from vericache_sglang.engine.state import RequestState
 from vericache_sglang.evaluation.distribution import exact_distribution
+from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.sampling import profile
+from vericache_sglang.sampling.query import Query, RowQueries
+from vericache_sglang.sampling.sampler import RowSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,11 +159,11 @@ class Toy:
         self, table: torch.Tensor, *, verifies: bool
     ) -> Iterator[tuple[RequestState, list[int]]]:
         rows, before, positions = [], [], []
-        for seat, state in enumerate(self.states):
+        for batch_index, state in enumerate(self.states):
             text = [state.pending, *state.drafts]
             queries = []
             for drafts in range(0 if verifies else len(state.drafts), len(text)):
-                queries.append(Query(seat, state, len(before), drafts))
+                queries.append(Query(batch_index, state, len(before), drafts))
                 before.append(text[drafts])
                 positions.append(state.verified + drafts)
             rows.append(RowQueries(tuple(queries), verifies=verifies, emits=verifies))

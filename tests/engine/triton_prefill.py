@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from ragged_world import DIM, HEADS, KV_HEADS, World, layer, simple_batch
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 define_missing_ops()
 
@@ -28,10 +28,10 @@ from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
+from vericache_sglang.attention.cuda_backend import RaggedAttnBackend  # noqa: E402
 from vericache_sglang.config.schema import VeriCacheConfig  # noqa: E402
-from vericache_sglang.engine.block_table import BlockTablePool  # noqa: E402
-from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend  # noqa: E402
 from vericache_sglang.planning.block_table import block_table_shape  # noqa: E402
+from vericache_sglang.runtime.block_table import BlockTablePool  # noqa: E402
 
 CONTEXT, CHUNKS = 120, (30, 25)
 ROWS = (3, 1)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_kernels.board_commit import EMIT, Board, BoardRows
+from vericache_kernels.board_commit import EMIT, DraftTokenRows, DraftTokens
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import altered, dice
 
@@ -78,25 +78,30 @@ def test_dice_are_fair():
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.data())
 def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
     p = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-    seats = data.draw(st.permutations(range(8)))[: len(drafted)]
+    pool_indices = data.draw(st.permutations(range(8)))[: len(drafted)]
     tokens = torch.arange(64).reshape(8, 8)
-    before, board = tokens.clone(), Board(tokens, torch.zeros(8, dtype=torch.int32))
+    before, draft_tokens = (
+        tokens.clone(),
+        DraftTokens(tokens, torch.zeros(8, dtype=torch.int32)),
+    )
     first = torch.tensor([0, *itertools.accumulate(n + 1 for n in drafted)])
     kind = torch.full((len(drafted),), EMIT)
     target = before[0, :1].new_tensor(range(100, 100 + int(first[-1])))
     # Even where the full KV agrees, the dice decide.
-    target[0 : drafted[0]] = before[seats[0], 1 : 1 + drafted[0]]
-    rows = BoardRows(torch.tensor(seats), first, kind, torch.zeros_like(kind))
-    out = dice.on_board(p, 3)(board, rows, target)
-    for i, (seat, n) in enumerate(zip(seats, drafted, strict=True)):
+    target[0 : drafted[0]] = before[pool_indices[0], 1 : 1 + drafted[0]]
+    rows = DraftTokenRows(
+        torch.tensor(pool_indices), first, kind, torch.zeros_like(kind)
+    )
+    out = dice.in_buffer(p, 3)(draft_tokens, rows, target)
+    for i, (pool_idx, n) in enumerate(zip(pool_indices, drafted, strict=True)):
         count = int(out.counts[i])
         assert 1 <= count <= n + 1
         assert p or count == 1
         assert p < 1 or count == n + 1
         run = out.tokens[i, :count].tolist()
-        assert run[:-1] == before[seat, 1:count].tolist()
+        assert run[:-1] == before[pool_idx, 1:count].tolist()
         assert run[-1] == target[first[i] + count - 1]
-        assert board.tokens[seat, 0] == run[-1]
+        assert draft_tokens.tokens[pool_idx, 0] == run[-1]
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])

@@ -23,7 +23,7 @@ from vericache_sglang.evaluation.compressor_lines import (
     DEFAULT,
     Line,
     lines,
-    packed_extent,
+    packed_part_shape,
 )
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.timers import Sums
@@ -117,7 +117,7 @@ def test_every_default_line_can_be_made_and_is_told_apart(monkeypatch):
 )
 def test_calculated_sizes_are_those_by_hand(compressor, bits, transfer):
     parts = {"offered": 100, "kept": 50, "coded": 0 if bits == 8 else 40}
-    line, packed = Line(compressor, 0.5), packed_extent(2, 64)
+    line, packed = Line(compressor, 0.5), packed_part_shape(2, 64)
     assert line.device_bits(parts, packed) == pytest.approx(bits)
     assert line.transfer_bfloat16(parts, packed) == pytest.approx(transfer)
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
 from vericache_sglang.evaluation.command import main
 from vericache_sglang.evaluation.fuzzing import CUT, OTHERS, Body, draw
 from vericache_sglang.evaluation.left_out import LEFT_OUT, left_out
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 PROMPTS = ["verify user 1234", "reset the code of user 0001"]
 

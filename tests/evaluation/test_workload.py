@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.workload import (
-    Request,
+    BenchRequest,
     arrivals,
     demo_requests,
     random_requests,
@@ -36,18 +36,18 @@ def test_arrivals_are_poisson_and_the_same_pattern_at_every_rate():
 def test_a_file_gives_texts_and_token_ids(tmp_path):
     file = tmp_path / "r.jsonl"
     file.write_text('{"prompt": "hi"}\n\n{"input_ids": [5, 0], "output_tokens": 3}\n')
-    assert read_requests(file, 9) == [Request("hi", 9), Request((5, 0), 3)]
+    assert read_requests(file, 9) == [BenchRequest("hi", 9), BenchRequest((5, 0), 3)]
 
 
 def test_a_body_is_greedy_and_of_fixed_length_unless_it_may_end():
-    body = Request((5, 6), 3).body(ends=False)
+    body = BenchRequest((5, 6), 3).body(ends=False)
     assert body["input_ids"] == [5, 6]
     assert body["sampling_params"] == {
         "temperature": 0.0,
         "max_new_tokens": 3,
         "ignore_eos": True,
     }
-    body = Request("hi", 3).body(ends=True)
+    body = BenchRequest("hi", 3).body(ends=True)
     assert body["text"] == "hi"
     assert body["sampling_params"]["ignore_eos"] is False
 

@@ -24,10 +24,10 @@ from sglang.srt.constrained.outlines_backend import OutlinesGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
 
-from vericache_sglang.engine.sampling.grammar import GrammarCursor
-from vericache_sglang.engine.sampling.penalties import Penalties
-from vericache_sglang.engine.sampling.profile import Profile, Rule
 from vericache_sglang.evaluation.workload import load_tokenizer
+from vericache_sglang.sampling.grammar import GrammarCursor
+from vericache_sglang.sampling.penalties import Penalties
+from vericache_sglang.sampling.profile import Profile, SamplingRule
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 END = 6
@@ -67,7 +67,7 @@ def processor(state, batch):
 
 def rejection(state, batch):
     """Have drafts verified by rejection sampling."""
-    state.profile = Profile(Rule.REJECTION, filtered=True)
+    state.profile = Profile(SamplingRule.REJECTION, filtered=True)
 
 
 def grammar(backend):
@@ -110,7 +110,7 @@ def asks(how):
     """Return what has a request ask so, and its tokens heard at once."""
 
     def ask(state, batch):
-        state.profile, state.late = Profile(Rule.GREEDY), False
+        state.profile, state.late = Profile(SamplingRule.GREEDY), False
         how(state, batch)
 
     return ask
@@ -170,7 +170,7 @@ def decoding_plainly(device):
 
 def sampled(rule):
     """Return a scenario of requests whose tokens are drawn with noise of their own."""
-    profile = Profile(rule, filtered=rule is Rule.COUPLED, seed=5)
+    profile = Profile(rule, filtered=rule is SamplingRule.COUPLED, seed=5)
 
     def run(device):
         with published_arguments(), engine(residency="device", slots=400) as made:
@@ -179,5 +179,5 @@ def sampled(rule):
     return run
 
 
-scenario("loop: sample without a seed")(sampled(Rule.COUPLED))
-scenario("loop: sample with a seed")(sampled(Rule.SEEDED))
+scenario("loop: sample without a seed")(sampled(SamplingRule.COUPLED))
+scenario("loop: sample with a seed")(sampled(SamplingRule.SEEDED))

@@ -24,22 +24,22 @@ from sglang.srt.runtime_context import _CONTEXT
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 
-from vericache_sglang.engine.algorithm import NAME, VeriCacheAlgorithm
-from vericache_sglang.engine.calibration import starting_coefficients
-from vericache_sglang.engine.conclusion import Conclusion
-from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
-from vericache_sglang.engine.decoding import Decoding
-from vericache_sglang.engine.entrance import Entrance
-from vericache_sglang.engine.flights import Flights
-from vericache_sglang.engine.graph_runner import eager_reasons, graph_figures
-from vericache_sglang.engine.mixed import MixedForward
-from vericache_sglang.engine.probing import Probing
-from vericache_sglang.engine.recovery import Recovery
-from vericache_sglang.engine.runtime_settings import runtime_settings
-from vericache_sglang.engine.token_board import TokenBoard
-from vericache_sglang.engine.worker import VeriCacheWorker
+from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
+from vericache_sglang.kv.calibration import starting_coefficients
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
+from vericache_sglang.runtime.admission import Entrance
+from vericache_sglang.runtime.algorithm import NAME, VeriCacheAlgorithm
+from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
+from vericache_sglang.runtime.forward.mixed import MixedForward
+from vericache_sglang.runtime.in_flight import InFlightQueue
+from vericache_sglang.runtime.iteration import Decoding
+from vericache_sglang.runtime.probing import Probing
+from vericache_sglang.runtime.recovery import Recovery
+from vericache_sglang.runtime.result_recorder import ResultRecorder
+from vericache_sglang.runtime.scheduler_settings import runtime_settings
+from vericache_sglang.runtime.worker import VeriCacheWorker
 from vericache_sglang.scheduling.runtime import Runtime
 
 QUERY_HEADS = 2 * HEADS
@@ -153,39 +153,41 @@ class Server:
 
     def __init__(self, device, made, graphs=False):
         self.device, self.engine = device, made
-        config, residence = made.config, made.residence
+        config, placement = made.config, made.placement
         runner = model_runner(made, sampler())
         self.target, self.states = Target(runner, graphs), {}
         self.runtime = Runtime(
-            runtime_settings(config, residence), residence._agreement.estimates
+            runtime_settings(config, placement), placement._tp_sync.estimates
         )
-        rows = residence.verify_rows
+        rows = placement.verify_rows
         probing = Probing(
-            made.selector, residence.watch, residence.places, runner, rows[0]
+            made.selector, placement.watch, placement.handles, runner, rows[0]
         )
-        self.board = TokenBoard(len(residence.table), config.draft_length, "cuda")
-        conclusion = Conclusion(residence, self.runtime, self.states)
-        reporter = IterationReporter(self.runtime, residence.link_log, {}, Guard())
-        self.flights = Flights(conclusion.land, reporter.landed)
+        self.draft_tokens = DraftTokenBuffer(
+            len(placement.table), config.draft_length, "cuda"
+        )
+        recorder = ResultRecorder(placement, self.runtime, self.states)
+        reporter = IterationReporter(self.runtime, placement.link_log, {}, Guard())
+        self.in_flight = InFlightQueue(recorder.land, reporter.landed)
         self.loop = Decoding(
             states=self.states,
             target_worker=self.target,
-            residence=residence,
+            placement=placement,
             runtime=self.runtime,
-            agreement=residence._agreement,
-            entrance=Entrance(residence, probing, self.runtime, overlap=True),
+            tp_sync=placement._tp_sync,
+            entrance=Entrance(placement, probing, self.runtime, overlap=True),
             mixed=MixedForward(
-                residence,
+                placement,
                 self.target,
-                self.board,
-                self.flights,
-                conclusion,
+                self.draft_tokens,
+                self.in_flight,
+                recorder,
                 overlap=True,
             ),
-            board=self.board,
-            flights=self.flights,
-            conclusion=conclusion,
-            recovery=Recovery(self.states, self.runtime, residence, strict=True),
+            draft_tokens=self.draft_tokens,
+            in_flight=self.in_flight,
+            recorder=recorder,
+            recovery=Recovery(self.states, self.runtime, placement, strict=True),
             watch=reporter,
             max_running=6,
         )
@@ -203,7 +205,7 @@ class Server:
         """
         states = [self._state(rid, tokens, more) for rid in rids]
         self.states |= {state.rid: state for state in states}
-        self.board.put(states)
+        self.draft_tokens.put(states)
         lengths = [state.row_length for state in states]
         self.batch = self._merged(torch.tensor(lengths, device="cuda"))
         if asks is not None:
@@ -219,7 +221,7 @@ class Server:
         """
         state = self._state(rid, tokens, {"outputs": [], "pending": -1, "sure": 1})
         length = torch.tensor([tokens], device="cuda")
-        seat = torch.tensor([state.seat], device="cuda")
+        batch_index = torch.tensor([state.req_pool_idx], device="cuda")
         self.states[rid] = state
         self.batch = self._merged(torch.cat([self.batch.seq_lens, length]), self.batch)
         if asks is not None:
@@ -233,8 +235,8 @@ class Server:
             _target_worker=SimpleNamespace(
                 forward_batch_generation=lambda batch: first
             ),
-            _board=self.board,
-            _flights=self.flights,
+            _draft_tokens=self.draft_tokens,
+            _in_flight=self.in_flight,
             _config=self.engine.config,
             _arrive=lambda req, length: state,
         )
@@ -242,7 +244,7 @@ class Server:
             tree_cache=self.engine.tree,
             reqs=[state.req],
             is_prefill_only=False,
-            req_pool_indices=seat,
+            req_pool_indices=batch_index,
             seq_lens=length,
             seq_lens_cpu=torch.tensor([tokens]),
         )
@@ -250,7 +252,7 @@ class Server:
             VeriCacheWorker._prefill(worker, prompt)
             first.copy_done = torch.cuda.Event()
             first.copy_to_cpu(return_logprob=False)
-            self.flights.land_reported()
+            self.in_flight.land_reported()
         self._process()
         self._launched = False
         return waits
@@ -283,7 +285,7 @@ class Server:
             device="cuda",
             forward_mode=ForwardMode.DECODE,
             req_pool_indices=torch.tensor(
-                [state.seat for state in states], device="cuda"
+                [state.req_pool_idx for state in states], device="cuda"
             ),
             seq_lens=lengths,
             sampling_info=SamplingBatchInfo(
@@ -331,7 +333,7 @@ class Server:
         with self.device.noting() as waits:
             result = self.loop.run(batch)
             if self._launched:
-                self.flights.land_reported()
+                self.in_flight.land_reported()
         if not batch.has_grammar:
             self._process()
         self._launched = True
@@ -395,7 +397,7 @@ def served(device, made, graphs=False, asks=None, **more):
     found = Server(device, made, graphs)
     found.admit("a", "b", "c", asks=asks, **more)
     found.run(SETTLED)
-    counters, waits = made.residence.counters, Counter()
+    counters, waits = made.placement.counters, Counter()
 
     def counted():
         return counters.rounds, counters.accepted, counters.draft_rows

@@ -13,8 +13,12 @@ from torch import nn
 from vericache_patches.layers_radix_attention import forward
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.compression.codecs import kvquant_tables, rotatekv_tables
-from vericache_sglang.compression.kvzap_weights import Affine, Scorer, write_weights
-from vericache_sglang.engine.model_services import ModelServices
+from vericache_sglang.compression.kvzap_weights import (
+    AffineLayer,
+    Scorer,
+    write_weights,
+)
+from vericache_sglang.runtime.model_services import ModelServices
 
 QUERY_HEADS, WIDTH, LENGTH = 2 * HEADS, 24, 1024
 
@@ -77,7 +81,9 @@ def files(folder):
 
     columns = HEADS * DIM
     kvzap = folder / "kvzap"
-    scorers = [Scorer(Affine(drawn(HEADS, WIDTH), drawn(HEADS))) for _ in range(LAYERS)]
+    scorers = [
+        Scorer(AffineLayer(drawn(HEADS, WIDTH), drawn(HEADS))) for _ in range(LAYERS)
+    ]
     write_weights(kvzap, scorers, {})
     books = [drawn(4).sort().values for _ in range(2)]
     layer = kvquant_tables.LayerTables(

@@ -59,7 +59,8 @@ class Wait(NamedTuple):
     """A place where the host waits for the device.
 
     Attributes:
-        where: File and function of ours, ``engine/flights.py::Flight.outcome``.
+        where: File and function of ours,
+            ``runtime/in_flight.py::InFlightForward.outcome``.
         why: What it does.
         via: The function of SGLang that does it; "" where it is ours.
     """

@@ -31,7 +31,7 @@ SCORES = "scores lie beside a prefix with a checksum: one copy for all its segme
 KNOWN = (
     # -- at boot and at the end ------------------------------------------------------
     Known(
-        "memory/sglang_pools.py::staged_pool_class.<locals>"
+        "kv/sglang_pools.py::staged_pool_class.<locals>"
         ".StagedMHATokenToKVPool._create_buffers",
         "copy from host, pageable",
         ("boot",),
@@ -39,32 +39,32 @@ KNOWN = (
         "MHATokenToKVPool._init_data_ptrs_and_strides",
     ),
     Known(
-        "memory/stream_transfers.py::StreamTransfers.close",
+        "kv/stream_transfers.py::StreamTransfers.close",
         "stream",
         ("boot",),
         "the copies under way end before the process does",
     ),
     Known(
-        "engine/calibration.py::seconds_of",
+        "kv/calibration.py::seconds_of",
         "event",
         ("boot: time iterations",),
         "attention is timed between two events; once, at boot",
     ),
     # -- in the loop -----------------------------------------------------------------
     Known(
-        "engine/flights.py::Flight.outcome",
+        "runtime/in_flight.py::Flight.outcome",
         "event",
         ("loop: *", "*draft and verify"),
         "the forward before the one that runs: SGLang has copied its tokens",
     ),
     Known(
-        "engine/upload.py::download",
+        "device/upload.py::download",
         "stream",
         ("loop: the first compressions",),
         "moves copy KV whose place depends on every outcome",
     ),
     Known(
-        "engine/upload.py::download",
+        "device/upload.py::download",
         "stream",
         ("asking*",),
         "the next token depends on this one in ways the host computes; once a forward",
@@ -78,19 +78,19 @@ KNOWN = (
     ),
     # -- prefixes --------------------------------------------------------------------
     Known(
-        "engine/segment_splitter.py::SegmentSplitter._save_scores",
+        "prefix_cache/compress_segments.py::SegmentSplitter._save_scores",
         "copy to host, pageable",
         ("shared: compress to host", "shared: offload"),
         SCORES,
     ),
     Known(
-        "engine/segment_copies.py::SegmentCopies._keep_scores",
+        "prefix_cache/segment_copies.py::SegmentCopies._keep_scores",
         "copy to host, pageable",
         ("prefix: evict what is compressed",),
         SCORES,
     ),
     Known(
-        "engine/segment_slots.py::SegmentSlots.leave",
+        "prefix_cache/segment_slots.py::SegmentSlots.leave",
         "tolist",
         ("prefix: evict*",),
         "which segments lose a slot is asked once for all that the tree gives up",

@@ -16,7 +16,7 @@ from tiny_engine import TinyEngine
 
 from vericache_sglang.compression.base import SELECTORS
 from vericache_sglang.compression.catalog import CODECS
-from vericache_sglang.engine.probing import Probing
+from vericache_sglang.runtime.probing import Probing
 
 PROMPT = 40
 TAIL = 8
@@ -33,7 +33,7 @@ class MethodEngine(TinyEngine):
     def __init__(self, line, **options):
         self.model, self.line = DeviceModel(), line
         super().__init__(**options)
-        self.residence.watch.watch(self.model)
+        self.placement.watch.watch(self.model)
 
     def open_compressor(self, codec, selects):
         return compressor(self.line, folder(), self.model.services())
@@ -70,7 +70,7 @@ def method(line, kind=MethodEngine, **options):
         try:
             yield made
         finally:
-            made.residence.places.transfers.close()
+            made.placement.handles.transfers.close()
 
 
 class Runner:
@@ -89,16 +89,16 @@ def probed(made, device):
     runner = Runner(made.model)
     probing = Probing(
         made.selector,
-        made.residence.watch,
-        made.residence.places,
+        made.placement.watch,
+        made.placement.handles,
         runner,
-        made.residence.verify_rows[0],
+        made.placement.verify_rows[0],
     )
     state = made.requests["a"].state
     batch = SimpleNamespace(tree_cache=made.tree, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "vericache_sglang.engine.probing.build_forward",
+            "vericache_sglang.runtime.probing.build_forward",
             lambda batch, inputs, runner: SimpleNamespace(
                 rids=["a"], forward_mode=None, positions=inputs.positions
             ),
@@ -157,7 +157,7 @@ KEEP = 0.8
 
 def packs(made, tokens):
     """Say whether a prompt of so many tokens is packed, in part at least."""
-    return made.residence.splitter.budget(tokens).coded > 0
+    return made.placement.splitter.budget(tokens).coded > 0
 
 
 def compressed(line, move):

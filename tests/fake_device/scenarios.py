@@ -13,13 +13,13 @@ from tiny_engine import TinyEngine, opened
 from tiny_segments import tiered
 
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
 )
 
 SCENARIOS: dict[str, Callable] = {}
@@ -73,8 +73,8 @@ def boot(device):
 
 # -- moves of a request ------------------------------------------------------------
 
-TO_HOST = Split("a", Residency.HOST)
-TO_DEVICE = Split("a", Residency.DEVICE)
+TO_HOST = Compress("a", Residency.HOST)
+TO_DEVICE = Compress("a", Residency.DEVICE)
 HELD = 21
 """Tokens of the prompt."""
 
@@ -82,10 +82,10 @@ MOVES = {
     "compress to host": ([], TO_HOST),
     "compress on device": ([], TO_DEVICE),
     "offload": ([TO_DEVICE], Offload("a")),
-    "load": ([TO_HOST], Pin("a")),
-    "swap out": ([TO_HOST], Park("a")),
-    "swap in": ([TO_HOST, Park("a")], Resume("a")),
-    "fall back": ([TO_DEVICE], Unsplit("a")),
+    "load": ([TO_HOST], Load("a")),
+    "swap out": ([TO_HOST], SwapOut("a")),
+    "swap in": ([TO_HOST, SwapOut("a")], SwapIn("a")),
+    "fall back": ([TO_DEVICE], Restore("a")),
     "draft from host": ([TO_HOST], TinyEngine.draft),
     "verify from host": ([TO_HOST, TinyEngine.draft], "verify"),
     "draft on device": ([TO_DEVICE], TinyEngine.draft),
@@ -93,7 +93,7 @@ MOVES = {
     "finish from host": ([TO_HOST], TinyEngine.finish),
     "finish from host, prefix evicted": ([TO_HOST, "evict"], TinyEngine.finish),
     "finish on device": ([TO_DEVICE], TinyEngine.finish),
-    "abort swapped out": ([TO_HOST, Park("a")], TinyEngine.abort),
+    "abort swapped out": ([TO_HOST, SwapOut("a")], TinyEngine.abort),
 }
 """What was done before, and what is looked at."""
 

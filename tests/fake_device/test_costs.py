@@ -12,8 +12,8 @@ from scenarios import TO_HOST, prepared, take
 from tiny_engine import TinyEngine
 
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
-from vericache_sglang.engine.calibration import starting_coefficients
-from vericache_sglang.engine.runtime_settings import runtime_settings
+from vericache_sglang.kv.calibration import starting_coefficients
+from vericache_sglang.runtime.scheduler_settings import runtime_settings
 from vericache_sglang.scheduling.acceptance import Acceptance
 from vericache_sglang.scheduling.draft_length import Patience
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS, Estimates
@@ -56,12 +56,12 @@ def test_attention_is_timed_on_the_device():
 @pytest.mark.parametrize("codec", ["kivi", "split-planes", "kvquant", "rotatekv"])
 def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
     with open_device(), method(codec, Measured, residency="auto", slots=900) as made:
-        residence = made.residence
-        budget = residence.splitter.budget(LONG)
+        placement = made.placement
+        budget = placement.splitter.budget(LONG)
         assert budget.coded > 0.99 * LONG
-        reads = residence.draft_reads(budget)
-        settings = runtime_settings(made.config, residence)
-        estimates = residence._agreement.estimates
+        reads = placement.draft_reads(budget)
+        settings = runtime_settings(made.config, placement)
+        estimates = placement._tp_sync.estimates
     shape = Shape(
         rid="a",
         prompt=LONG,

@@ -8,8 +8,8 @@ from fake_cuda import Wait, open_device
 from fake_tensor import DeviceTensor
 
 from vericache_kernels.head_entries import pick_entries
-from vericache_sglang.engine.segment_slots import SegmentSlots
-from vericache_sglang.engine.upload import upload
+from vericache_sglang.device.upload import upload
+from vericache_sglang.prefix_cache.segment_slots import SegmentSlots
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_wait_is_that_of_our_innermost_function(device):
     slots = SegmentSlots(9, "cuda")
     with device.noting() as found:
         slots.leave(tables[0])
-    where = "vericache_sglang/engine/segment_slots.py::SegmentSlots.leave"
+    where = "vericache_sglang/prefix_cache/segment_slots.py::SegmentSlots.leave"
     assert found == {Wait(where, "tolist"): 1}
     with device.noting() as found:
         upload("cuda", [1, 2], [3])

@@ -34,6 +34,6 @@ def test_every_known_wait_is_of_a_scenario():
 
 def test_the_link_is_timed_on_the_device():
     with open_device(), engine() as made:
-        link = made.residence._agreement.measured.link
+        link = made.placement._tp_sync.measured.link
         for way in DIRECTIONS:
             assert link.bytes_per_s(1, way) != START_LINK_BYTES_PER_S

@@ -43,7 +43,7 @@ def run_with(fault, waves, **settings):
 
 @pytest.mark.parametrize(
     "fault",
-    ["half_complement", extended("unverified_drafts"), extended("early_arrival")],
+    ["half_residual", extended("unverified_drafts"), extended("early_arrival")],
 )
 def test_wrong_tokens_are_seen_by_the_comparison(fault, waves, plain):
     mismatches = compare(plain, run_with(fault, waves))
@@ -127,6 +127,6 @@ def test_a_full_disk_costs_the_store_and_no_answer(waves, plain, tmp_path):
     assert not list((tmp_path / "store").iterdir()), "something is left behind"
 
 
-def test_a_leaked_complement_is_seen_by_the_ledger(waves):
+def test_a_leaked_residual_is_seen_by_the_ledger(waves):
     with pytest.raises(ServerError, match="held by dead requests"):
-        run_with("leaked_complement", waves)
+        run_with("leaked_residual", waves)

@@ -89,7 +89,7 @@ def expect_sound(server, prompts, wanted):
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
-        *(("look-up", CACHE), ("ledger", CACHE), ("reload", REQUEST)),
+        *(("look-up", CACHE), ("ledger", CACHE), ("prefetch", REQUEST)),
         *(("index", ALL), ("split", ALL), ("move", ALL), ("plan", ALL), ("rows", ALL)),
         *(("sampling", ALL), ("outcome", ALL), ("end", ALL), ("release", ALL)),
     ],

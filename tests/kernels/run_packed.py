@@ -248,7 +248,7 @@ def batch_of(case) -> Batch:
     fields = [tensors_of(part, codec, step) for part in parts]
     key_bytes, key_offsets = arena(fields, step.fields[:half])
     value_bytes, value_offsets = arena(fields, step.fields[half:])
-    counts = [part.extent.tokens for part in parts]
+    counts = [part.part_shape.tokens for part in parts]
     packed = PackedRows(
         key_bytes,
         value_bytes,

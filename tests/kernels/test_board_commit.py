@@ -14,13 +14,13 @@ from kernel_device import DEVICE, moved, needs_gpu, report, run, unsynced
 from vericache_kernels.board_commit import (
     DRAFT,
     EMIT,
-    Board,
-    BoardRows,
+    DraftTokenRows,
+    DraftTokens,
     board_commit,
     bytes_moved,
 )
 from vericache_kernels.board_commit.ref import commit_rows
-from vericache_sglang.engine.accept import accepted_tokens
+from vericache_sglang.sampling.accept import accepted_tokens
 
 KINDS = st.sampled_from([DRAFT, EMIT])
 FAR = 10**6
@@ -35,47 +35,47 @@ def forwards(draw):
     """
     most = draw(st.integers(0, 9))
     count = draw(st.integers(0, 6))
-    seats = draw(st.integers(count + 1, 9))
+    pool_indices = draw(st.integers(count + 1, 9))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     ids = draw(st.sampled_from([1, 2, 50]))
-    board = Board(
-        torch.randint(1, ids + 1, (seats, most + 2), generator=random),
-        torch.randint(90, 99, (seats,), generator=random, dtype=torch.int32),
+    draft_tokens = DraftTokens(
+        torch.randint(1, ids + 1, (pool_indices, most + 2), generator=random),
+        torch.randint(90, 99, (pool_indices,), generator=random, dtype=torch.int32),
     )
     kinds = draw(st.lists(KINDS, min_size=count, max_size=count))
     queries = draw(st.lists(st.integers(0, most + 1), min_size=count, max_size=count))
-    seat = torch.randperm(seats, generator=random)[:count]
+    pool_idx = torch.randperm(pool_indices, generator=random)[:count]
     for row, own in enumerate(queries):
         if not own:
-            seat[row] = draw(st.sampled_from([FAR, int(seat[0]), 0]))
+            pool_idx[row] = draw(st.sampled_from([FAR, int(pool_idx[0]), 0]))
     small = draw(st.sampled_from([torch.int32, torch.int64]))
-    rows = BoardRows(
-        seat.to(draw(st.sampled_from([torch.int32, torch.int64]))),
+    rows = DraftTokenRows(
+        pool_idx.to(draw(st.sampled_from([torch.int32, torch.int64]))),
         torch.tensor([0, *queries]).cumsum(0).to(small),
         torch.tensor(kinds, dtype=small),
         torch.randint(0, most + 1, (count,), generator=random).to(small),
     )
     total = sum(queries) + draw(st.integers(0, 3))  # a graph's tokens behind the rows
-    return board, rows, torch.randint(1, ids + 1, (total,), generator=random)
+    return draft_tokens, rows, torch.randint(1, ids + 1, (total,), generator=random)
 
 
-def by_hand(board, rows, target):
+def by_hand(draft_tokens, rows, target):
     """Row by row and token by token: board, emitted counts, emitted tokens, counts."""
-    tokens, emitted = board.tokens.tolist(), board.emitted.tolist()
+    tokens, emitted = draft_tokens.tokens.tolist(), draft_tokens.emitted.tolist()
     first, chosen, out, counts = rows.first.tolist(), target.tolist(), [], []
-    for row, (kind, seat) in enumerate(
-        zip(rows.kind.tolist(), rows.seat.tolist(), strict=True)
+    for row, (kind, pool_idx) in enumerate(
+        zip(rows.kind.tolist(), rows.pool_idx.tolist(), strict=True)
     ):
         own, run = chosen[first[row] : first[row + 1]], []
         if own and kind == DRAFT:
-            tokens[seat][int(rows.drafts[row]) + 1] = own[0]
+            tokens[pool_idx][int(rows.drafts[row]) + 1] = own[0]
         elif own:
             for place, token in enumerate(own):
                 run.append(token)
-                if place + 1 < len(own) and tokens[seat][place + 1] != token:
+                if place + 1 < len(own) and tokens[pool_idx][place + 1] != token:
                     break
-            tokens[seat][0], emitted[seat] = run[-1], len(run)
-        out.append(run + [0] * (board.most - len(run)))
+            tokens[pool_idx][0], emitted[pool_idx] = run[-1], len(run)
+        out.append(run + [0] * (draft_tokens.most - len(run)))
         counts.append(len(run))
     return tokens, emitted, out, counts
 
@@ -83,15 +83,15 @@ def by_hand(board, rows, target):
 @settings(max_examples=60, deadline=None)
 @given(forward=forwards())
 def test_a_forward_leaves_what_the_oracle_does(forward):
-    board, _, target = forward
+    draft_tokens, _, target = forward
     tokens, emitted, out, counts = by_hand(*forward)
     emission = board_commit(*forward)
-    assert board.tokens.tolist() == tokens
-    assert board.emitted.tolist() == emitted
+    assert draft_tokens.tokens.tolist() == tokens
+    assert draft_tokens.emitted.tolist() == emitted
     assert emission.tokens.tolist() == out
     assert emission.counts.tolist() == counts
     assert emission.counts.dtype == torch.int32
-    assert emission.tokens.shape == (len(counts), board.most)
+    assert emission.tokens.shape == (len(counts), draft_tokens.most)
     assert target.dtype == emission.tokens.dtype
 
 
@@ -102,63 +102,71 @@ def test_a_forward_leaves_what_the_oracle_does(forward):
 )
 def test_drafting_and_then_verifying_emits_what_the_engine_accepts(drafts, extra):
     """One seat over several forwards: each draft in its own, all verified in one."""
-    board = Board(torch.full((3, 10), 7), torch.zeros(3, dtype=torch.int32))
-    seat, one = torch.tensor([1]), torch.tensor([0, 1])
+    draft_tokens = DraftTokens(
+        torch.full((3, 10), 7), torch.zeros(3, dtype=torch.int32)
+    )
+    pool_idx, one = torch.tensor([1]), torch.tensor([0, 1])
     for count, draft in enumerate(drafts):
-        rows = BoardRows(seat, one, torch.tensor([DRAFT]), torch.tensor([count]))
-        drafted = board_commit(board, rows, torch.tensor([draft]))
+        rows = DraftTokenRows(
+            pool_idx, one, torch.tensor([DRAFT]), torch.tensor([count])
+        )
+        drafted = board_commit(draft_tokens, rows, torch.tensor([draft]))
         assert drafted.counts.tolist() == [0]
-    assert board.tokens[1, 1 : len(drafts) + 1].tolist() == drafts
+    assert draft_tokens.tokens[1, 1 : len(drafts) + 1].tolist() == drafts
     target = extra[: len(drafts) + 1]
     ends = torch.tensor([0, len(target)])
-    rows = BoardRows(seat, ends, torch.tensor([EMIT]), torch.tensor([len(drafts)]))
-    emission = board_commit(board, rows, torch.tensor(target))
+    rows = DraftTokenRows(
+        pool_idx, ends, torch.tensor([EMIT]), torch.tensor([len(drafts)])
+    )
+    emission = board_commit(draft_tokens, rows, torch.tensor(target))
     expected = accepted_tokens(drafts, target)
     assert emission.tokens[0, : int(emission.counts)].tolist() == expected
-    assert int(board.tokens[1, 0]) == expected[-1]
-    assert int(board.emitted[1]) == len(expected)
-    assert (board.tokens[[0, 2]] == 7).all()
+    assert int(draft_tokens.tokens[1, 0]) == expected[-1]
+    assert int(draft_tokens.emitted[1]) == len(expected)
+    assert (draft_tokens.tokens[[0, 2]] == 7).all()
 
 
 def test_a_forward_by_hand():
-    board = Board(
+    draft_tokens = DraftTokens(
         torch.tensor([[1, 7, 8, 0], [2, 4, 4, 0], [3, 0, 0, 0], [9, 5, 6, 0]]),
         torch.tensor([5, 5, 5, 5], dtype=torch.int32),
     )
     # All agree and one more; the first is wrong; a plain row; a third draft; nobody.
-    rows = BoardRows(
-        seat=torch.tensor([0, 1, 2, 3, 0]),
+    rows = DraftTokenRows(
+        pool_idx=torch.tensor([0, 1, 2, 3, 0]),
         first=torch.tensor([0, 3, 6, 7, 8, 8], dtype=torch.int32),
         kind=torch.tensor([EMIT, EMIT, EMIT, DRAFT, EMIT]),
         drafts=torch.tensor([2, 2, 0, 2, 0]),
     )
-    emission = board_commit(board, rows, torch.tensor([7, 8, 9, 5, 4, 4, 6, 1]))
+    emission = board_commit(draft_tokens, rows, torch.tensor([7, 8, 9, 5, 4, 4, 6, 1]))
     assert emission.tokens.tolist() == [
         *([7, 8, 9], [5, 0, 0], [6, 0, 0]),
         *([0, 0, 0], [0, 0, 0]),
     ]
     assert emission.counts.tolist() == [3, 1, 1, 0, 0]
-    assert board.tokens[:, 0].tolist() == [9, 5, 6, 9]
-    assert board.tokens[3].tolist() == [9, 5, 6, 1]
-    assert board.emitted.tolist() == [3, 1, 1, 5]
+    assert draft_tokens.tokens[:, 0].tolist() == [9, 5, 6, 9]
+    assert draft_tokens.tokens[3].tolist() == [9, 5, 6, 1]
+    assert draft_tokens.emitted.tolist() == [3, 1, 1, 5]
 
 
 def test_a_draft_behind_the_last_column_is_dropped():
-    board = Board(torch.zeros(2, 4).long(), torch.zeros(2, dtype=torch.int32))
-    rows = BoardRows(
+    draft_tokens = DraftTokens(
+        torch.zeros(2, 4).long(), torch.zeros(2, dtype=torch.int32)
+    )
+    rows = DraftTokenRows(
         torch.tensor([0, 1]),
         torch.tensor([0, 1, 2]),
         torch.tensor([DRAFT, DRAFT]),
         torch.tensor([2, 3]),
     )
-    board_commit(board, rows, torch.tensor([5, 6]))
-    assert board.tokens.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
+    board_commit(draft_tokens, rows, torch.tensor([5, 6]))
+    assert draft_tokens.tokens.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
 
 
 def test_the_reference_reads_nothing_on_the_host():
     # Tensors without contents: reading one, or meeting one of another device, raises.
-    board, rows, target = moved(sound(), "meta")
-    emission = commit_rows(board, rows, target)
+    draft_tokens, rows, target = moved(sound(), "meta")
+    emission = commit_rows(draft_tokens, rows, target)
     assert emission.tokens.shape == (2, 6)
     assert emission.counts.device.type == "meta"
     with pytest.raises(RuntimeError):
@@ -173,8 +181,10 @@ def test_bytes_moved_are_counted():
 
 
 def sound(**changes):
-    board = Board(torch.zeros(4, 7).long(), torch.zeros(4, dtype=torch.int32))
-    rows = BoardRows(
+    draft_tokens = DraftTokens(
+        torch.zeros(4, 7).long(), torch.zeros(4, dtype=torch.int32)
+    )
+    rows = DraftTokenRows(
         torch.tensor([2, 0]),
         torch.tensor([0, 4, 6], dtype=torch.int32),
         torch.tensor([EMIT, EMIT]),
@@ -182,7 +192,7 @@ def sound(**changes):
     )
     known = {"target": torch.zeros(6).long()} | changes
     return (
-        dataclasses.replace(board, **_of(changes, board)),
+        dataclasses.replace(draft_tokens, **_of(changes, draft_tokens)),
         dataclasses.replace(rows, **_of(changes, rows)),
         known["target"],
     )
@@ -207,7 +217,7 @@ def _of(changes, record):
         ({"drafts": torch.zeros(4).int()[::2]}, r"rows.drafts must be \[2\], contig"),
         ({"target": torch.zeros(6).int()}, "target must be one of"),
         ({"target": torch.zeros(2, 3).long()}, r"target must be \[6\]"),
-        ({"seat": torch.zeros(2, device="meta").int()}, "rows.seat is on meta"),
+        ({"pool_idx": torch.zeros(2, device="meta").int()}, "rows.seat is on meta"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -224,9 +234,11 @@ def test_the_kernel_equals_the_reference():
 
 @needs_gpu
 def test_a_captured_graph_drafts_and_then_accepts():
-    board = Board(torch.zeros(4, 5).long().to(DEVICE), torch.zeros(4).int().to(DEVICE))
+    draft_tokens = DraftTokens(
+        torch.zeros(4, 5).long().to(DEVICE), torch.zeros(4).int().to(DEVICE)
+    )
     rows = moved(
-        BoardRows(
+        DraftTokenRows(
             torch.tensor([2, 0, 0]),
             torch.tensor([0, 1, 2, 2]),
             torch.tensor([DRAFT, DRAFT, EMIT]),
@@ -234,20 +246,20 @@ def test_a_captured_graph_drafts_and_then_accepts():
         )
     )
     target = torch.tensor([8, 9, 1]).to(DEVICE)
-    board_commit(board, rows, target)
+    board_commit(draft_tokens, rows, target)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        emission = board_commit(board, rows, target)
+        emission = board_commit(draft_tokens, rows, target)
     graph.replay()
-    assert board.tokens[[0, 2], 1].tolist() == [9, 8]
+    assert draft_tokens.tokens[[0, 2], 1].tolist() == [9, 8]
     rows.first.copy_(torch.tensor([0, 2, 3, 3]))
     rows.kind.fill_(EMIT)
     target.copy_(torch.tensor([8, 5, 6]))
     graph.replay()
     assert emission.counts.tolist() == [2, 1, 0]
     assert emission.tokens.tolist() == [[8, 5, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]
-    assert board.tokens[[0, 2], 0].tolist() == [6, 5]
+    assert draft_tokens.tokens[[0, 2], 0].tolist() == [6, 5]
 
 
 SEEN = {"accepted": 0, "drafted": 0}

@@ -14,9 +14,9 @@ from kernel_device import moved, report, run, unsynced
 
 from vericache_kernels.join_planes import (
     DraftPlanes,
+    PlaneTarget,
     Residuals,
     SplitPlanesStep,
-    Target,
     bytes_moved,
     join_planes,
 )
@@ -95,14 +95,14 @@ def built(codec, dtype, shape, segments, wild=0.2):
     value_bytes, value_offsets = arena(drafts, step.fields[2:])
     plane_bytes, plane_offsets = arena([part[3] for part in parts], RESIDUAL)
     counts = torch.tensor(segments, dtype=torch.int32)
-    escapes = torch.tensor([part[3].extent.escapes for part in parts])
+    escapes = torch.tensor([part[3].part_shape.escapes for part in parts])
     total = sum(segments)
     places = [torch.randperm(total + 3, generator=random)[:total] for _ in range(heads)]
     draft = DraftPlanes(
         key_bytes, value_bytes, torch.cat([key_offsets, value_offsets], 1), counts
     )
     residual = Residuals(plane_bytes, plane_offsets, escapes.to(torch.int32))
-    target = Target(
+    target = PlaneTarget(
         *(numbers((SLOTS, heads, dim), dtype, random, 0.0) for dim in dims),
         slots=torch.randperm(SLOTS, generator=random)[: total + 3],
         places=torch.stack(places).to(torch.int32),
@@ -137,25 +137,27 @@ def codes_of(row, width, count):
 def hand_oracle(case, segment, heads, dims):
     """Number by number; returns bits [side][head][token][dim] without a sign."""
     draft, residual = (part.tensors for part in case.parts[segment][2:])
-    extent = case.parts[segment][2].extent
-    form = FORMATS[extent.dtype]
+    part_shape = case.parts[segment][2].part_shape
+    form = FORMATS[part_shape.dtype]
     e, m = case.codec.exponent_bits, case.codec.mantissa_bits
     rest = form.mantissa - m
-    escapes = case.parts[segment][3].extent.escapes
+    escapes = case.parts[segment][3].part_shape.escapes
     listed = iter(codes_of(residual["escapes"], form.exponent, escapes))
     found = []
     for side, dim in zip(("key", "value"), dims, strict=True):
         entries = []
         for head in range(heads):
             entries.append([])
-            for token in range(extent.tokens):
+            for token in range(part_shape.tokens):
                 codes = codes_of(draft[f"{side}_codes"][head, token], 1 + e + m, dim)
                 if side == "key":
                     row = draft["key_shared"][head, token // case.codec.block]
                     shared = codes_of(row, form.exponent, dim)
                 else:
                     row = draft["value_shared"][head]
-                    shared = [codes_of(row, form.exponent, extent.tokens)[token]] * dim
+                    shared = [
+                        codes_of(row, form.exponent, part_shape.tokens)[token]
+                    ] * dim
                 packed = residual[f"{side}_rest"][head, token].tolist()
                 whole = rest // 8
                 tops = codes_of(torch.tensor(packed[whole * dim :]), rest % 8, dim)
@@ -212,7 +214,7 @@ def test_joined_planes_are_the_kv_that_was_encoded(case):
     heads = torch.arange(target.places.shape[0])[:, None]
     for segment, (keys, values, draft, residual) in enumerate(case.parts):
         first = int(target.first[segment])
-        own = target.places[:, first : first + draft.extent.tokens].long()
+        own = target.places[:, first : first + draft.part_shape.tokens].long()
         joined = case.codec.join(draft, residual)
         for i, (buffer, entries) in enumerate(
             ((target.k_buffer, keys), (target.v_buffer, values))

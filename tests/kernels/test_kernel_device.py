@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, SWITCH, chosen, moved
 
-from vericache_kernels.board_commit import Board
+from vericache_kernels.board_commit import DraftTokens
 
 
 def test_a_device_is_used_where_there_is_one():
@@ -23,11 +23,13 @@ def test_the_switch_never_falls_back_to_the_interpreter(switch, available):
 def test_a_moved_view_keeps_its_strides_and_what_lies_between():
     whole = torch.arange(24.0).view(4, 6)
     view = whole[1:, ::2]
-    board, (copy, dtype) = moved((Board(whole.clone(), view), (view, torch.int8)))
+    draft_tokens, (copy, dtype) = moved(
+        (DraftTokens(whole.clone(), view), (view, torch.int8))
+    )
     assert torch.equal(copy.cpu(), view)
-    assert copy.stride() == board.emitted.stride() == view.stride()
+    assert copy.stride() == draft_tokens.emitted.stride() == view.stride()
     assert copy._base.flatten().tolist() == whole.flatten().tolist()
-    assert copy.device.type == board.tokens.device.type == DEVICE
+    assert copy.device.type == draft_tokens.tokens.device.type == DEVICE
     assert dtype is torch.int8
     copy.zero_()
     assert view[0].tolist() == [6, 8, 10]

@@ -18,8 +18,8 @@ from vericache_kernels.split_segment import (
     split_segment,
 )
 from vericache_kernels.split_segment.ref import as_integers, join_entries, split_entries
-from vericache_sglang.compression.budget import complement_indices
-from vericache_sglang.memory.splitting import join_layer, pick
+from vericache_sglang.compression.budget import residual_indices
+from vericache_sglang.kv.split_layers import join_layer, pick
 
 SLOTS = 200
 DTYPES = [
@@ -155,7 +155,7 @@ def test_the_engine_splits_and_joins_alike(case):
     split_segment(case.pool, cut, case.target, block)
     kept = [pick(side, cut.kept.long()) for side in entries]
     assert same_bits([side[case.target] for side in case.pool], kept)
-    rest = complement_indices(cut.kept.long(), len(cut.slots))
+    rest = residual_indices(cut.kept.long(), len(cut.slots))
     assert same_bits(block, [pick(side, rest) for side in entries])
     joined = [
         join_layer(side, cut.kept.long(), part)

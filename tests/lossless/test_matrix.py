@@ -108,7 +108,7 @@ def test_tokens_are_identical_where_the_model_decides(requests, plain):
 
 
 @pytest.mark.extended
-def test_requests_with_one_prompt_share_its_complement(requests, plain):
+def test_requests_with_one_prompt_share_its_residual(requests, plain):
     """Six answers to one prompt: one host copy, and most reloads are shared.
 
     Also where a compressor's choice is one request's own, and equal only afterwards.

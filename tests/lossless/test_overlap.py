@@ -73,21 +73,21 @@ def test_under_overlap_the_host_hears_one_forward_late(overlapped):
         (what, int(rest[0])) for what, *rest in lines if what in ("launch", "hear")
     ]
     place = {event: i for i, event in enumerate(order)}
-    heard = [number for what, number in order if what == "hear"]
-    assert heard == sorted(heard), "in the order of the launches"
+    reported = [number for what, number in order if what == "hear"]
+    assert reported == sorted(reported), "in the order of the launches"
     late = [
         number
-        for number in heard
+        for number in reported
         if ("launch", number + 1) in place
         and place["launch", number + 1] < place["hear", number]
     ]
     early = [
         number
-        for number in heard
+        for number in reported
         if ("launch", number + 2) in place
         and place["launch", number + 2] < place["hear", number]
     ]
-    assert len(late) > 0.7 * len(heard)
+    assert len(late) > 0.7 * len(reported)
     assert not early, "two forwards were in the air when a third was launched"
 
 

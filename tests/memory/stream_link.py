@@ -7,13 +7,13 @@ import torch
 from simulated_cuda import simulated, until
 from simulated_tensors import CUDA
 
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.segmented import SegmentedComplement
-from vericache_sglang.memory.splitting import as_bits
-from vericache_sglang.memory.staging import Lease, Span
-from vericache_sglang.memory.stream_transfers import StreamTransfers
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.segmented_residual import SegmentedResidual
+from vericache_sglang.kv.split_layers import as_bits
+from vericache_sglang.kv.staging import Lease, Span
+from vericache_sglang.kv.stream_transfers import StreamTransfers
 
 LAYERS, POOL, DTYPE = 3, 64, torch.bfloat16
 GEOMETRY = KVGeometry(
@@ -54,7 +54,7 @@ def filled(image, seed=1):
         for side, name in enumerate(("keys", "values")):
             content = torch.empty(each.tensors[name].shape, dtype=DTYPE)
             each.tensors[name].write(scramble(content, seed + 2 * i + side))
-        if isinstance(each, RawComplement):
+        if isinstance(each, RawResidual):
             each.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
     for layer in range(LAYERS):
         image.seal(layer)
@@ -70,16 +70,16 @@ def new_pages(neighbours=True):
     return page_pool
 
 
-def new_complement(counts, page_pool=None):
+def new_residual(counts, page_pool=None):
     """Return a complement of 16 slots: of segments where there are several counts."""
     page_pool = page_pool or new_pages()
-    made = [RawComplement(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
-    return filled(made[0] if len(made) == 1 else SegmentedComplement(made))
+    made = [RawResidual(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
+    return filled(made[0] if len(made) == 1 else SegmentedResidual(made))
 
 
-def wanted(complement, layer):
+def wanted(residual, layer):
     """Return a layer's keys and values as they lie in host memory."""
-    sides = complement.sides(layer)
+    sides = residual.sides(layer)
     return tuple([row for block in side for row in bits(block)] for side in sides)
 
 

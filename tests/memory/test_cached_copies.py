@@ -21,9 +21,9 @@ from stream_link import (
 )
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.segment_pool import SegmentPool
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
+from vericache_sglang.prefix_cache.host_pool import SegmentPool
 
 SCORES = {"noted": torch.arange(6.0).view(3, 2)}
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression.codecs.base import CodecNeeds, Extent, Part
+from vericache_sglang.compression.codecs.base import CodecNeeds, PartShape, PartSpec
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.codecs.kvquant_tables import (
     Samples,
@@ -20,9 +20,9 @@ from vericache_sglang.compression.codecs.rope import Rope
 from vericache_sglang.compression.codecs.rotatekv_tables import (
     write_tables as write_rotatekv,
 )
-from vericache_sglang.memory.code_slots import ALIGN, CodeLayout
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.segments import SEGMENT, segment_bounds
+from vericache_sglang.kv.code_slots import ALIGN, CodeLayout
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.segment_length import SEGMENT, segment_bounds
 
 HEADS, DIM, POOL = 2, 32, 700
 LINES = [
@@ -146,7 +146,7 @@ def test_as_many_slots_as_the_bits_need(line, dtype, page, codecs):
     width, used, counted = HEADS * DIM * dtype.itemsize, 0, 0
     for segment in layout.segments:
         images = {True: 0, False: 0}
-        for name, (kind, shape) in codec.draft_layout(segment.extent).items():
+        for name, (kind, shape) in codec.draft_layout(segment.part_shape).items():
             size = kind.itemsize * math.prod(shape)
             images[name.startswith("value")] += math.ceil(size / ALIGN) * ALIGN
         image = max(images.values())
@@ -184,7 +184,7 @@ class Ramp:
     def __init__(self, *sizes):
         self.sizes = sizes
 
-    def draft_layout(self, extent):
+    def draft_layout(self, part_shape):
         return {
             f"{self.name(i)}": (torch.uint8, (n,)) for i, n in enumerate(self.sizes)
         }
@@ -218,7 +218,7 @@ def test_fields_of_any_size_survive_keys_and_values_of_any_width(sizes, dims, ra
         )
         for i, n in enumerate(sizes)
     }
-    extent = Extent(
+    part_shape = PartShape(
         heads=HEADS,
         tokens=3,
         key_dim=dims[0],
@@ -234,7 +234,10 @@ def test_fields_of_any_size_survive_keys_and_values_of_any_width(sizes, dims, ra
         assert not any(sizes)
         return
     layout.write(
-        layout.segments[0], buffers, slots, Part("ramp", extent, 0, None, fields)
+        layout.segments[0],
+        buffers,
+        slots,
+        PartSpec("ramp", part_shape, 0, None, fields),
     )
     found = layout.read(layout.segments[0], buffers, slots, 0, None)
     assert {name: raw(t) for name, t in found.tensors.items()} == {

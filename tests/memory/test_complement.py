@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.residual import RawResidual
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -27,7 +27,7 @@ def geometry(dtype):
 
 def filled(dtype, seed=0, slots=5, kept=3):
     """A sealed complement of random bits, NaN and infinities among them."""
-    made = RawComplement(geometry(dtype), slots, kept, dtype)
+    made = RawResidual(geometry(dtype), slots, kept, dtype)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (made.keys, made.values, made.kept):
         raw = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
@@ -77,7 +77,7 @@ def test_the_checksum_is_xxh3_of_keys_values_and_positions():
 
 
 def test_a_layer_is_trusted_only_once_it_is_sealed():
-    made = RawComplement(geometry(torch.float32), 2, 1, torch.float32)
+    made = RawResidual(geometry(torch.float32), 2, 1, torch.float32)
     with pytest.raises(TransferError, match="in layer 0"):
         made.verify(0)
     assert not made.sealed
@@ -101,7 +101,7 @@ def test_one_whose_pages_lie_apart_holds_the_same():
     for each in [page_pool.take(1) for _ in range(64)][::2]:
         each.free()
     free = page_pool.free_bytes
-    made = RawComplement(geometry(torch.float32), 5, 3, torch.float32, page_pool)
+    made = RawResidual(geometry(torch.float32), 5, 3, torch.float32, page_pool)
     kept = torch.arange(18, dtype=torch.int32).view(3, 2, 3)
     made.describe(kept, kept[..., :0])
     keys, values = torch.randn(3, 5, 2, 4), torch.randn(3, 5, 2, 6)
@@ -111,7 +111,7 @@ def test_one_whose_pages_lie_apart_holds_the_same():
     assert torch.equal(made.keys, keys)
     assert torch.equal(made.values, values)
     assert torch.equal(made.kept, kept)
-    other = RawComplement(geometry(torch.float32), 5, 3, torch.float32)
+    other = RawResidual(geometry(torch.float32), 5, 3, torch.float32)
     other.describe(kept, kept[..., :0])
     for layer in range(3):
         other.write(layer, keys[layer], values[layer])
@@ -134,7 +134,7 @@ def test_an_image_the_pool_has_no_room_for_allocates_nothing():
     page_pool = HostPagePool(1024, 64, pinned=False)
     with pytest.raises(TransferError, match="1288 bytes exceed the 1024 left of"):
         # 480 and 720 bytes of entries, and 72 of positions at a multiple of 64.
-        RawComplement(geometry(torch.float32), 5, 3, torch.float32, page_pool)
+        RawResidual(geometry(torch.float32), 5, 3, torch.float32, page_pool)
     assert page_pool.used_bytes == 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vericache_sglang.memory.host_limit import available_host_bytes
+from vericache_sglang.device.host_limit import available_host_bytes
 
 MACHINE = psutil.virtual_memory().total
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -16,8 +16,8 @@ from simulated_cuda import simulated
 from simulated_tensors import CUDA
 
 from vericache_sglang.errors import ConfigError, InvariantError
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import (
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import (
     HostPagePool,
     HostTensor,
     gathered_on,

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.residual import RawResidual
 
 SIZE = Budget(10, 3, 0, 0)
 """7 slots of complement, 3 exact tokens."""
@@ -35,21 +35,21 @@ def new_store(budget, dtype=torch.float32):
     return HostStore(geometry, dtype, new_pool(budget, dtype))
 
 
-def fill(complement, content):
+def fill(residual, content):
     """Seal a complement whose bytes are a function of ``content``."""
     generator = torch.Generator().manual_seed(content)
-    for name, tensor in complement.tensors.items():
+    for name, tensor in residual.tensors.items():
         raw = torch.randint(0, 256, (tensor.nbytes,), generator=generator)
         made = raw.to(torch.uint8).view(tensor.dtype).view(tensor.shape)
         if name == "keys":
             made[0, 0, 0, 0] = torch.nan  # not equal to itself, its bits are
         tensor.write(made)
-    for layer in range(complement.layers):
-        complement.seal(layer)
+    for layer in range(residual.layers):
+        residual.seal(layer)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "complement", "parked"),
+    ("dtype", "residual", "swapped"),
     [
         # 2 layers of 2 heads, a slot holds 3 + 5 elements each, a position 4 bytes;
         # values begin with a whole one, positions at a multiple of 64.
@@ -57,28 +57,28 @@ def fill(complement, content):
         (torch.bfloat16, (168, 280, 48), (120, 200)),
     ],
 )
-def test_the_budget_is_exact_to_the_page(dtype, complement, parked):
+def test_the_budget_is_exact_to_the_page(dtype, residual, swapped):
     value, page = 10 * dtype.itemsize, 30 * dtype.itemsize
-    keys, values, kept = complement
+    keys, values, kept = residual
     kept_at = -(-(-(-keys // value) * value + values) // 64) * 64
-    sizes = (kept_at + kept, -(-parked[0] // value) * value + parked[1])
+    sizes = (kept_at + kept, -(-swapped[0] // value) * value + swapped[1])
     held = [-(-size // page) * page for size in sizes]
     store = new_store(sum(held), dtype)
-    assert [store.complement_bytes(SIZE), store.parked_bytes(5)] == held
+    assert [store.residual_bytes(SIZE), store.swapped_bytes(5)] == held
     opened = store.open("a", SIZE)
-    assert opened.nbytes == sum(complement)
+    assert opened.nbytes == sum(residual)
     assert opened.held_bytes == store.used_bytes == held[0]
     assert store.fits(held[1])
     assert not store.fits(held[1] + 1)
-    assert not store.fits_complement(SIZE)
-    assert store.park("a", 5).nbytes == sum(parked)
+    assert not store.fits_residual(SIZE)
+    assert store.swap_out("a", 5).nbytes == sum(swapped)
     assert (store.free_bytes, store.fits(1)) == (0, False)
     assert store.budget_bytes == store.used_bytes == store.held_bytes
 
 
 def test_over_the_budget_nothing_is_allocated():
     store = new_store(1080 - 1)
-    for allocate in (lambda: store.open("a", SIZE), lambda: store.park("a", 8)):
+    for allocate in (lambda: store.open("a", SIZE), lambda: store.swap_out("a", 8)):
         with pytest.raises(TransferError, match="that --vericache-host-gb allows"):
             allocate()
     assert store.used_bytes == store.drop("a") == 0
@@ -87,7 +87,7 @@ def test_over_the_budget_nothing_is_allocated():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_complements_count_once(dtype):
+def test_equal_residuals_count_once(dtype):
     store = new_store(10**6, dtype)
     first, second = store.open("a", SIZE), store.open("b", SIZE)
     fill(first, 1)
@@ -96,11 +96,11 @@ def test_equal_complements_count_once(dtype):
     assert store.group_of("a") != store.group_of("b")
     name = store.share("b")
     assert name == store.group_of("a") == store.group_of("b")
-    assert store.complement("b") is store.complement("a") is first
+    assert store.residual("b") is store.residual("a") is first
     assert store.used_bytes == first.held_bytes
     assert store.share("b") == store.share("a") == name
     assert store.drop("a") == 0, "b still refers to it"
-    assert store.complement("b") is first
+    assert store.residual("b") is first
     assert store.group_of("b") == name
     assert store.drop("b") == first.held_bytes
     assert store.used_bytes == 0
@@ -116,17 +116,17 @@ def test_a_freed_name_is_never_used_again():
 
 
 @pytest.mark.parametrize("part", ["keys", "values", "kept"])
-def test_a_damaged_complement_is_not_shared(part):
+def test_a_damaged_residual_is_not_shared(part):
     store = new_store(10**6)
     first, second = store.open("a", SIZE), store.open("b", SIZE)
     fill(first, 1)
     fill(second, 1)
     first.tensors[part].raw(0)[0][3] ^= 1
     assert store.share("b") == store.group_of("b") != store.group_of("a")
-    assert store.complement("b") is second
+    assert store.residual("b") is second
 
 
-def test_only_full_complements_are_shared():
+def test_only_full_residuals_are_shared():
     store = new_store(10**6)
     fill(store.open("a", SIZE), 1)
     unfinished = store.open("b", SIZE)
@@ -141,24 +141,24 @@ def test_only_full_complements_are_shared():
 def test_a_request_holds_one_of_each():
     store = new_store(10**6)
     store.open("a", SIZE)
-    store.park("a", 4)
+    store.swap_out("a", 4)
     with pytest.raises(InvariantError, match="a has a complement already"):
         store.open("a", SIZE)
     with pytest.raises(InvariantError, match="a is parked already"):
-        store.park("a", 4)
+        store.swap_out("a", 4)
     with pytest.raises(InvariantError, match="b has no complement"):
-        store.complement("b")
-    assert store.parked("b") is None
-    assert store.drop_parked("a") == store.parked_bytes(4)
-    assert store.drop_parked("a") == 0
-    assert store.parked("a") is None
-    assert store.drop("a") == store.complement_bytes(SIZE)
+        store.residual("b")
+    assert store.swapped("b") is None
+    assert store.drop_swapped("a") == store.swapped_bytes(4)
+    assert store.drop_swapped("a") == 0
+    assert store.swapped("a") is None
+    assert store.drop("a") == store.residual_bytes(SIZE)
 
 
 def test_the_dead_are_found():
     store = new_store(10**6)
     store.open("a", SIZE)
-    store.park("b", 4)
+    store.swap_out("b", 4)
     store.check({"a", "b", "c"})
     with pytest.raises(InvariantError, match=r"dead requests \['b'\]"):
         store.check({"a"})
@@ -214,7 +214,7 @@ def test_the_evictor_is_asked_for_what_is_missing_before_a_refusal():
     assert cache.asked == [840, 3120 - 120, 3120 - 3000], "in the end all"
     assert not cache.held
     with pytest.raises(TransferError, match="that --vericache-host-gb allows"):
-        store.park("b", 60)
+        store.swap_out("b", 60)
 
 
 def test_geometry_and_dtype_agree():
@@ -223,15 +223,15 @@ def test_geometry_and_dtype_agree():
         HostStore(geometry, torch.bfloat16, new_pool(64))
 
 
-def test_an_adopted_complement_is_somebody_else_s_memory():
+def test_an_adopted_residual_is_somebody_else_s_memory():
     page_pool = new_pool(8192)
     store = HostStore(new_store(64).geometry, torch.float32, page_pool)
-    foreign = RawComplement(store.geometry, 7, 3, torch.float32, page_pool)
+    foreign = RawResidual(store.geometry, 7, 3, torch.float32, page_pool)
     for rid in "ab":
         store.adopt(rid, "segments", foreign)
     with pytest.raises(InvariantError, match="a has a complement already"):
         store.adopt("a", "segments", foreign)
-    assert store.complement("b") is foreign
+    assert store.residual("b") is foreign
     assert store.group_of("a") == store.group_of("b") == "segments"
     assert store.held_bytes == 0
     store.check("ab", others=foreign.held_bytes)
@@ -245,8 +245,8 @@ def test_a_shared_request_gives_its_own_bytes_back_to_the_arena():
     page_pool = new_pool(8192)
     store = HostStore(new_store(64).geometry, torch.float32, page_pool)
     own = [store.open(rid, SIZE) for rid in "ab"]
-    for complement in own:
-        fill(complement, 1)
+    for residual in own:
+        fill(residual, 1)
     store.share("b")
     assert own[1].pages.freed
     assert not own[0].pages.freed
@@ -259,14 +259,14 @@ class Model:
 
     def __init__(self, store):
         self.store = store
-        self.size = store.complement_bytes(SIZE)
-        self.content, self.group, self.parked = {}, {}, {}
+        self.size = store.residual_bytes(SIZE)
+        self.content, self.group, self.swapped = {}, {}, {}
         self.opened = 0
 
     @property
     def used(self):
         shared_once = len(set(self.group.values()))
-        return self.size * shared_once + sum(self.parked.values())
+        return self.size * shared_once + sum(self.swapped.values())
 
     def fits(self, amount):
         fits = self.store.fits(amount)
@@ -284,11 +284,11 @@ class Model:
         self.content[rid], self.group[rid] = number, self.opened
         self.opened += 1
 
-    def park(self, rid, number):
-        amount = self.store.parked_bytes(number)
-        if rid not in self.parked and self.fits(amount):
-            self.store.park(rid, number)
-            self.parked[rid] = amount
+    def swap_out(self, rid, number):
+        amount = self.store.swapped_bytes(number)
+        if rid not in self.swapped and self.fits(amount):
+            self.store.swap_out(rid, number)
+            self.swapped[rid] = amount
 
     def share(self, rid, number):
         if rid not in self.content:
@@ -304,12 +304,12 @@ class Model:
 
     def drop(self, rid, number):
         before = self.used
-        for book in (self.content, self.group, self.parked):
+        for book in (self.content, self.group, self.swapped):
             book.pop(rid, None)
         assert self.store.drop(rid) == before - self.used
 
-    def unpark(self, rid, number):
-        assert self.store.drop_parked(rid) == self.parked.pop(rid, 0)
+    def swap_in(self, rid, number):
+        assert self.store.drop_swapped(rid) == self.swapped.pop(rid, 0)
 
     def compare(self):
         assert self.store.used_bytes == self.used
@@ -317,11 +317,13 @@ class Model:
             for other in self.content:
                 together = self.store.group_of(one) == self.store.group_of(other)
                 assert together == (self.group[one] == self.group[other])
-        self.store.check(self.content.keys() | self.parked.keys(), others=0)
+        self.store.check(self.content.keys() | self.swapped.keys(), others=0)
 
 
 STEP = st.tuples(
-    st.sampled_from([Model.open, Model.park, Model.share, Model.drop, Model.unpark]),
+    st.sampled_from(
+        [Model.open, Model.swap_out, Model.share, Model.drop, Model.swap_in]
+    ),
     st.sampled_from("abcd"),
     st.integers(1, 3),
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.ledger import Account, Ledger
+from vericache_sglang.kv.ledger import Account, Ledger
 
 
 def test_balanced_books_pass():

@@ -12,7 +12,7 @@ PAGES = 12
 
 
 def new_allocator(page_size):
-    from vericache_sglang.memory.paged_allocator import TorchPagedAllocator
+    from vericache_sglang.platforms.cpu.paged_allocator import TorchPagedAllocator
 
     return TorchPagedAllocator(
         PAGES * page_size,

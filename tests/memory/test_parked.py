@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_image import Target
-from vericache_sglang.memory.parked import ParkedImage, gathered
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_image import CopyTarget
+from vericache_sglang.kv.swapped import SwappedImage, gathered
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
 
 LAYERS, PAGES = 2, 6
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,7 +54,7 @@ def restore(image, k_buffers, v_buffers, slots):
     """Copy an image into these slots."""
     link = ThreadTransfers(k_buffers, v_buffers, 0.0)
     try:
-        link.place(image, Target(slots))
+        link.place(image, CopyTarget(slots))
     finally:
         link.close()
 
@@ -74,7 +74,7 @@ def test_parking_and_restoring_elsewhere_keeps_every_bit(dtype, page, data):
     before = slots_of(data.draw(order), count, page)
     after = slots_of(data.draw(order), count, page)
     k_buffers, v_buffers = pool(PAGES * page, dtype, seed)
-    image = ParkedImage(geometry(dtype, page), count, dtype)
+    image = SwappedImage(geometry(dtype, page), count, dtype)
     fill(image, k_buffers, v_buffers, before)
     assert image.sealed
     k_new, v_new = pool(PAGES * page, dtype, seed + 50)
@@ -90,7 +90,7 @@ def test_parking_and_restoring_elsewhere_keeps_every_bit(dtype, page, data):
 def test_a_bfloat16_nan_keeps_its_payload():
     quiet = torch.tensor([0x7F81, 0x7FC1, 0xFF8F - 2**16, 0x7FFF], dtype=torch.int16)
     entry = quiet.view(torch.bfloat16).expand(8, 2, 4).contiguous()
-    image = ParkedImage(
+    image = SwappedImage(
         KVGeometry(
             layers=1,
             kv_heads=2,
@@ -112,7 +112,7 @@ def test_a_bfloat16_nan_keeps_its_payload():
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_flipped_bit_names_its_layer_and_is_not_restored(part, layer):
     k_buffers, v_buffers = pool(8, torch.float32, 3)
-    image = ParkedImage(geometry(torch.float32), 4, torch.float32)
+    image = SwappedImage(geometry(torch.float32), 4, torch.float32)
     slots = torch.tensor([6, 1, 0, 7])
     fill(image, k_buffers, v_buffers, slots)
     getattr(image, part).view(torch.uint8)[layer, 2, 1, 5] ^= 4
@@ -127,7 +127,7 @@ def test_a_flipped_bit_names_its_layer_and_is_not_restored(part, layer):
 
 def test_as_many_slots_as_entries_or_none():
     k_buffers, v_buffers = pool(8, torch.float32, 3)
-    image = ParkedImage(geometry(torch.float32), 4, torch.float32)
+    image = SwappedImage(geometry(torch.float32), 4, torch.float32)
     with pytest.raises(InvariantError, match="3 entries for 4 slots"):
         fill(image, k_buffers, v_buffers, torch.tensor([0, 1, 2]))
 

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.pieces import Piece, deal
-from vericache_sglang.memory.segments import SEGMENT
-from vericache_sglang.memory.staging import Span, StagingRegion
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.pieces import Piece, deal
+from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.kv.staging import Span, StagingRegion
 
 LEAST = 500_000
 """Bytes from which a copy is long (design: 0.5 to 2 MB each)."""

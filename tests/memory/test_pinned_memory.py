@@ -8,7 +8,7 @@ import pytest
 import torch
 from simulated_cuda import simulated
 
-from vericache_sglang.memory.pinned_memory import HUGE_PAGE, THREADS, PinnedMemory
+from vericache_sglang.device.pinned_memory import HUGE_PAGE, THREADS, PinnedMemory
 
 
 def resident_pages(address, nbytes):

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from vericache_sglang.compression.budget import Budget, coded_rows, keep_indices
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.residual import ResidualComplement
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.plane_residual import PlaneResidual
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.segment_length import SEGMENT
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 8, 6
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -35,7 +35,7 @@ class Prompt:
     exact: torch.Tensor
     coded: torch.Tensor
     codec: object
-    complement: object
+    residual: object
 
     def gone(self, layer, head):
         """Positions the complement brings back, by a loop."""
@@ -54,14 +54,14 @@ class Prompt:
                 for entries in (self.keys, self.values)
             )
             part, _ = self.codec.encode(keys, values, layer=layer, positions=where)
-            extent = type(part.extent)(
+            part_shape = type(part.part_shape)(
                 heads=HEADS,
                 tokens=where.shape[1],
                 key_dim=KEY_DIM,
                 value_dim=VALUE_DIM,
                 dtype=keys.dtype,
             )
-            parts.append(type(part)(part.codec, extent, layer, None, part.tensors))
+            parts.append(type(part)(part.codec, part_shape, layer, None, part.tensors))
         return parts
 
 
@@ -102,7 +102,7 @@ def filled(budget, dtype=torch.bfloat16, line="mild", seed=0, wild=True, made=No
         coded.append(other)
     exact, coded = torch.stack(exact), torch.stack(coded)
     if made is None:
-        made = ResidualComplement(geometry(dtype), codec, budget, dtype)
+        made = PlaneResidual(geometry(dtype), codec, budget, dtype)
     prompt = Prompt(budget, keys, values, exact, coded, codec, made)
     made.describe(exact, coded)
     for layer in range(LAYERS):
@@ -118,8 +118,8 @@ def filled(budget, dtype=torch.bfloat16, line="mild", seed=0, wild=True, made=No
 def restored(prompt):
     """Check every layer's entries against the prompt itself, token by token."""
     for layer in range(LAYERS):
-        prompt.complement.verify(layer)
-        found = prompt.complement.blocks(layer, prompt.drafts)
+        prompt.residual.verify(layer)
+        found = prompt.residual.blocks(layer, prompt.drafts)
         for (entries,), whole in zip(found, (prompt.keys, prompt.values), strict=True):
             integer = BITS[whole.dtype]
             assert entries.shape == (prompt.budget.staged, HEADS, whole.shape[3])
@@ -169,14 +169,14 @@ def test_long_prompts_are_packed_segment_by_segment():
 def test_fewer_drafts_than_residuals_are_an_error():
     prompt = filled(Budget(20, 20, 0, 0, 20, 5))
     with pytest.raises(InvariantError, match="0 drafts, 1 residuals"):
-        prompt.complement.blocks(0, None)
+        prompt.residual.blocks(0, None)
 
 
-def covered(complement, layer):
+def covered(residual, layer):
     """Every tensor a checksum is to cover, by name."""
-    fields = {"region": complement._region(layer)}
+    fields = {"region": residual._region(layer)}
     for name in ("kept", "coded", "escapes"):
-        fields[name] = getattr(complement, name)[layer]
+        fields[name] = getattr(residual, name)[layer]
     return {name: tensor for name, tensor in fields.items() if tensor.numel()}
 
 
@@ -184,7 +184,7 @@ def covered(complement, layer):
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_one_flipped_bit_in_any_tensor_is_noticed_in_its_layer(dtype, layer):
     prompt = filled(Budget(SEGMENT + 60, SEGMENT + 40, 2, 2, SEGMENT + 16), dtype)
-    made, other = prompt.complement, 1 - layer
+    made, other = prompt.residual, 1 - layer
     fields = covered(made, layer)
     assert fields.keys() == {"region", "kept", "coded", "escapes"}
     for tensor in fields.values():
@@ -199,7 +199,7 @@ def test_one_flipped_bit_in_any_tensor_is_noticed_in_its_layer(dtype, layer):
 
 
 def test_a_layer_is_trusted_only_once_it_is_written():
-    made = ResidualComplement(
+    made = PlaneResidual(
         geometry(torch.bfloat16),
         create_codec(LINES["mild"]),
         Budget(9, 4, 0, 0, 4, 2),
@@ -208,13 +208,13 @@ def test_a_layer_is_trusted_only_once_it_is_written():
     assert not made.sealed
     with pytest.raises(TransferError, match="complement checksum differs in layer 1"):
         made.verify(1)
-    assert filled(Budget(9, 4, 0, 0, 4, 2)).complement.sealed
+    assert filled(Budget(9, 4, 0, 0, 4, 2)).residual.sealed
 
 
 @pytest.mark.parametrize("wild", [True, False])
 def test_its_bytes_are_those_of_its_tensors(wild):
     prompt = filled(Budget(60, 40, 2, 2, 32, 16), wild=wild)
-    made = prompt.complement
+    made = prompt.residual
     held = [
         tensor.nbytes
         for layer in range(LAYERS)
@@ -231,16 +231,16 @@ def test_its_bytes_are_those_of_its_tensors(wild):
 def test_entries_of_a_model_s_size_need_a_quarter_of_their_bytes():
     """Of 16 bits 4 are mantissa that stayed behind; escaped exponents are few."""
     prompt = filled(Budget(64, 64, 0, 0, 64, 32), wild=False)
-    residual = covered(prompt.complement, 0)["region"].nbytes
+    residual = covered(prompt.residual, 0)["region"].nbytes
     share = residual * LAYERS / (64 * geometry(torch.bfloat16).token_bytes)
     assert 4 / 16 <= share < 0.3
 
 
 def test_it_is_never_shared():
-    one, same = (filled(Budget(20, 12, 1, 1, 8, 4)).complement for _ in range(2))
+    one, same = (filled(Budget(20, 12, 1, 1, 8, 4)).residual for _ in range(2))
     assert one.checksums == same.checksums
     assert not one.equals(same)
-    raw = RawComplement(geometry(torch.bfloat16), 16, 4, torch.bfloat16)
+    raw = RawResidual(geometry(torch.bfloat16), 16, 4, torch.bfloat16)
     assert not one.equals(raw)
     assert not raw.equals(one)
 
@@ -249,9 +249,9 @@ def test_the_store_counts_what_is_held_once_it_is_settled():
     budget, dtype = Budget(60, 40, 2, 2, 32, 16), torch.bfloat16
     page_pool = HostPagePool(10**6, 64, pinned=False)
     store = HostStore(geometry(dtype), dtype, page_pool, create_codec(LINES["mild"]))
-    most = store.complement_bytes(budget)
+    most = store.residual_bytes(budget)
     made = store.open("a", budget)
-    assert isinstance(made, ResidualComplement)
+    assert isinstance(made, PlaneResidual)
     assert store.used_bytes == most
     first = filled(budget, wild=False, made=made)
     store.settle("a")
@@ -283,11 +283,11 @@ def test_residuals_whose_pages_lie_apart_come_back_too():
         each.free()
     budget, dtype = Budget(60, 40, 2, 2, 32, 16), torch.bfloat16
     codec = create_codec(LINES["mild"])
-    made = ResidualComplement(geometry(dtype), codec, budget, dtype, page_pool)
+    made = PlaneResidual(geometry(dtype), codec, budget, dtype, page_pool)
     prompt = filled(budget, made=made)
     made.settle()
     restored(prompt)
-    assert made.checksums == filled(budget).complement.checksums
+    assert made.checksums == filled(budget).residual.checksums
     made.free()
     assert page_pool.free_bytes == 64 * 1000
     page_pool.check()
@@ -300,5 +300,5 @@ def test_a_codec_that_approximates_leaves_the_entries_themselves():
     store = HostStore(geometry(dtype), dtype, page_pool, codec)
     budget = Budget(20, 12, 1, 1, 8, 4)
     made = store.open("a", budget)
-    assert isinstance(made, RawComplement)
-    assert made.held_bytes == store.complement_bytes(budget)
+    assert isinstance(made, RawResidual)
+    assert made.held_bytes == store.residual_bytes(budget)

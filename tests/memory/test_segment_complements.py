@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.segment_complements import SegmentComplements
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
 
 GEOMETRY = KVGeometry(
     layers=2, kv_heads=2, head_dim=4, v_head_dim=6, element_bytes=4, page_size=1
@@ -34,9 +34,9 @@ def opened(nbytes=1 << 16):
     page_pool = HostPagePool(nbytes, 96, pinned=False)
 
     def make(slots, kept):
-        return RawComplement(GEOMETRY, slots, kept, torch.float32, page_pool)
+        return RawResidual(GEOMETRY, slots, kept, torch.float32, page_pool)
 
-    return SegmentComplements(make, RawComplement.free), page_pool
+    return SegmentResiduals(make, RawResidual.free), page_pool
 
 
 ACTS = st.tuples(
@@ -48,93 +48,95 @@ ACTS = st.tuples(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ACTS, max_size=40))
 def test_holders_and_bytes_are_counted(acts):
-    complements, page_pool = opened()
+    residuals, page_pool = opened()
     known = {}
     for act, names in acts:
         name = names[0]
         if act == "open" and name not in known:
-            made = complements.open(name, slots_of(name), 3)
-            assert complements.get(name) is made
+            made = residuals.open(name, slots_of(name), 3)
+            assert residuals.get(name) is made
             assert made.slots == slots_of(name)
             known[name] = 0
         elif act == "hold" and all(each in known for each in names):
-            complements.hold(names)
+            residuals.hold(names)
             known |= {each: known[each] + 1 for each in names}
         elif act == "let_go" and all(known.get(each, 0) for each in names):
-            complements.let_go(names)
+            residuals.let_go(names)
             known |= {each: known[each] - 1 for each in names}
         elif act == "drop" and known.get(name, 1) == 0:
-            complements.drop(name)
+            residuals.drop(name)
             del known[name]
         elif act != "let_go":
             with pytest.raises(InvariantError):
-                refused(complements, act, names)
-        assert len(complements) == len(known)
-        assert complements.used_bytes == sum(map(bytes_of, known))
-        loose = sum(bytes_of(each) for each, holders in known.items() if not holders)
-        assert complements.evictable_bytes == loose
+                refused(residuals, act, names)
+        assert len(residuals) == len(known)
+        assert residuals.used_bytes == sum(map(bytes_of, known))
+        pending_max = sum(
+            bytes_of(each) for each, holders in known.items() if not holders
+        )
+        assert residuals.evictable_bytes == pending_max
         for each in NAMES:
-            assert (each in complements) is (each in known)
-            assert complements.is_held(each) is (known.get(each, 0) > 0)
-        complements.check([n for n, holders in known.items() for _ in range(holders)])
+            assert (each in residuals) is (each in known)
+            assert residuals.is_held(each) is (known.get(each, 0) > 0)
+        residuals.check([n for n, holders in known.items() for _ in range(holders)])
         page_pool.check()
         assert (page_pool.used_bytes > 0) is bool(known)
 
 
-def refused(complements, act, names):
+def refused(residuals, act, names):
     """Ask for what cannot be."""
     if act == "open":
-        complements.open(names[0], 2, 3)
+        residuals.open(names[0], 2, 3)
     elif act == "drop":
-        complements.drop(names[0])
+        residuals.drop(names[0])
     else:
-        complements.hold(names)
+        residuals.hold(names)
 
 
 def test_what_nobody_holds_cannot_be_let_go():
-    complements, _ = opened()
-    complements.open("a", 2, 3)
+    residuals, _ = opened()
+    residuals.open("a", 2, 3)
     for name in "ab":
         with pytest.raises(InvariantError, match=f"nobody holds .* segment {name}"):
-            complements.let_go([name])
+            residuals.let_go([name])
 
 
 def test_without_room_nothing_is_there():
-    complements, page_pool = opened(1 << 10)
-    complements.open("a", 2, 3)
+    residuals, page_pool = opened(1 << 10)
+    residuals.open("a", 2, 3)
     before = page_pool.used_bytes
     with pytest.raises(TransferError, match="--vericache-host-gb"):
-        complements.open("d", 100, 3)
-    assert "d" not in complements
-    assert complements.get("d") is None
-    assert (page_pool.used_bytes, complements.used_bytes) == (before, bytes_of("a"))
+        residuals.open("d", 100, 3)
+    assert "d" not in residuals
+    assert residuals.get("d") is None
+    assert (page_pool.used_bytes, residuals.used_bytes) == (before, bytes_of("a"))
 
 
 def test_a_held_one_is_not_cleared():
-    complements, page_pool = opened()
-    complements.open("a", 2, 3)
-    complements.hold(["a"])
+    residuals, page_pool = opened()
+    residuals.open("a", 2, 3)
+    residuals.hold(["a"])
     with pytest.raises(InvariantError, match="segment a may not be freed"):
-        complements.clear()
-    complements.let_go(["a"])
-    complements.clear()
-    assert (len(complements), complements.used_bytes, page_pool.used_bytes) == (0, 0, 0)
+        residuals.clear()
+    residuals.let_go(["a"])
+    residuals.clear()
+    assert (len(residuals), residuals.used_bytes, page_pool.used_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("referred", [[], ["a"], ["a", "a", "a"]])
 def test_a_wrong_number_of_holders_is_noticed(referred):
-    complements, _ = opened()
-    complements.open("a", 2, 3)
-    complements.hold(["a"])
-    complements.hold(["a"])
+    residuals, _ = opened()
+    residuals.open("a", 2, 3)
+    residuals.hold(["a"])
+    residuals.hold(["a"])
     with pytest.raises(InvariantError, match=f"2 holders for {len(referred)} uses"):
-        complements.check(referred)
+        residuals.check(referred)
 
 
 def test_holders_of_the_wrong_segment_are_noticed():
-    complements, _ = opened()
-    complements.open("a", 2, 3)
-    complements.open("b", 2, 3)
-    complements.hold(["a"])
+    residuals, _ = opened()
+    residuals.open("a", 2, 3)
+    residuals.open("b", 2, 3)
+    residuals.hold(["a"])
     with pytest.raises(InvariantError):
-        complements.check(["b"])
+        residuals.check(["b"])

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.host_pages import HostPagePool
-from vericache_sglang.memory.segment_pool import SegmentPool
+from vericache_sglang.kv.host_pages import HostPagePool
+from vericache_sglang.prefix_cache.host_pool import SegmentPool
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32),

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.geometry import KVGeometry
-from vericache_sglang.memory.segmented import SegmentedComplement
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.segmented_residual import SegmentedResidual
 
 LAYERS = 2
 BITS = {2: torch.int16, 4: torch.int32}
@@ -35,11 +35,11 @@ def random_bits(shape, dtype, seed):
 
 def of_segments(counts, dtype, kept=3):
     """Return one complement per count of slots, described, and all of them as one."""
-    made = [RawComplement(geometry(dtype), each, kept, dtype) for each in counts]
+    made = [RawResidual(geometry(dtype), each, kept, dtype) for each in counts]
     for at, each in enumerate(made):
         where = torch.arange(at, at + kept, dtype=torch.int32).expand(LAYERS, 2, -1)
         each.describe(where, where[..., :0])
-    return made, SegmentedComplement(made)
+    return made, SegmentedResidual(made)
 
 
 def no_drafts(layer):
@@ -58,10 +58,10 @@ def equal(found, wanted):
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_it_equals_one_complement_of_the_whole(counts, dtype, seed):
+def test_it_equals_one_residual_of_the_whole(counts, dtype, seed):
     made, parts = of_segments(counts, dtype)
     total = sum(counts)
-    whole = RawComplement(geometry(dtype), total, 3, dtype)
+    whole = RawResidual(geometry(dtype), total, 3, dtype)
     assert not parts.sealed
     for layer in range(LAYERS):
         keys = random_bits((total, 2, 4), dtype, seed + layer)

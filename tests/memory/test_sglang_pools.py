@@ -8,7 +8,7 @@ pytestmark = pytest.mark.sglang
 
 
 def new_pool(staging_tokens, size=24, page_size=4, **more):
-    from vericache_sglang.memory.sglang_pools import staged_pool_class
+    from vericache_sglang.kv.sglang_pools import staged_pool_class
 
     return staged_pool_class(staging_tokens)(
         size,
@@ -61,14 +61,14 @@ def test_no_staging_is_the_stock_pool():
 
 
 def test_equal_sizes_share_one_class():
-    from vericache_sglang.memory.sglang_pools import staged_pool_class
+    from vericache_sglang.kv.sglang_pools import staged_pool_class
 
     assert staged_pool_class(16) is staged_pool_class(16)
     assert staged_pool_class(16) is not staged_pool_class(32)
 
 
 def test_impossible_regions_are_refused(monkeypatch):
-    from vericache_sglang.memory.sglang_pools import staged_pool_class
+    from vericache_sglang.kv.sglang_pools import staged_pool_class
 
     with pytest.raises(ValueError, match="staging_tokens must be >= 0, got -1"):
         staged_pool_class(-1)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.compression.budget import complement_indices
-from vericache_sglang.memory.splitting import join_layer, pick
+from vericache_sglang.compression.budget import residual_indices
+from vericache_sglang.kv.split_layers import join_layer, pick
 
 
 def layer(tokens, dtype, seed):
@@ -24,7 +24,7 @@ def test_round_trip_is_bit_exact(dtype, tokens, data):
     order = st.permutations(range(tokens))
     kept = torch.tensor([sorted(data.draw(order)[:kept_count]) for _ in range(2)])
     keys, values = layer(tokens, dtype, 1), layer(tokens, dtype, 2)
-    dropped = complement_indices(kept, tokens)
+    dropped = residual_indices(kept, tokens)
     raw = torch.int32 if dtype == torch.float32 else torch.int16
     for whole in (keys, values):
         part, rest = pick(whole, kept), pick(whole, dropped)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.staging import Lease, Span, StagingRegion
+from vericache_sglang.kv.staging import Lease, Span, StagingRegion
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)))
 

@@ -18,20 +18,20 @@ from stream_link import (
     bits,
     filled,
     leaving,
-    new_complement,
     new_pages,
     new_pool,
+    new_residual,
     opened,
     scramble,
     wanted,
 )
 
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory import stream_transfers
-from vericache_sglang.memory.complement import RawComplement
-from vericache_sglang.memory.host_image import Target
-from vericache_sglang.memory.parked import ParkedImage
-from vericache_sglang.memory.segmented import SegmentedComplement
+from vericache_sglang.kv import stream_transfers
+from vericache_sglang.kv.host_image import CopyTarget
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.segmented_residual import SegmentedResidual
+from vericache_sglang.kv.swapped import SwappedImage
 
 seeds = st.integers(0, 10**6)
 
@@ -45,16 +45,16 @@ def test_a_copy_waits_for_the_forward_before_it_and_is_whole_when_it_is_done(
     seed, counts, neighbours
 ):
     with opened(seed) as link:
-        complement = new_complement(counts, new_pages(neighbours))
+        residual = new_residual(counts, new_pages(neighbours))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
         link.launch(*range(LAYERS))
-        transfer = link.copies.start(complement, LEASE, None)
+        transfer = link.copies.start(residual, LEASE, None)
         link.clock.run(seed % 7)
         link.finish(transfer)
         link.launch(*range(LAYERS))
         link.clock.drain()
         assert link.read[:LAYERS] == before
-        after = [wanted(complement, layer) for layer in range(LAYERS)]
+        after = [wanted(residual, layer) for layer in range(LAYERS)]
         assert link.read[LAYERS:] == after
         others = [i for i in range(POOL) if i not in PLACES]
         fresh = new_pool()
@@ -69,13 +69,13 @@ def test_a_forward_that_does_not_wait_can_read_what_was_there_before():
     seen = set()
     for seed in range(40):
         with opened(seed) as link:
-            complement = new_complement((16,))
-            transfer = link.copies.start(complement, LEASE, None)
+            residual = new_residual((16,))
+            transfer = link.copies.start(residual, LEASE, None)
             until(transfer.future.done)
             link.clock.run(seed)
             link.launch(LAYERS - 1)
             link.finish(transfer)
-            seen.add(link.read[0] == wanted(complement, LAYERS - 1))
+            seen.add(link.read[0] == wanted(residual, LAYERS - 1))
     assert seen == {True, False}
 
 
@@ -83,13 +83,13 @@ def test_a_forward_that_does_not_wait_can_read_what_was_there_before():
 @given(seed=seeds)
 def test_a_copy_is_done_when_the_device_is_not_when_it_is_queued(seed):
     with opened(seed) as link:
-        complement = new_complement((7, 9))
-        transfer = link.copies.start(complement, LEASE, None)
+        residual = new_residual((7, 9))
+        transfer = link.copies.start(residual, LEASE, None)
         until(transfer.future.done)
         while not transfer.done():
             assert link.clock.step()
         for layer in range(LAYERS):
-            assert at(link.pool, layer, PLACES) == wanted(complement, layer)
+            assert at(link.pool, layer, PLACES) == wanted(residual, layer)
         # 4 pieces a layer, keys and values, a millisecond each.
         assert transfer.seconds == pytest.approx(8e-3 * LAYERS, abs=3e-3)
 
@@ -98,8 +98,8 @@ def test_a_copy_is_done_when_the_device_is_not_when_it_is_queued(seed):
 @given(seed=seeds, steps=st.integers(0, 12))
 def test_after_a_cancel_nothing_is_written_any_more(seed, steps):
     with opened(seed) as link:
-        complement = new_complement((16,))
-        transfer = link.copies.start(complement, LEASE, None)
+        residual = new_residual((16,))
+        transfer = link.copies.start(residual, LEASE, None)
         link.clock.run(steps)
         transfer.cancel()
         buffers = [each.memory for side in link.pool for each in side]
@@ -112,7 +112,7 @@ def test_after_a_cancel_nothing_is_written_any_more(seed, steps):
 
 def test_a_cancel_keeps_later_layers_from_being_queued(monkeypatch):
     reached, go_on = threading.Event(), threading.Event()
-    verify = RawComplement.verify
+    verify = RawResidual.verify
 
     def slow(self, layer):
         if layer == 1:
@@ -120,9 +120,9 @@ def test_a_cancel_keeps_later_layers_from_being_queued(monkeypatch):
             assert go_on.wait(120)
         verify(self, layer)
 
-    monkeypatch.setattr(RawComplement, "verify", slow)
+    monkeypatch.setattr(RawResidual, "verify", slow)
     with opened(3) as link:
-        transfer = link.copies.start(new_complement((16,)), LEASE, None)
+        transfer = link.copies.start(new_residual((16,)), LEASE, None)
         assert reached.wait(120)
         other = threading.Thread(target=transfer.cancel)
         other.start()
@@ -138,11 +138,11 @@ def test_a_cancel_keeps_later_layers_from_being_queued(monkeypatch):
 @pytest.mark.parametrize("counts", [(16,), (5, 1, 10)])
 def test_a_damaged_layer_is_never_sent(damaged, counts):
     with opened(damaged) as link:
-        complement = new_complement(counts)
+        residual = new_residual(counts)
         before = at(link.pool, damaged, PLACES)
-        last = complement.members[-1].tensors["values"]
+        last = residual.members[-1].tensors["values"]
         last.raw(damaged)[-1][-1] ^= 1
-        transfer = link.copies.start(complement, LEASE, None)
+        transfer = link.copies.start(residual, LEASE, None)
         until(transfer.future.done)
         link.clock.drain()
         with pytest.raises(TransferError, match=f"differs in layer {damaged}"):
@@ -150,10 +150,10 @@ def test_a_damaged_layer_is_never_sent(damaged, counts):
         transfer.cancel()
         assert at(link.pool, damaged, PLACES) == before
         for layer in range(damaged):
-            assert at(link.pool, layer, PLACES) == wanted(complement, layer)
+            assert at(link.pool, layer, PLACES) == wanted(residual, layer)
         last.raw(damaged)[-1][-1] ^= 1
-        link.finish(link.copies.start(complement, LEASE, None))
-        assert at(link.pool, damaged, PLACES) == wanted(complement, damaged)
+        link.finish(link.copies.start(residual, LEASE, None))
+        assert at(link.pool, damaged, PLACES) == wanted(residual, damaged)
 
 
 @settings(max_examples=60)
@@ -161,8 +161,8 @@ def test_a_damaged_layer_is_never_sent(damaged, counts):
 def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts, neighbours):
     with opened(seed) as link:
         page_pool = new_pages(neighbours)
-        made = [RawComplement(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
-        image = made[0] if len(made) == 1 else SegmentedComplement(made)
+        made = [RawResidual(GEOMETRY, n, 1, DTYPE, page_pool) for n in counts]
+        image = made[0] if len(made) == 1 else SegmentedResidual(made)
         for each in made:
             each.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
         saved = link.copies.save(leaving(link, seed), image)
@@ -179,14 +179,14 @@ def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts, neighbo
 
 @settings(max_examples=30)
 @given(seed=seeds, neighbours=st.booleans())
-def test_a_parked_image_comes_back_into_any_slots(seed, neighbours):
+def test_a_swapped_image_comes_back_into_any_slots(seed, neighbours):
     with opened(seed) as link:
         page_pool = new_pages(neighbours)
-        image = filled(ParkedImage(GEOMETRY, 16, DTYPE, page_pool))
+        image = filled(SwappedImage(GEOMETRY, 16, DTYPE, page_pool))
         slots = link.clock.put(torch.tensor(PLACES[::-1]))
         link.launch(*range(LAYERS))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
-        transfer = link.copies.load(image, Target(slots))
+        transfer = link.copies.load(image, CopyTarget(slots))
         del slots  # the caller's memory is somebody else's soon
         link.finish(transfer)
         link.launch(*range(LAYERS))
@@ -204,14 +204,14 @@ def test_a_parked_image_comes_back_into_any_slots(seed, neighbours):
 def test_bytes_that_are_given_back_stay_until_the_copy_has_ended(way, counts):
     with opened(3) as link:
         page_pool = new_pages()
-        complement = new_complement(counts, page_pool)
+        residual = new_residual(counts, page_pool)
         size = page_pool.used_bytes
         if way == "in":
-            content = wanted(complement, LAYERS - 1)
-            transfer = link.copies.start(complement, LEASE, None)
+            content = wanted(residual, LAYERS - 1)
+            transfer = link.copies.start(residual, LEASE, None)
         else:
-            transfer = link.copies.save(leaving(link, 5), complement)
-        for image in complement.members:
+            transfer = link.copies.save(leaving(link, 5), residual)
+        for image in residual.members:
             image.free()
         assert page_pool.used_bytes == page_pool.leaving_bytes == size
         left = page_pool.take(page_pool.free_bytes)
@@ -233,12 +233,12 @@ def test_bytes_that_are_given_back_stay_until_the_copy_has_ended(way, counts):
 def test_bytes_that_the_caller_s_stream_reads_are_let_go_of_whenever_it_has(before):
     with opened(3) as link:
         page_pool = new_pages()
-        complement = new_complement((16,), page_pool)
+        residual = new_residual((16,), page_pool)
         slots = link.clock.put(torch.arange(16))
         for _ in range(before):  # each question takes the device one piece on
             link.clock.main.put(lambda: None)
-        link.copies.place(complement, Target(slots))
-        complement.free()
+        link.copies.place(residual, CopyTarget(slots))
+        residual.free()
         assert page_pool.leaving_bytes
         while link.clock.main.work:
             link.copies._reap()
@@ -250,24 +250,24 @@ def test_bytes_that_the_caller_s_stream_reads_are_let_go_of_whenever_it_has(befo
 def test_a_copy_that_ends_badly_lets_go_of_its_bytes_too(how):
     with opened(3) as link:
         page_pool = new_pages()
-        complement = new_complement((7, 9), page_pool)
+        residual = new_residual((7, 9), page_pool)
         if how == "damaged":
-            complement.members[1].tensors["keys"].raw(1)[0][0] ^= 1
+            residual.members[1].tensors["keys"].raw(1)[0][0] ^= 1
         if how == "not taken":
             link.copies.close()
             with pytest.raises(RuntimeError, match="shutdown"):
-                link.copies.start(complement, LEASE, None)
+                link.copies.start(residual, LEASE, None)
         elif how == "never begun":
             queued, thread = threading.Event(), link.copies._loads
             thread.submit(queued.wait)
             thread.submit(thread.shutdown, wait=False, cancel_futures=True)
-            link.copies.start(complement, LEASE, None)
+            link.copies.start(residual, LEASE, None)
             queued.set()
             link.copies.close()
         else:
-            transfer = link.copies.start(complement, LEASE, None)
+            transfer = link.copies.start(residual, LEASE, None)
             transfer.cancel()
-        for image in complement.members:
+        for image in residual.members:
             image.free()
         assert page_pool.used_bytes == 0
         page_pool.check()
@@ -282,13 +282,13 @@ def test_a_save_that_fails_half_way_waits_for_its_copies_and_lets_go():
     with opened(3) as link:
         link.clock.runs = True
         page_pool = new_pages()
-        complement = new_complement((7, 9), page_pool)
+        residual = new_residual((7, 9), page_pool)
         with pytest.raises(RuntimeError, match="a selector's own"):
-            link.copies.save(broken(link), complement)
-        before = [wanted(complement, layer) for layer in range(LAYERS)]
+            link.copies.save(broken(link), residual)
+        before = [wanted(residual, layer) for layer in range(LAYERS)]
         link.clock.drain()
-        assert [wanted(complement, layer) for layer in range(LAYERS)] == before
-        for image in complement.members:
+        assert [wanted(residual, layer) for layer in range(LAYERS)] == before
+        for image in residual.members:
             image.free()
         assert page_pool.used_bytes == 0
 
@@ -308,7 +308,7 @@ def test_a_save_has_no_more_layers_in_flight_than_it_may(seed):
         patch.setattr(stream_transfers, "IN_FLIGHT", 1)
         link.clock.runs = True
         page_pool = new_pages()
-        image = RawComplement(GEOMETRY, 16, 1, DTYPE, page_pool)
+        image = RawResidual(GEOMETRY, 16, 1, DTYPE, page_pool)
         image.describe(torch.zeros(LAYERS, 2, 1, dtype=torch.int32), None)
         flying = []
 

@@ -430,7 +430,7 @@ def test_another_finish_reason_is_a_difference():
 def test_the_prompt_of_a_replay_stays_out_of_the_prefix_tree(monkeypatch):
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    from vericache_sglang.engine.tiered_cache import TieredCache
+    from vericache_sglang.prefix_cache.tiered_cache import TieredCache
 
     reached = []
     table = torch.arange(40, dtype=torch.int32).reshape(4, 10)

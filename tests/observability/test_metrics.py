@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.guard import CompressorGuard
-from vericache_sglang.engine.tier_counters import TierCounters
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.observability.counters import Counters, Totals
 from vericache_sglang.observability.prometheus import Metrics
@@ -23,6 +22,7 @@ from vericache_sglang.observability.table import (
     TABLE,
     page,
 )
+from vericache_sglang.prefix_cache.counters import TierCounters
 from vericache_sglang.prefix_cache.store.counters import StoreCounters
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
@@ -40,7 +40,7 @@ LIVE = {
     *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
     *("cache_store_tokens", "cache_store_bytes", "cache_segments", "answer_epoch"),
-    *("cache_complement_bytes", "cache_draft_slots", "cache_draft_slots_used"),
+    *("cache_residual_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *CompressorGuard("", 1).report(),
     *TierCounters().report(),
     *StoreCounters().report(),

@@ -104,15 +104,17 @@ def test_every_metric_is_on_the_dashboard():
 
 
 def test_the_dashboard_can_be_imported():
-    board = dashboard()
-    assert board["schemaVersion"] >= 39
-    source, instance = board["templating"]["list"]
+    draft_tokens = dashboard()
+    assert draft_tokens["schemaVersion"] >= 39
+    source, instance = draft_tokens["templating"]["list"]
     assert (source["name"], source["type"]) == ("datasource", "datasource")
     assert instance["type"] == "query"
-    assert "id" not in board, "an id would overwrite a dashboard of the importer's"
-    ids = [panel["id"] for panel in board["panels"]]
+    assert "id" not in draft_tokens, (
+        "an id would overwrite a dashboard of the importer's"
+    )
+    ids = [panel["id"] for panel in draft_tokens["panels"]]
     assert len(ids) == len(set(ids))
-    titles = [p["title"] for p in board["panels"] if p["type"] == "row"]
+    titles = [p["title"] for p in draft_tokens["panels"] if p["type"] == "row"]
     assert titles == [
         *("Throughput and acceptance", "Residency and memory"),
         *("Link and rings", "Health"),

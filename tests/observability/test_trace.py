@@ -18,7 +18,7 @@ from vericache_sglang.observability.record import (
     TransferRecord,
 )
 from vericache_sglang.observability.trace import FIRST_LANE, ITERATIONS, LINKS, Trace
-from vericache_sglang.scheduling.plan import Offload, Park, Residency, Split
+from vericache_sglang.scheduling.plan import Compress, Offload, Residency, SwapOut
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("draft", "verify", "plain", "wait")
@@ -141,7 +141,7 @@ def test_lanes_are_used_again(tmp_path):
 
 
 def test_moves_are_instants_on_the_lane(tmp_path):
-    moves = (Split("b", Residency.HOST), Offload("a"), Park("gone"))
+    moves = (Compress("b", Residency.HOST), Offload("a"), SwapOut("gone"))
     rows = (("a", "draft", 1, 0), ("b", "plain", 1, 1))
     events = traced(tmp_path / "trace", record(1, *rows, moves=moves))
     found = [

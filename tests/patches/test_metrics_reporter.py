@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vericache_patches.managers_batch_result import resolve_spec_v2_tokens
 from vericache_patches.managers_metrics_reporter import report_decode_stats
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang

@@ -7,7 +7,7 @@ import torch
 from real_tensors import BF16, META, geometry, peak, total
 
 from vericache_sglang.compression.base import QueryTail, Seen
-from vericache_sglang.memory.splitting import INDICES
+from vericache_sglang.kv.split_layers import INDICES
 
 
 class Fused(torch.nn.Module):
@@ -57,7 +57,7 @@ def prefill_logits(at):
 def sampling_copies(at):
     from sglang.srt.layers.sampler import multinomial_with_seed
 
-    from vericache_sglang.engine.sampling.rejection import filtered_probs
+    from vericache_sglang.sampling.rejection import filtered_probs
 
     config = at.config
     mixed = at.running + min(at.running, config.max_verifies) * config.draft_length
@@ -79,7 +79,7 @@ def sampling_copies(at):
 def compressed_layer(at):
     """Bytes while a prompt as long as the context is compressed, layer by layer."""
     from vericache_sglang.compression.catalog import create_compressor
-    from vericache_sglang.engine import splitter as module
+    from vericache_sglang.kv import compress as module
 
     model, context = at.model, at.context
     heads = model.heads // at.ranks
@@ -92,12 +92,12 @@ def compressed_layer(at):
         row = torch.zeros(context, dtype=torch.int32)
         for name in ("leave_tree", "free", "relist"):
             patch.setattr(module, name, lambda *args: None)
-        patch.setattr(module.Splitter, "_enter", lambda *args: None)
+        patch.setattr(module.PromptCompressor, "_enter", lambda *args: None)
         places = SimpleNamespace(
             geometry=geometry(at, layers),
             pool=SimpleNamespace(k_buffer=k, v_buffer=v),
             host=SimpleNamespace(
-                fits_complement=lambda budget: True,
+                fits_residual=lambda budget: True,
                 open=lambda rid, budget: SimpleNamespace(describe=lambda *args: None),
                 settle=lambda rid: None,
             ),
@@ -110,7 +110,7 @@ def compressed_layer(at):
             put=lambda *args: None,
         )
         selector = create_compressor("snapkv", 0).selector
-        splitter = module.Splitter(at.config, selector, None, places)
+        splitter = module.PromptCompressor(at.config, selector, None, places)
         kv = SimpleNamespace(cache_protected_len=0)
         state = SimpleNamespace(
             req=SimpleNamespace(kv=kv), rid="a", parts=None, prompt=context
@@ -124,9 +124,9 @@ def compressed_layer(at):
 
 
 def draft_kv(at):
-    """Bytes of a prompt's draft KV in every layer, as ``Splitter`` picks it."""
+    """Bytes of a prompt's draft KV in every layer, as ``PromptCompressor`` picks it."""
     from vericache_sglang.compression.budget import budget_for
-    from vericache_sglang.memory.splitting import pick
+    from vericache_sglang.kv.split_layers import pick
 
     model = at.model
     kept = budget_for(at.context, at.config.keep, 4, 32, at.page).kept

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv.geometry import KVGeometry
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -70,7 +70,7 @@ def weights(at):
 
 
 def pool(at, slots, staging):
-    from vericache_sglang.memory.sglang_pools import staged_pool_class
+    from vericache_sglang.kv.sglang_pools import staged_pool_class
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda device: torch.cpu)
@@ -118,8 +118,8 @@ def block_table(at):
         get_req_to_token_extra_context_len,
     )
 
-    from vericache_sglang.engine.block_table import BlockTablePool
     from vericache_sglang.planning.block_table import block_table_shape
+    from vericache_sglang.runtime.block_table import BlockTablePool
 
     with pytest.MonkeyPatch.context() as patch:
         told = at.config.draft_length + 1
@@ -147,15 +147,15 @@ def block_table(at):
 
 
 def token_buffer(at):
-    from vericache_sglang.engine.token_board import TokenBoard
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 
     rows = len(block_table(at).req_to_token)
-    board = TokenBoard(rows, at.config.draft_length, "meta")._board
-    return board.tokens.nbytes + board.emitted.nbytes
+    draft_tokens = DraftTokenBuffer(rows, at.config.draft_length, "meta")._draft_tokens
+    return draft_tokens.tokens.nbytes + draft_tokens.emitted.nbytes
 
 
 def overlap_relay(at):
-    from vericache_sglang.engine.algorithm import VeriCacheAlgorithm
+    from vericache_sglang.runtime.algorithm import VeriCacheAlgorithm
 
     relay = VeriCacheAlgorithm("X", None).create_future_map("meta", block_table(at))
     return relay.output_tokens_buf.nbytes + relay.new_seq_lens_buf.nbytes
@@ -296,7 +296,7 @@ def tables_of(at, tokens, drafts):
 
 
 def graph_rows(at):
-    from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
+    from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
 
     built = RaggedAttnBackend.__new__(RaggedAttnBackend)
     built.req_to_token_pool = block_table(at)
@@ -326,7 +326,7 @@ def split_scratch(at):
 
 
 def query_tails(at):
-    from vericache_sglang.engine.query_tails import QueryTails
+    from vericache_sglang.kv.query_tails import QueryTails
 
     tails = QueryTails(at.tail)
     model = at.model
@@ -342,7 +342,7 @@ def query_tails(at):
 
 def token_scores(at):
     from vericache_sglang.compression.base import Needs
-    from vericache_sglang.engine.prompt_watch import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PromptWatch
 
     built = pool(at, SLOTS, STAGING)
     places = SimpleNamespace(pool=built, geometry=geometry(at))

@@ -8,7 +8,7 @@ from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.acceptance import Geometric
 from vericache_sglang.planning.bound import roofline, speedup_bound
 from vericache_sglang.planning.hardware import Machine, gpu_named, machine_of
-from vericache_sglang.planning.intra import Server, search
+from vericache_sglang.planning.intra import ServerModel, search
 
 
 def test_bound_by_hand():
@@ -36,7 +36,7 @@ def test_no_plan_that_offloads_all_passes_the_roofline(link, memory, survival, k
         link_bytes_per_s=link,
         flops_per_s=1,
     )
-    server = Server(
+    server = ServerModel(
         machine=machine,
         weight_bytes=50,
         kv_bytes=8,

@@ -7,7 +7,7 @@ from vericache_sglang.planning.paper.cycle import (
     Batch,
     draft_s,
     lock_step,
-    reload_s,
+    prefetch_s,
     sequential,
     staggered,
 )
@@ -29,7 +29,7 @@ def test_worked_example_as_printed():
     )
     assert round(1e3 * draft_s(batch, machine)) == 35
     assert round(1e3 * draft_s(batch, machine, verifies=1)) == 37
-    assert round(1e3 * reload_s(batch, machine)) == 80
+    assert round(1e3 * prefetch_s(batch, machine)) == 80
     assert lock_step(batch, machine).exposed_transfer_s == pytest.approx(0.8)
     assert sequential(batch, machine).exposed_transfer_s == pytest.approx(0.8)
     assert staggered(batch, machine).exposed_transfer_s == 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vericache_sglang.planning.acceptance import Geometric
 from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.intra import (
-    Choice,
-    Server,
+    IntraChoice,
+    ServerModel,
     estimate,
     full_kv,
     mean_share,
@@ -20,7 +20,7 @@ from vericache_sglang.planning.intra import (
     used_bytes,
 )
 
-HAND = Server(
+HAND = ServerModel(
     machine=Machine(
         name="round numbers",
         memory_bytes=100,
@@ -32,7 +32,7 @@ HAND = Server(
     kv_bytes=8,
     acceptance=Geometric(1.0),
 )
-CHOICE = Choice(
+CHOICE = IntraChoice(
     resident=1, offloaded=3, draft_length=3, keep=0.5, transfer_fraction=0.5
 )
 
@@ -47,7 +47,7 @@ def servers(draw):
         link_bytes_per_s=draw(number(1, 200)),
         flops_per_s=draw(number(1, 200)),
     )
-    return Server(
+    return ServerModel(
         machine=machine,
         weight_bytes=draw(number(1, 60)),
         kv_bytes=draw(number(9, 40)),
@@ -108,14 +108,14 @@ def test_baseline_takes_whole_requests_only():
     assert (plain.accepted, plain.link_s, plain.used_bytes) == (0, 0, 96)
 
 
-def test_lossy_codecs_reload_everything():
+def test_lossy_codecs_prefetch_everything():
     whole = replace(CHOICE, transfer_fraction=1.0)
     assert estimate(HAND, whole).link_s == 2 * estimate(HAND, CHOICE).link_s
 
 
 def test_printed_transfer_divides_by_the_cycles_again():
     # 10 requests, x = 29: bytes take 10/30 of a reload's 4 s, the printed l = 3.
-    choice = Choice(
+    choice = IntraChoice(
         resident=0, offloaded=10, draft_length=29, keep=0.5, transfer_fraction=1.0
     )
     assert estimate(HAND, choice).link_s == pytest.approx(4 / 3)
@@ -124,13 +124,13 @@ def test_printed_transfer_divides_by_the_cycles_again():
     assert printed.cycles_per_load == 3
 
 
-def test_staging_replaces_the_mean_of_the_reloads():
+def test_staging_replaces_the_mean_of_the_prefetches():
     server = replace(HAND, staging_bytes=9.0)
     assert used_bytes(server, CHOICE) == 40 + 8 + 3 * 4 + 9
     assert used_bytes(server, replace(CHOICE, offloaded=0)) == 48
 
 
-def test_a_reload_that_spans_iterations_counts_them():
+def test_a_prefetch_that_spans_iterations_counts_them():
     slow = replace(HAND, machine=replace(HAND.machine, link_bytes_per_s=0.5))
     one = replace(CHOICE, offloaded=1)
     # 8 s a reload under iterations of (40 + 2 * 5) / 10 = 5 s.

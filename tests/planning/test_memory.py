@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine import planned_memory
-from vericache_sglang.engine.planned_memory import planned
 from vericache_sglang.planning.hardware import GPUS
 from vericache_sglang.planning.memory import (
     MIB,
@@ -19,6 +17,8 @@ from vericache_sglang.planning.memory import (
 )
 from vericache_sglang.planning.memory_rows import ROWS, Phase, row_bytes
 from vericache_sglang.planning.models import find_model
+from vericache_sglang.runtime import planned_memory
+from vericache_sglang.runtime.planned_memory import planned
 
 
 def default_flags(name, gpu, **flags):

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops  # noqa: E402
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops  # noqa: E402
 
 define_missing_ops()
 
@@ -144,7 +144,7 @@ def test_estimates_are_the_constants_of_those_who_allocate():
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention import trtllm_mha_backend
 
-    from vericache_sglang.memory import stream_transfers
+    from vericache_sglang.kv import stream_transfers
 
     at = DEPLOYMENTS[0]
     symbols = at.symbols(real.SLOTS, real.STAGING)

@@ -11,14 +11,14 @@ from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
 from vericache_sglang.planning.models import CATALOGUE, find_model
 from vericache_sglang.planning.recommend import (
     LENGTHS,
-    Workload,
+    ExpectedWorkload,
     recommend,
     speedup_curve,
 )
 
 RTX = machine_of(gpu_named("rtx-pro-6000"))
 QWEN = find_model("qwen3-32b")
-LONG = Workload(context_tokens=24_000, output_tokens=512)
+LONG = ExpectedWorkload(context_tokens=24_000, output_tokens=512)
 
 
 def test_weights_that_fill_the_gpu_are_worth_it():
@@ -49,7 +49,7 @@ def test_a_roomy_gpu_with_a_poor_drafter_serves_plainly():
 )
 def test_settings_are_valid_and_fit(model, gpu, devices, context, output, concurrency):
     shape, machine = find_model(model), machine_of(gpu_named(gpu), devices)
-    workload = Workload(
+    workload = ExpectedWorkload(
         context_tokens=context, output_tokens=output, concurrency=concurrency
     )
     full = shape.weight_bytes + workload.mean_tokens * shape.kv_bytes_per_token
@@ -76,7 +76,7 @@ def test_settings_are_valid_and_fit(model, gpu, devices, context, output, concur
 
 
 def test_a_context_that_does_not_fit_is_refused():
-    long = Workload(context_tokens=100_000, output_tokens=9)
+    long = ExpectedWorkload(context_tokens=100_000, output_tokens=9)
     h100 = machine_of(gpu_named("h100-sxm"))
     with pytest.raises(ConfigError, match="--context"):
         recommend(QWEN, h100, long)
@@ -101,4 +101,4 @@ def test_bad_workloads_name_the_flag():
     ):
         values = {"context_tokens": 1, "output_tokens": 1, field: 0}
         with pytest.raises(ConfigError, match=flag):
-            Workload(**values)
+            ExpectedWorkload(**values)

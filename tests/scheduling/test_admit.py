@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.admit import Admission, first_candidate
-from vericache_sglang.scheduling.reservation import Demand, Reload, reload_of
+from vericache_sglang.scheduling.reservation import Demand, PrefetchDemand, prefetch_of
 from vericache_sglang.scheduling.ring import WINDOW, Ring
 
 W = 10
@@ -20,8 +20,8 @@ def fresh(windows=W):
     return Admission(rings, windows), rings
 
 
-def reload(span=2, link=6, slots=4, extra=1, rows=1):
-    return Reload(
+def prefetch(span=2, link=6, slots=4, extra=1, rows=1):
+    return PrefetchDemand(
         span=span,
         demands=(Demand("link", link), Demand("staging", slots, extra)),
         point=(Demand("verify", rows),),
@@ -29,7 +29,7 @@ def reload(span=2, link=6, slots=4, extra=1, rows=1):
 
 
 def worked(work, span=2, slots=1):
-    return Reload(
+    return PrefetchDemand(
         span=span,
         demands=(Demand("staging", slots, 1),),
         point=(Demand("verify", 0),),
@@ -78,8 +78,8 @@ SIZES = pytest.mark.parametrize(
 
 
 @SIZES
-def test_a_reload_is_work_for_whole_windows(bytes_, span, total, part):
-    made = reload_of(bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7)
+def test_a_prefetch_is_work_for_whole_windows(bytes_, span, total, part):
+    made = prefetch_of(bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7)
     assert (made.span, made.work) == (span, Demand("link", total))
     assert made.demands == (Demand("staging", 7, 1),)
     assert made.point == (Demand("verify", 1),)
@@ -87,7 +87,7 @@ def test_a_reload_is_work_for_whole_windows(bytes_, span, total, part):
 
 @SIZES
 def test_the_printed_rule_takes_equal_parts(bytes_, span, total, part):
-    made = reload_of(
+    made = prefetch_of(
         bytes_=bytes_, link_bytes_per_s=1e6, iteration_s=2e-3, slots=7, even=True
     )
     assert (made.span, made.work) == (span, None)
@@ -95,8 +95,8 @@ def test_the_printed_rule_takes_equal_parts(bytes_, span, total, part):
 
 
 @given(st.integers(0, 10**12), st.floats(1e6, 2e12), st.floats(1e-5, 10))
-def test_a_reload_gets_its_link_time_and_no_window_more_than_there_is(size, rate, t):
-    made = reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
+def test_a_prefetch_gets_its_link_time_and_no_window_more_than_there_is(size, rate, t):
+    made = prefetch_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
     needed = size / (rate * t)
     assert made.work.amount <= WINDOW * made.span
     assert made.work.amount >= needed * WINDOW * (1 - 1e-12)
@@ -107,15 +107,15 @@ def test_a_reload_gets_its_link_time_and_no_window_more_than_there_is(size, rate
     ("size", "rate", "t"),
     [(-1, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0), (1, float("nan"), 1.0)],
 )
-def test_a_reload_without_a_link_is_refused(size, rate, t):
+def test_a_prefetch_without_a_link_is_refused(size, rate, t):
     with pytest.raises(InvariantError, match="bytes/s"):
-        reload_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
+        prefetch_of(bytes_=size, link_bytes_per_s=rate, iteration_s=t, slots=1)
 
 
 @pytest.mark.parametrize("work", [Demand("link", -1), Demand("link", 1, 1)])
 def test_malformed_work_is_refused(work):
     with pytest.raises(InvariantError):
-        Reload(1, (), (), work)
+        PrefetchDemand(1, (), (), work)
 
 
 @pytest.mark.parametrize(
@@ -130,19 +130,19 @@ def test_malformed_work_is_refused(work):
     ],
     ids=["span", "amount", "extra", "long-point", "twice", "twice-in-point"],
 )
-def test_a_malformed_reload_is_refused(span, demands, point):
+def test_a_malformed_prefetch_is_refused(span, demands, point):
     with pytest.raises(InvariantError):
-        Reload(span, demands, point)
+        PrefetchDemand(span, demands, point)
 
 
 def test_work_may_not_take_a_ring_twice():
     with pytest.raises(InvariantError, match="ring twice"):
-        Reload(1, (Demand("link", 1),), (), Demand("link", 1))
+        PrefetchDemand(1, (Demand("link", 1),), (), Demand("link", 1))
 
 
 def test_an_empty_horizon_gives_the_anchor():
     admission, rings = fresh()
-    made = admission.admit("a", reload(), anchor=5)
+    made = admission.admit("a", prefetch(), anchor=5)
     assert (made.first, made.deadline, made.leader) == (4, 5, None)
     assert levels(rings) == {
         "link": [0, 0, 0, 0, 6, 6, 0, 0, 0, 0],
@@ -154,7 +154,7 @@ def test_an_empty_horizon_gives_the_anchor():
 def test_a_taken_anchor_sends_the_next_ones_around_it():
     admission, _ = fresh()
     # Link spans [4, 5], then [2, 3] since d = 4 and d = 6 overlap, then [6, 7].
-    given_ = [admission.admit(rid, reload(slots=1), 5).deadline for rid in "abc"]
+    given_ = [admission.admit(rid, prefetch(slots=1), 5).deadline for rid in "abc"]
     assert given_ == [5, 3, 7]
 
 
@@ -170,7 +170,7 @@ def test_work_fills_what_its_neighbours_leave():
     assert levels(rings)["link"] == [0, 10, 5, 0, 10, 5, 10, 5, 0, 0]
 
 
-def test_a_reload_starts_sooner_only_to_use_up_what_was_left():
+def test_a_prefetch_starts_sooner_only_to_use_up_what_was_left():
     admission, rings = fresh()
     rings["link"].reserve(3, 3, 4)
     # 6 of window 3, 10 of 4, and the 2 that are left of 18 in 5.
@@ -187,7 +187,7 @@ def test_a_reload_starts_sooner_only_to_use_up_what_was_left():
     [((3, 4), 4, 5), ((4, 5), 4, 6)],
     ids=["two-are-enough", "two-are-too-few"],
 )
-def test_a_reload_does_not_start_sooner_in_a_full_staging_region(
+def test_a_prefetch_does_not_start_sooner_in_a_full_staging_region(
     link_taken, first, deadline
 ):
     admission, rings = fresh()
@@ -198,18 +198,18 @@ def test_a_reload_does_not_start_sooner_in_a_full_staging_region(
     assert (made.first, made.deadline) == (first, deadline)
 
 
-def test_two_reloads_of_a_window_and_a_half_take_three_windows():
+def test_two_prefetches_of_a_window_and_a_half_take_three_windows():
     exact, printed = fresh()[0], fresh()[0]
     made = [exact.admit(rid, worked(15, slots=0), 2) for rid in "abcdef"]
     assert [each and each.deadline for each in made] == [2, 3, 5, 6, 8, None]
     # Equal parts of 8 leave 2 of every window idle: nobody shares one.
-    made = [printed.admit(rid, reload(link=8, slots=0), 2) for rid in "abcde"]
+    made = [printed.admit(rid, prefetch(link=8, slots=0), 2) for rid in "abcde"]
     assert [each and each.deadline for each in made] == [2, 4, 6, 8, None]
 
 
 def test_full_verify_windows_move_a_request_that_needs_no_link():
     admission, _ = fresh()
-    free = Reload(1, (), (Demand("verify", 2),))
+    free = PrefetchDemand(1, (), (Demand("verify", 2),))
     assert [admission.admit(rid, free, 4).deadline for rid in "abc"] == [4, 3, 5]
 
 
@@ -218,19 +218,19 @@ def test_full_verify_windows_move_a_request_that_needs_no_link():
     [({"highest": 3}, 3), ({"lowest": 7}, 7), ({"lowest": 4, "highest": 3}, None)],
 )
 def test_the_callers_bounds_hold(bounds, deadline):
-    made = fresh()[0].admit("a", reload(), 5, **bounds)
+    made = fresh()[0].admit("a", prefetch(), 5, **bounds)
     assert (made and made.deadline) == deadline
 
 
 def test_the_horizon_bounds_the_verification_and_the_hold_too():
-    assert fresh()[0].admit("a", reload(extra=3), anchor=99).deadline == W - 1 - 3
-    assert fresh()[0].admit("a", Reload(1, ()), anchor=99).deadline == W - 1
-    assert fresh()[0].admit("a", reload(span=W - 1), anchor=1) is None
+    assert fresh()[0].admit("a", prefetch(extra=3), anchor=99).deadline == W - 1 - 3
+    assert fresh()[0].admit("a", PrefetchDemand(1, ()), anchor=99).deadline == W - 1
+    assert fresh()[0].admit("a", prefetch(span=W - 1), anchor=1) is None
 
 
 def test_a_reservation_stays_known_when_past_and_until_cancelled():
     admission, rings = fresh()
-    made = admission.admit("a", reload(), anchor=2)
+    made = admission.admit("a", prefetch(), anchor=2)
     for _ in range(W):
         admission.slide()
     assert admission.reservation("a") == made
@@ -242,13 +242,13 @@ def test_a_reservation_stays_known_when_past_and_until_cancelled():
 
 def test_misuse_is_refused():
     admission, _ = fresh()
-    admission.admit("a", reload(), 5)
+    admission.admit("a", prefetch(), 5)
     with pytest.raises(InvariantError, match="a is admitted twice"):
-        admission.admit("a", reload(), 5)
+        admission.admit("a", prefetch(), 5)
     with pytest.raises(InvariantError, match="unknown ring 'disk'; known: link"):
-        admission.admit("b", Reload(1, (Demand("disk", 1),)), 5)
+        admission.admit("b", PrefetchDemand(1, (Demand("disk", 1),)), 5)
     with pytest.raises(InvariantError, match="unknown ring 'bus'"):
-        admission.admit("b", Reload(1, (), (), Demand("bus", 1)), 5)
+        admission.admit("b", PrefetchDemand(1, (), (), Demand("bus", 1)), 5)
     with pytest.raises(InvariantError, match="ring twice"):
         admission.share("b", "a", (Demand("link", 1),))
     with pytest.raises(InvariantError, match="every ring has 9 windows"):
@@ -264,7 +264,7 @@ ROW = (Demand("verify", 1),)
 
 def test_a_sharer_takes_the_leaders_window_and_no_link_time():
     admission, rings = fresh()
-    admission.admit("a", reload(), 5)
+    admission.admit("a", prefetch(), 5)
     before = levels(rings)
     made = admission.share("b", "a", ROW)
     assert (made.deadline, made.leader, made.first) == (5, "a", 4)
@@ -275,7 +275,7 @@ def test_a_sharer_takes_the_leaders_window_and_no_link_time():
 
 def test_a_sharer_in_a_later_window_extends_the_hold_and_gives_it_back():
     admission, rings = fresh()
-    admission.admit("a", reload(), 5)
+    admission.admit("a", prefetch(), 5)
     made = admission.share("b", "a", (Demand("verify", 2),))
     assert made.deadline == 6
     assert levels(rings)["staging"] == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0]
@@ -285,7 +285,7 @@ def test_a_sharer_in_a_later_window_extends_the_hold_and_gives_it_back():
 
 def test_a_full_staging_region_stops_a_sharer():
     admission, rings = fresh()
-    admission.admit("a", reload(), 5)
+    admission.admit("a", prefetch(), 5)
     rings["staging"].reserve(7, 7, 8)
     assert admission.share("b", "a", (Demand("verify", 2),)) is None
     assert admission.share("b", "a", ROW).deadline == 5
@@ -304,7 +304,7 @@ def test_a_shared_transfer_keeps_its_work_until_the_last_reader_left():
 
 def test_a_leader_that_leaves_hands_its_transfer_to_the_oldest_sharer():
     admission, rings = fresh()
-    admission.admit("a", reload(rows=0), 5)
+    admission.admit("a", prefetch(rows=0), 5)
     admission.share("b", "a", ROW)
     assert admission.share("c", "b", ROW).leader == "a"
     admission.cancel("a")
@@ -318,7 +318,7 @@ def test_a_leader_that_leaves_hands_its_transfer_to_the_oldest_sharer():
 
 def test_nothing_is_shared_once_it_was_given_back():
     admission, _ = fresh()
-    admission.admit("a", reload(), 2)
+    admission.admit("a", prefetch(), 2)
     assert admission.share("b", "nobody", ROW) is None
     for _ in range(3):
         admission.slide()
@@ -326,5 +326,5 @@ def test_nothing_is_shared_once_it_was_given_back():
     admission.cancel("b")
     admission.slide()
     assert admission.share("b", "a", ROW) is None
-    admission.admit("d", Reload(1, (Demand("link", 1),)), 2)
+    admission.admit("d", PrefetchDemand(1, (Demand("link", 1),)), 2)
     assert admission.share("e", "d", ROW) is None, "no ring holds what was moved"

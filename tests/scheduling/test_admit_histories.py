@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.admit import Admission
-from vericache_sglang.scheduling.reservation import Demand, Reload
+from vericache_sglang.scheduling.reservation import Demand, PrefetchDemand
 from vericache_sglang.scheduling.ring import Ring
 
 W = 10
@@ -36,7 +36,7 @@ class Recount:
         totals = {name: Counter() for name in LIMITS}
         for load in self.loads:
             until = max(reader["deadline"] for reader in load["readers"].values())
-            for each in load["reload"].demands:
+            for each in load["prefetch"].demands:
                 end = until + each.extra if each.extra else load["deadline"]
                 for window in range(load["first"], end + 1):
                     totals[each.ring][window] += each.amount
@@ -56,42 +56,46 @@ class Recount:
             for ring, window, amount in windows_of
         )
 
-    def algorithm_1(self, reload, anchor, lowest, highest):
+    def algorithm_1(self, prefetch, anchor, lowest, highest):
         """Return first and last offset that Algorithm 1 picks, by trying all."""
         top = W - 1 if highest is None else min(W - 1, highest)
-        offsets = range(max(reload.span, lowest), top + 1)
+        offsets = range(max(prefetch.span, lowest), top + 1)
         for d in sorted(offsets, key=lambda d: (abs(d - anchor), d)):
-            for first in self.firsts(reload, d):
+            for first in self.firsts(prefetch, d):
                 span = [
                     (each.ring, self.now + i, each.amount)
-                    for each in reload.demands
+                    for each in prefetch.demands
                     for i in range(first, d + each.extra + 1)
                 ]
                 point = [
-                    (each.ring, self.now + d + 1, each.amount) for each in reload.point
+                    (each.ring, self.now + d + 1, each.amount)
+                    for each in prefetch.point
                 ]
-                if self.takes(span + point) and self.work(reload, first, d) is not None:
+                if (
+                    self.takes(span + point)
+                    and self.work(prefetch, first, d) is not None
+                ):
                     return first, d
         return None
 
-    def firsts(self, reload, d):
+    def firsts(self, prefetch, d):
         """Return where a reload that ends in d may start, the best first."""
-        short = d - reload.span + 1
-        if reload.work is None:
+        short = d - prefetch.span + 1
+        if prefetch.work is None:
             return [short]
         long = short - 1
         if long < 1:
             return [short]
         # One window sooner only if that takes something and the last one is needed.
         left = LIMITS["link"] - self.used()["link"][self.now + long]
-        needed = self.work(reload, long, d - 1) is None
+        needed = self.work(prefetch, long, d - 1) is None
         return [long, short] if left and needed else [short, long]
 
-    def work(self, reload, first, last):
+    def work(self, prefetch, first, last):
         """Return the work taken of each absolute window; None if not all of it fits."""
-        if reload.work is None:
+        if prefetch.work is None:
             return {}
-        used, left, taken = self.used()["link"], reload.work.amount, {}
+        used, left, taken = self.used()["link"], prefetch.work.amount, {}
         for window in range(self.now + first, self.now + last + 1):
             taken[window] = min(left, LIMITS["link"] - used[window])
             left -= taken[window]
@@ -100,7 +104,7 @@ class Recount:
     def shared_window(self, load, point, lowest):
         """Return the first window a sharer may take, by trying every one."""
         until = max(reader["deadline"] for reader in load["readers"].values())
-        held = [each for each in load["reload"].demands if each.extra]
+        held = [each for each in load["prefetch"].demands if each.extra]
         if not held or any(until + each.extra < self.now for each in held):
             return None
         for deadline in range(load["deadline"], self.now + W):
@@ -126,7 +130,7 @@ class Recount:
 
 RIDS = st.sampled_from("abcde")
 PRINTED = st.builds(
-    lambda span, link, slots, extra, rows: Reload(
+    lambda span, link, slots, extra, rows: PrefetchDemand(
         span,
         (Demand("link", link), Demand("staging", slots, extra)),
         (Demand("verify", rows),),
@@ -138,7 +142,7 @@ PRINTED = st.builds(
     rows=st.integers(0, 2),
 )
 WORKED = st.builds(
-    lambda work, slots, extra, rows: Reload(
+    lambda work, slots, extra, rows: PrefetchDemand(
         max(1, -(-work // LIMITS["link"])),
         (Demand("staging", slots, extra),),
         (Demand("verify", rows),),
@@ -149,12 +153,12 @@ WORKED = st.builds(
     extra=st.integers(0, 2),
     rows=st.integers(0, 2),
 )
-RELOADS = PRINTED | WORKED
+PREFETCHES = PRINTED | WORKED
 STEPS = st.one_of(
     st.tuples(
         st.just("admit"),
         RIDS,
-        RELOADS,
+        PREFETCHES,
         st.integers(0, 12),
         st.integers(0, 4),
         st.none() | st.integers(1, 9),
@@ -182,7 +186,7 @@ def admit_step(admission, oracle, rid, wanted, *search):
                 "first": made.first,
                 "worked": oracle.work(wanted, *expected),
                 "deadline": made.deadline,
-                "reload": wanted,
+                "prefetch": wanted,
                 "readers": {rid: reader},
             }
         )

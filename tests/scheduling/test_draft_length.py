@@ -26,7 +26,7 @@ COSTS = st.builds(
     draft_s=st.floats(0.01, 2),
     verify_s=st.floats(0, 30),
     verify_token_s=st.floats(0, 1),
-    reload_s=st.just(0.0) | st.floats(0, 300),
+    prefetch_s=st.just(0.0) | st.floats(0, 300),
 )
 COST = RoundCost(1.0, 0.25, 1.0, 0.05, 0.0)
 
@@ -36,7 +36,7 @@ def gain(p, cost, length):
     tokens = 1 + sum(p**i for i in range(1, length + 1))
     forwards = length * cost.draft_s + cost.verify_s
     forwards += (length + 1) * cost.verify_token_s
-    return tokens * cost.plain_s / max(forwards, cost.reload_s)
+    return tokens * cost.plain_s / max(forwards, cost.prefetch_s)
 
 
 @given(PROBABILITIES, st.integers(0, 300))
@@ -125,7 +125,7 @@ def test_impossible_rounds_are_refused(drafted, accepted):
 
 
 @pytest.mark.parametrize(
-    ("reload_s", "length", "by_hand"),
+    ("prefetch_s", "length", "by_hand"),
     [
         # 0.5 + 0.25 + 1 tokens for 2 drafts, a verification and its 3 tokens; one
         # draft gains 1.5 / 1.35, three 1.875 / 1.95.
@@ -133,10 +133,10 @@ def test_impossible_rounds_are_refused(drafted, accepted):
         # The reload pays for 5 drafts: 0.25 * 5 + 1 + 0.05 * 6 = 2.55.
         (2.55, 5, 1.96875 / 2.55),
     ],
-    ids=["forwards", "reload"],
+    ids=["forwards", "prefetch"],
 )
-def test_a_choice_by_hand(reload_s, length, by_hand):
-    choice = best_length(0.5, replace(COST, reload_s=reload_s), 64)
+def test_a_choice_by_hand(prefetch_s, length, by_hand):
+    choice = best_length(0.5, replace(COST, prefetch_s=prefetch_s), 64)
     assert (choice.length, choice.gain) == (length, pytest.approx(by_hand))
 
 
@@ -159,8 +159,8 @@ def test_better_drafts_never_gain_less(p, other, cost, most):
 
 
 @given(PROBABILITIES, COSTS, st.floats(0, 300), st.integers(1, 256))
-def test_a_dearer_reload_never_gains_more(p, cost, reload_s, most):
-    dearer = replace(cost, reload_s=cost.reload_s + reload_s)
+def test_a_dearer_prefetch_never_gains_more(p, cost, prefetch_s, most):
+    dearer = replace(cost, prefetch_s=cost.prefetch_s + prefetch_s)
     choice = best_length(p, dearer, most)
     best = max(gain(p, cost, length) for length in range(1, most + 1))
     assert choice.gain <= best * (1 + 1e-9)
@@ -177,7 +177,7 @@ def test_the_ends(p, most, length):
 
 def test_of_two_equals_the_shorter_is_drafted():
     # Nothing is ever accepted and the reload outlasts every round: all gain the same.
-    assert best_length(0.0, replace(COST, reload_s=1000.0), 64).length == 1
+    assert best_length(0.0, replace(COST, prefetch_s=1000.0), 64).length == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_of_two_equals_the_shorter_is_drafted():
         {"draft_s": 0.0},
         {"verify_s": -1.0},
         {"verify_token_s": float("inf")},
-        {"reload_s": float("nan")},
+        {"prefetch_s": float("nan")},
     ],
 )
 def test_impossible_costs_are_refused(wrong):

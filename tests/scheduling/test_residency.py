@@ -10,14 +10,14 @@ from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
 from vericache_sglang.scheduling.link import LinkEstimate
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
+    Restore,
     Shape,
-    Split,
-    Unsplit,
+    SwapIn,
+    SwapOut,
     World,
 )
 from vericache_sglang.scheduling.residency import (
@@ -34,7 +34,7 @@ from vericache_sglang.scheduling.throughput import Throughput
 from vericache_sglang.scheduling.track import Track
 
 NOW = 8 * RELIEF_EVERY * PIN_EVERY  # an iteration in which everything is looked at
-DEVICE, HOST, PARKED = Residency.DEVICE, Residency.HOST, Residency.PARKED
+DEVICE, HOST, SWAPPED = Residency.DEVICE, Residency.HOST, Residency.SWAPPED
 FAST_LINK = 1e12
 
 
@@ -77,9 +77,9 @@ def moves(chooser, *tracks, now=NOW, free=10**6, link_load_s=0.0, **world):
     world = World(
         **{"host_slots": 10**9, "rows": len(tracks), "free_slots": free, **world}
     )
-    parked = {rid: each for rid, each in known.items() if each.residency is PARKED}
+    swapped = {rid: each for rid, each in known.items() if each.residency is SWAPPED}
     plain = [each for each in tracks if not each.split and each.look_at <= now]
-    return chooser.moves(known, parked, plain, now, world, link_load_s)
+    return chooser.moves(known, swapped, plain, now, world, link_load_s)
 
 
 # -- splits ----------------------------------------------------------------------
@@ -98,7 +98,7 @@ def moves(chooser, *tracks, now=NOW, free=10**6, link_load_s=0.0, **world):
 )
 def test_where_a_prompt_is_split_to(forced, free, where):
     made = moves(policy(forced), track("a", split=False), free=free)
-    assert made == ((Split("a", where),) if where else ())
+    assert made == ((Compress("a", where),) if where else ())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_prompt_stays_whole(forced, world, fields):
     assert moves(policy(forced), track("a", split=False, **fields), **world) == ()
 
 
-def test_a_complement_larger_than_the_staging_region_stays_on_the_device():
+def test_a_residual_larger_than_the_staging_region_stays_on_the_device():
     small = policy("host", staging=14_999)
     assert moves(small, track("a", split=False)) == ()
     assert moves(policy("host", staging=15_000), track("a", split=False))
@@ -132,19 +132,22 @@ def test_few_prompts_are_split_at_once_and_share_the_room():
     assert len(moves(policy(), *plain)) == MAX_SPLITS
     # Room for one request's copies beside the rounds: the second goes to the host.
     free = 5_000 + 4 * (2 * 17 + 1)
-    assert moves(policy(), *plain, free=free) == (Split("a", DEVICE), Split("b", HOST))
+    assert moves(policy(), *plain, free=free) == (
+        Compress("a", DEVICE),
+        Compress("b", HOST),
+    )
 
 
 # -- relief ----------------------------------------------------------------------
 
 
-def test_complements_stay_when_there_is_room_or_none_may_leave():
+def test_residuals_stay_when_there_is_room_or_none_may_leave():
     assert moves(policy(), track("a"), track("b")) == ()
     assert moves(policy("device"), track("a"), track("b"), free=0) == ()
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_complement_whose_reload_is_used_best_leaves_first(order):
+def test_the_residual_whose_prefetch_is_used_best_leaves_first(order):
     # 75 ms of link a reload: the more drafts are right, the fewer reloads.
     chooser = policy(link=2e8)
     batch = [track("good", p=0.98), track("bad", p=0.3), track("fair", p=0.8)]
@@ -153,7 +156,7 @@ def test_the_complement_whose_reload_is_used_best_leaves_first(order):
     assert moves(chooser, *batch[::order], free=0) == (Offload("good"),)
 
 
-def test_the_largest_complements_are_the_ones_considered():
+def test_the_largest_residuals_are_the_ones_considered():
     small = [track(f"s{i}", prompt=1000, p=0.98) for i in range(12)]
     large = [track(f"l{i}", prompt=40_000, p=0.9) for i in range(8)]
     (made,) = moves(policy(), *small, *large, free=0)
@@ -161,7 +164,7 @@ def test_the_largest_complements_are_the_ones_considered():
 
 
 def test_a_whole_prompt_is_split_straight_to_the_host():
-    assert moves(policy(), track("a", split=False), free=0) == (Split("a", HOST),)
+    assert moves(policy(), track("a", split=False), free=0) == (Compress("a", HOST),)
     unsettled = track("a", split=False, settled_at=NOW + 1, look_at=NOW + 1)
     assert moves(policy(), unsettled, free=0) == ()
 
@@ -188,11 +191,11 @@ def test_nobody_is_offloaded_over_a_link_that_makes_it_slower():
 # -- parking ---------------------------------------------------------------------
 
 
-def test_the_newest_is_parked_when_nothing_can_be_offloaded():
+def test_the_newest_is_swapped_when_nothing_can_be_offloaded():
     batch = [track(rid, HOST) for rid in "abc"]
-    assert moves(policy(), *batch, free=0) == (Park("c"),)
+    assert moves(policy(), *batch, free=0) == (SwapOut("c"),)
     batch[2].staged = True
-    assert moves(policy(), *batch, free=0) == (Park("b"),)
+    assert moves(policy(), *batch, free=0) == (SwapOut("b"),)
 
 
 @pytest.mark.parametrize(
@@ -200,33 +203,33 @@ def test_the_newest_is_parked_when_nothing_can_be_offloaded():
     [{"staged": True}, {"emitted_at": NOW - 2}, {"moved_at": NOW - 2}],
     ids=["staged", "just-emitted", "just-moved"],
 )
-def test_a_request_in_flight_is_not_parked(fields):
+def test_a_request_in_flight_is_not_swapped(fields):
     batch = [track("a", HOST, **fields), track("b", HOST, **fields)]
     assert moves(policy(), *batch, free=0) == ()
 
 
-def test_the_last_one_running_is_not_parked():
-    left = [track("a", HOST), track("b", PARKED, parked_at=NOW)]
+def test_the_last_one_running_is_not_swapped():
+    left = [track("a", HOST), track("b", SWAPPED, swapped_at=NOW)]
     assert moves(policy(), *left, free=0) == ()
 
 
-def test_parked_requests_return_in_order_once_they_fit():
-    batch = [track("a", HOST), track("b", PARKED), track("c", PARKED, prompt=1000)]
+def test_swapped_requests_return_in_order_once_they_fit():
+    batch = [track("a", HOST), track("b", SWAPPED), track("c", SWAPPED, prompt=1000)]
     needed = 5_000 + 4 * (2 * 17 + 1)
-    assert moves(policy(), *batch, free=needed) == (Resume("b"),)
+    assert moves(policy(), *batch, free=needed) == (SwapIn("b"),)
     # "c" would fit, but "b" left first.
     assert moves(policy(), *batch, free=needed - 1) == ()
-    batch[1].parked_at = NOW - MIN_STAY + 1
+    batch[1].swapped_at = NOW - MIN_STAY + 1
     assert moves(policy(), *batch) == ()
 
 
 def test_a_server_with_nobody_else_does_not_wait_for_the_minimum_stay():
-    assert moves(policy(), track("a", PARKED, parked_at=NOW - 1)) == (Resume("a"),)
+    assert moves(policy(), track("a", SWAPPED, swapped_at=NOW - 1)) == (SwapIn("a"),)
 
 
-def test_nobody_is_split_or_pinned_before_the_parked_return():
-    batch = [track("a", PARKED), track("b", HOST), track("c", split=False)]
-    assert moves(policy(), *batch) == (Resume("a"),)
+def test_nobody_is_split_or_pinned_before_the_swapped_return():
+    batch = [track("a", SWAPPED), track("b", HOST), track("c", split=False)]
+    assert moves(policy(), *batch) == (SwapIn("a"),)
 
 
 # -- pins and leaving ------------------------------------------------------------
@@ -246,17 +249,17 @@ def test_nobody_is_split_or_pinned_before_the_parked_return():
     ],
     ids=["room", "just", "short", "new", "staged", "end", "forced", "between"],
 )
-def test_a_complement_is_brought_back_when_memory_is_spare(
+def test_a_residual_is_brought_back_when_memory_is_spare(
     free, world, fields, forced, pinned
 ):
     made = moves(policy(forced), track("a", HOST, **fields), free=free, **world)
-    assert made == ((Pin("a"),) if pinned else ())
+    assert made == ((Load("a"),) if pinned else ())
 
 
 @pytest.mark.parametrize("where", [DEVICE, HOST])
-def test_leaving_drafting_gives_up_copies_or_brings_the_complement_back(where):
+def test_leaving_drafting_gives_up_copies_or_brings_the_residual_back(where):
     chooser, world = policy(), World(free_slots=10**6, host_slots=0, rows=1)
-    leaving = Unsplit("a") if where is DEVICE else Pin("a")
+    leaving = Restore("a") if where is DEVICE else Load("a")
     assert chooser.leave_drafting(track("a", where), NOW, world) == leaving
 
 
@@ -265,7 +268,7 @@ def test_leaving_drafting_gives_up_copies_or_brings_the_complement_back(where):
     [(18_000, False, MIN_STAY), (10**6, True, MIN_STAY), (10**6, False, MIN_STAY - 1)],
     ids=["no-room", "others-wait", "just-moved"],
 )
-def test_a_complement_on_the_host_stays_there_when_it_may_not_return(
+def test_a_residual_on_the_host_stays_there_when_it_may_not_return(
     free, blocked, stayed
 ):
     world = World(free_slots=free, host_slots=0, rows=1, blocked=blocked)

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.scheduling.plan import (
+    Compress,
     Draft,
+    Load,
     Offload,
-    Park,
-    Pin,
     Plain,
     Residency,
-    Resume,
+    Restore,
     Shape,
-    Split,
-    Unsplit,
+    SwapIn,
+    SwapOut,
     Verify,
     Wait,
     World,
@@ -25,7 +25,7 @@ from vericache_sglang.scheduling.residency import MIN_STAY
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
-MOVES = (Offload, Park, Pin, Resume, Split, Unsplit)
+MOVES = (Offload, SwapOut, Load, SwapIn, Compress, Restore)
 
 
 class Executor:
@@ -115,7 +115,7 @@ class Executor:
             if where is None:
                 assert isinstance(action, Plain | Wait)
                 assert isinstance(action, Plain) or not self.left[rid]
-            elif where is Residency.PARKED:
+            elif where is Residency.SWAPPED:
                 assert isinstance(action, Wait)
             elif isinstance(action, Verify):
                 assert where is Residency.DEVICE or self.staged.get(rid)
@@ -181,25 +181,25 @@ class Executor:
     def _move(self, move, now):
         assert isinstance(move, MOVES)
         rid = move.rid
-        if isinstance(move, Offload | Pin) and not self.short:
+        if isinstance(move, Offload | Load) and not self.short:
             assert now - self.moved_at.get(rid, -(10**6)) >= MIN_STAY, "swings"
         group = ""
-        if isinstance(move, Split):
+        if isinstance(move, Compress):
             assert self.where[rid] is None
             self.where[rid] = move.residency
         elif isinstance(move, Offload):
             assert self.where[rid] is Residency.DEVICE
             self.where[rid] = Residency.HOST
-        elif isinstance(move, Park):
+        elif isinstance(move, SwapOut):
             assert self.where[rid] is Residency.HOST
             assert rid not in self.staged
-            self.where[rid] = Residency.PARKED
-        elif isinstance(move, Resume):
+            self.where[rid] = Residency.SWAPPED
+        elif isinstance(move, SwapIn):
             # The longest parked of all.
-            parked = [r for r, w in self.where.items() if w is Residency.PARKED]
-            assert rid == min(parked, key=self.moved_at.get)
+            swapped = [r for r, w in self.where.items() if w is Residency.SWAPPED]
+            assert rid == min(swapped, key=self.moved_at.get)
             self.where[rid] = Residency.HOST
-        elif isinstance(move, Pin):
+        elif isinstance(move, Load):
             self.where[rid] = Residency.DEVICE
         else:
             self.where[rid] = None

@@ -18,16 +18,16 @@ DROPPED = 100
 class Drive:
     """A pacing alone: reloads of ``windows`` windows, and no clock but its steps."""
 
-    def __init__(self, *, windows=0.5, complements=2, verifies=2, draft_length=8):
+    def __init__(self, *, windows=0.5, residuals=2, verifies=2, draft_length=8):
         throughput = SimpleNamespace(
-            reload_bytes=lambda track: track.shape.dropped,
-            reload_s=lambda track: windows,
+            prefetch_bytes=lambda track: track.shape.dropped,
+            prefetch_s=lambda track: windows,
         )
         one_second = SimpleNamespace(iteration_s=SimpleNamespace(value=1.0))
         settings = RuntimeSettings(
             draft_length=draft_length,
             max_verifies=verifies,
-            staging_slots=complements * DROPPED,
+            staging_slots=residuals * DROPPED,
             token_bytes=1,
         )
         self.pacing = Staggered(
@@ -74,7 +74,7 @@ class Drive:
         (0.5, 1, 1, 2),
     ],
 )
-def test_a_reload_starts_at_its_first_window_and_is_verified_after_the_last(
+def test_a_prefetch_starts_at_its_first_window_and_is_verified_after_the_last(
     windows, length, staged_at, verified_at
 ):
     drive = Drive(windows=windows)
@@ -84,7 +84,7 @@ def test_a_reload_starts_at_its_first_window_and_is_verified_after_the_last(
     assert drive.verified == {"a": [verified_at]}
 
 
-def test_a_complement_on_the_device_is_verified_without_a_reload():
+def test_a_residual_on_the_device_is_verified_without_a_prefetch():
     drive = Drive()
     drive.track("a", length=4, where=Residency.DEVICE)
     drive.run(8)
@@ -92,7 +92,7 @@ def test_a_complement_on_the_device_is_verified_without_a_reload():
     assert drive.pacing.report()["ring_link_reserved"] == 0
 
 
-def test_a_late_reload_slips_and_is_not_lost():
+def test_a_late_prefetch_slips_and_is_not_lost():
     drive = Drive()
     track = drive.track("a")
     drive.run(9, arrive=False)
@@ -117,8 +117,8 @@ def test_everything_is_given_back_after_a_round():
         assert not any(ring.used(ring.now + i) for i in range(ring.windows))
 
 
-def test_a_reload_that_finds_the_region_full_waits_for_room():
-    drive = Drive(complements=1)
+def test_a_prefetch_that_finds_the_region_full_waits_for_room():
+    drive = Drive(residuals=1)
     first = drive.track("a", length=2)
     drive.run(2)
     assert drive.staged == {"a": [2]}
@@ -131,7 +131,7 @@ def test_a_reload_that_finds_the_region_full_waits_for_room():
     assert drive.verified["a"] < drive.staged["b"] < drive.verified["b"]
 
 
-def test_hurry_places_a_request_that_waits_for_its_reload_anew():
+def test_hurry_places_a_request_that_waits_for_its_prefetch_anew():
     drive = Drive(draft_length=8)
     track = drive.track("a", length=8)
     drive.run(1)
@@ -153,7 +153,7 @@ def test_hurry_verifies_at_once_what_needs_nothing_more():
     assert drive.verified == {"a": [2]}, "its old window is not kept"
 
 
-def test_hurry_leaves_a_reload_under_way_alone():
+def test_hurry_leaves_a_prefetch_under_way_alone():
     drive = Drive(windows=3.0)
     track = drive.track("a", length=4)
     drive.run(3, arrive=False)
@@ -165,8 +165,8 @@ def test_hurry_leaves_a_reload_under_way_alone():
     assert drive.verified == {"a": [5]}
 
 
-def test_sharers_take_one_reload_and_one_window():
-    drive = Drive(windows=1.0, complements=1)
+def test_sharers_take_one_prefetch_and_one_window():
+    drive = Drive(windows=1.0, residuals=1)
     for rid in "ab":
         drive.track(rid, group="prompt")
     drive.run(1)
@@ -179,7 +179,7 @@ def test_sharers_take_one_reload_and_one_window():
 
 
 def test_more_are_due_than_there_are_rows():
-    drive = Drive(windows=0.1, complements=4, verifies=2)
+    drive = Drive(windows=0.1, residuals=4, verifies=2)
     tracks = [drive.track(rid, where=Residency.DEVICE) for rid in "abcde"]
     for waited, track in enumerate(tracks):
         track.waited = waited
@@ -191,7 +191,7 @@ def test_more_are_due_than_there_are_rows():
 
 
 def test_a_request_that_ends_leaves_nothing_behind():
-    drive = Drive(windows=1.5, complements=1)
+    drive = Drive(windows=1.5, residuals=1)
     tracks = [drive.track(rid, length=2) for rid in "abcdef"]
     drive.run(3, arrive=False)
     report = drive.pacing.report()

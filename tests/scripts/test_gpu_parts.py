@@ -66,7 +66,7 @@ def test_defaults_serve_wherever_they_can(tmp_path, given, plain, drafts, codec)
 @pytest.mark.parametrize("fa3", [True, False])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_sglang_and_vericache_take_every_flag(tmp_path, sglang_parser, device, fa3):
-    from vericache_sglang.engine.attention_backends import register
+    from vericache_sglang.attention.registry import register
 
     register()  # its name among SGLang's choices, as in a server
     here = context(tmp_path, device, fa3, carried=not fa3)

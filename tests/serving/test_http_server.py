@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from vericache_sglang.config.files import ENV, active_config
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang

@@ -11,8 +11,8 @@ import pytest
 
 from vericache_sglang.config.files import ENV, OFF, active_config
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
 from vericache_sglang.errors import ConfigError, UnsupportedError
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 from vericache_sglang.serving import launch, refused_flags
 from vericache_sglang.serving.launch import complete, given_fields, split_arguments
 
@@ -256,7 +256,8 @@ def test_a_refused_model_keeps_the_server_from_starting(tmp_path):
 @pytest.mark.sglang
 def test_the_names_in_the_tables_are_the_registered_ones():
     define_missing_ops()
-    from vericache_sglang.engine import algorithm, attention_layer
+    from vericache_sglang.attention import layer as attention_layer
+    from vericache_sglang.runtime import algorithm
 
     assert algorithm.NAME == refused_flags.ALGORITHM
     assert attention_layer.BACKEND_NAME == refused_flags.BACKEND

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
 from vericache_sglang.errors import UnsupportedError, VeriCacheError
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 from vericache_sglang.serving import refusals
 from vericache_sglang.serving.refusals import (
     SGLANG_VERSION,

@@ -9,11 +9,11 @@ from vericache_sglang.serving import launch, refused_machines
 from vericache_sglang.serving.refusals import check_machine
 from vericache_sglang.serving.refused_machines import (
     MACHINE_RULES,
-    Machine,
+    LocalMachine,
     this_machine,
 )
 
-H200 = Machine(
+H200 = LocalMachine(
     gpu="NVIDIA H200",
     capability=(9, 0),
     driver="13.0",

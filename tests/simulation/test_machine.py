@@ -8,7 +8,7 @@ from vericache_sglang.errors import ConfigError, InvariantError
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.simulation.costs import Costs
 from vericache_sglang.simulation.link import SerialLink
-from vericache_sglang.simulation.machine import Machine
+from vericache_sglang.simulation.machine import SimulatedMachine
 from vericache_sglang.simulation.room import Room, SharedRoom
 
 
@@ -94,7 +94,7 @@ def test_room_is_never_below_nothing_nor_above_its_total():
     assert (room.used, room.peak) == (0, 10)
 
 
-def test_a_shared_complement_is_held_once_and_until_its_last_user_leaves():
+def test_a_shared_residual_is_held_once_and_until_its_last_user_leaves():
     room = SharedRoom("host", 10)
     assert room.join("g", "a", 8)
     assert not room.join("g", "b", 8)
@@ -108,7 +108,7 @@ def test_a_shared_complement_is_held_once_and_until_its_last_user_leaves():
 
 
 def test_events_happen_in_order_of_time_then_of_asking():
-    machine = Machine(costs(), staging_slots=20, host_slots=0)
+    machine = SimulatedMachine(costs(), staging_slots=20, host_slots=0)
     seen = []
     for when, name in ((2.0, "late"), (1.0, "first"), (1.0, "second")):
         machine.at(when, lambda n=name: seen.append((n, machine.now)))
@@ -121,7 +121,7 @@ def test_events_happen_in_order_of_time_then_of_asking():
 
 
 def test_slots_on_their_way_to_the_host_are_still_held():
-    machine = Machine(costs(), staging_slots=20, host_slots=0)
+    machine = SimulatedMachine(costs(), staging_slots=20, host_slots=0)
     assert machine.pool.total == 80
     machine.pool.take(5)
     machine.give_at(4.0, 5)

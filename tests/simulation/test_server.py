@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.scheduling.iteration_model import Work
-from vericache_sglang.scheduling.plan import Park, Resume
+from vericache_sglang.scheduling.plan import SwapIn, SwapOut
 from vericache_sglang.simulation.costs import Costs
 from vericache_sglang.simulation.policies import policies
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup, kept_slots, settings_for
 from vericache_sglang.simulation.timeline import Timeline
 from vericache_sglang.simulation.workload import (
-    Mix,
+    RequestMix,
     Workload,
     closed_loop,
     poisson,
@@ -43,7 +43,7 @@ def costs(slots=2000, **changes):
 
 def mix(**changes):
     fields = {"contexts": (100,), "output": 21, "accept": 1.0}
-    return Mix(**{**fields, **changes})
+    return RequestMix(**{**fields, **changes})
 
 
 def burst(load, requests):
@@ -85,14 +85,14 @@ def test_one_request_drafted_for_one_token_at_a_time(pacing, link_bytes_per_s):
     server = simulated(pacing, burst(mix(), 1), machine, draft_length=1)
     result = server.run()
     # The first token is decoded plainly; each of ten rounds drafts one and emits two.
-    reload_s = 75 * 1000 / link_bytes_per_s
+    prefetch_s = 75 * 1000 / link_bytes_per_s
     seconds = forward_s(machine, 1, 101)
     for tokens in range(101, 121, 2):
         draft_s = forward_s(machine, 1, tokens - 75 + 1)
         if pacing == "staggered":  # the reload runs beside the draft
-            seconds += max(draft_s, reload_s)
+            seconds += max(draft_s, prefetch_s)
         else:
-            seconds += draft_s + reload_s
+            seconds += draft_s + prefetch_s
         seconds += forward_s(machine, 2, tokens + 2)
     assert result.seconds == pytest.approx(seconds, rel=1e-9)
     assert (result.accepted, result.drafted) == (1.0, 1.0)
@@ -129,7 +129,7 @@ def test_kept_slots(prompt, keep, kept):
     ("name", "fraction"),
     [("staggered", 1.0), ("staggered-copy", 4 / 3), ("split-planes", 0.39 / 0.69)],
 )
-def test_what_a_reload_moves_of_a_complement(name, fraction):
+def test_what_a_prefetch_moves_of_a_residual(name, fraction):
     setup = Setup(costs=costs(), workload=burst(mix(), 1))
     assert settings_for(setup, POLICIES[name]).transfer_fraction == pytest.approx(
         fraction
@@ -157,7 +157,7 @@ def worked_example(policy):
         mix(contexts=(prompt,), output=400, accept=0.98), 30, warm=8, concurrency=10
     )
     # The paper's reload moves the whole KV.
-    moving_all = replace(POLICIES[policy], reload=1.0)
+    moving_all = replace(POLICIES[policy], prefetch=1.0)
     setup = Setup(costs=machine, workload=load, draft_length=30)
     return SimulatedServer(setup, moving_all)
 
@@ -203,7 +203,7 @@ def check_conserved(server, requests, output):
 @given(
     policy=st.sampled_from(list(POLICIES)),
     load=st.builds(
-        Mix,
+        RequestMix,
         contexts=st.lists(st.integers(20, 300), min_size=1, max_size=3).map(tuple),
         output=st.integers(1, 60),
         accept=st.floats(0, 1),
@@ -235,8 +235,8 @@ def test_four_times_the_memory_asked_for_and_nobody_starves(policy):
     assert asked > 4 * server.machine.pool.total
     result = server.run()
     check_conserved(server, 200, output)
-    assert result.parked > 0 or policy == "sparse-resident"
-    assert max(server.mover.parked_waits_s, default=0.0) < result.seconds / 4
+    assert result.swapped > 0 or policy == "sparse-resident"
+    assert max(server.offloader.swapped_waits_s, default=0.0) < result.seconds / 4
 
 
 @settings(max_examples=12, deadline=None)
@@ -244,7 +244,7 @@ def test_four_times_the_memory_asked_for_and_nobody_starves(policy):
     seed=st.integers(0, 10_000),
     policy=st.sampled_from(["staggered", "hybrid", "lock-step", "sequential"]),
 )
-def test_parked_requests_return_in_the_order_they_left(seed, policy):
+def test_swapped_requests_return_in_the_order_they_left(seed, policy):
     # Short prompts, long answers: what is let in outgrows the device.
     load = mix(contexts=(60, 90), output=150, accept=0.9, seed=seed)
     server = simulated(
@@ -255,21 +255,21 @@ def test_parked_requests_return_in_the_order_they_left(seed, policy):
         reserve=0.0,
         seed=seed,
     )
-    perform, away, returned = server.mover.perform, [], []
+    perform, away, returned = server.offloader.perform, [], []
 
     def watched(state, move):
         done = perform(state, move)
-        if done and isinstance(move, Park):
+        if done and isinstance(move, SwapOut):
             away.append(state.rid)
-        elif done and isinstance(move, Resume):
+        elif done and isinstance(move, SwapIn):
             assert away.pop(0) == state.rid
             returned.append(state.rid)
         return done
 
-    server.mover.perform = watched
+    server.offloader.perform = watched
     result = server.run()
     assert not away
-    assert len(returned) == result.parked > 0
+    assert len(returned) == result.swapped > 0
     check_conserved(server, 40, 150)
 
 
@@ -287,7 +287,7 @@ def test_equal_seeds_give_equal_figures(policy):
     assert (first != other) or lucky
 
 
-def test_sharers_of_a_prompt_share_reloads():
+def test_sharers_of_a_prompt_share_prefetches():
     load = burst(mix(share=4, contexts=(200,), output=200, accept=0.97), 16)
     machine = costs(slots=6000, link_bytes_per_s=4e6)
     alone = simulated("staggered", load, machine, draft_length=8)

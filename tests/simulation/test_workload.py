@@ -7,14 +7,14 @@ import pytest
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.simulation.workload import (
-    Mix,
+    RequestMix,
     Workload,
     closed_loop,
     poisson,
     trace,
 )
 
-MIX = Mix(contexts=(10, 20), output=5, accept=0.9, spread=0.2, share=3, seed=4)
+MIX = RequestMix(contexts=(10, 20), output=5, accept=0.9, spread=0.2, share=3, seed=4)
 
 
 def test_a_stream_starts_anew_and_never_ends_in_a_closed_loop():
@@ -87,12 +87,15 @@ def test_a_missing_trace_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("make", "flag"),
     [
-        (lambda: Mix(contexts=(), output=1, accept=1), "--context"),
-        (lambda: Mix(contexts=(0,), output=1, accept=1), "--context"),
-        (lambda: Mix(contexts=(1,), output=0, accept=1), "--output"),
-        (lambda: Mix(contexts=(1,), output=1, accept=1.1), "--accept"),
-        (lambda: Mix(contexts=(1,), output=1, accept=1, spread=-1), "--accept-spread"),
-        (lambda: Mix(contexts=(1,), output=1, accept=1, share=0), "--share"),
+        (lambda: RequestMix(contexts=(), output=1, accept=1), "--context"),
+        (lambda: RequestMix(contexts=(0,), output=1, accept=1), "--context"),
+        (lambda: RequestMix(contexts=(1,), output=0, accept=1), "--output"),
+        (lambda: RequestMix(contexts=(1,), output=1, accept=1.1), "--accept"),
+        (
+            lambda: RequestMix(contexts=(1,), output=1, accept=1, spread=-1),
+            "--accept-spread",
+        ),
+        (lambda: RequestMix(contexts=(1,), output=1, accept=1, share=0), "--share"),
         (lambda: Workload(lambda: iter(()), 0), "--requests"),
         (lambda: closed_loop(MIX, 1, concurrency=0), "--concurrency"),
         (lambda: poisson(MIX, 1, 0.0), "--rate"),

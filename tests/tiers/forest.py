@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from vericache_sglang.tiers.index import SegmentIndex
-from vericache_sglang.tiers.prices import Prices
-from vericache_sglang.tiers.segment import Content, Held, Part, Tier
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.prefix_cache.restore_costs import Prices
+from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier
 
 TOKENS = 512
 HALF_LIFE_S = 64.0
@@ -21,13 +21,13 @@ EXACT = Prices(
 
 
 def whole(nbytes, tier, tokens=TOKENS):
-    return Content(tokens=tokens, complement=Held(nbytes, tier))
+    return Content(tokens=tokens, residual=Held(nbytes, tier))
 
 
 def parted(draft, draft_tier, rest, rest_tier, compressor="a"):
     return Content(
         tokens=TOKENS,
-        complement=Held(rest, rest_tier),
+        residual=Held(rest, rest_tier),
         draft=Held(draft, draft_tier),
         compressor=compressor,
     )

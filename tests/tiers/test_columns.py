@@ -4,8 +4,8 @@ import pytest
 from forest import HALF_LIFE_S, chain_of, whole
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.tiers.index import SegmentIndex
-from vericache_sglang.tiers.segment import Tier
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.prefix_cache.segment import Tier
 
 
 def test_rows_grow_and_are_used_again():

@@ -6,13 +6,13 @@ from math import exp, inf
 import pytest
 from forest import EXACT, HALF_LIFE_S, apply, chain_of, parted, whole
 
-from vericache_sglang.tiers.cost import victims
-from vericache_sglang.tiers.index import SegmentIndex
-from vericache_sglang.tiers.prices import Prices
-from vericache_sglang.tiers.segment import Part, Tier
+from vericache_sglang.prefix_cache.eviction import victims
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.prefix_cache.restore_costs import Prices
+from vericache_sglang.prefix_cache.segment import Part, Tier
 
 DEVICE, HOST, STORE, GONE = Tier
-DRAFT, COMPLEMENT = Part
+DRAFT, RESIDUAL = Part
 
 ONCE = 1 - exp(-1.0)
 """Chance of a segment used once, just now."""
@@ -61,11 +61,11 @@ def test_one_segment_goes_down_step_by_step_at_the_losses_worked_out_by_hand():
     index = one(parted(256, DEVICE, 1024, DEVICE))
     moves = pressed(index, EXACT, [DEVICE, HOST, STORE])
     assert [(m.part, m.source, m.target) for m in moves] == [
-        (COMPLEMENT, DEVICE, HOST),
+        (RESIDUAL, DEVICE, HOST),
         (DRAFT, DEVICE, HOST),
-        (COMPLEMENT, HOST, STORE),
+        (RESIDUAL, HOST, STORE),
         (DRAFT, HOST, STORE),  # with it
-        (COMPLEMENT, STORE, GONE),
+        (RESIDUAL, STORE, GONE),
         (DRAFT, STORE, GONE),
     ]
     assert [m.loss_s for m in moves] == [
@@ -83,7 +83,7 @@ def test_a_loss_fades_with_the_half_life():
     index = one(whole(1024, DEVICE))
     (move,) = victims(index, DEVICE, 1, HALF_LIFE_S, EXACT)
     assert move.loss_s == HALF * (1024 / 1024 + 1024 / 2048)
-    assert (move.part, move.target) == (COMPLEMENT, HOST)
+    assert (move.part, move.target) == (RESIDUAL, HOST)
 
 
 def test_a_segment_is_as_likely_as_the_likeliest_that_follows_it():
@@ -141,30 +141,30 @@ def test_at_ordinary_prices_a_prompt_leaves_in_the_order_of_the_design():
     names = chain_of(index, [parted(kept, DEVICE, KV_BYTES - kept, DEVICE)] * 8)
     moves = pressed(index, ORDINARY, [DEVICE, HOST, STORE])
     back = names[::-1]
-    device = [(n, part, HOST) for part in (COMPLEMENT, DRAFT) for n in back]
-    host = [(n, part, STORE) for n in back for part in (COMPLEMENT, DRAFT)]
-    store = [(n, part, GONE) for n in back for part in (COMPLEMENT, DRAFT)]
+    device = [(n, part, HOST) for part in (RESIDUAL, DRAFT) for n in back]
+    host = [(n, part, STORE) for n in back for part in (RESIDUAL, DRAFT)]
+    store = [(n, part, GONE) for n in back for part in (RESIDUAL, DRAFT)]
     assert [(m.name, m.part, m.target) for m in moves] == [*device, *host, *store]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.31, 0.5, 0.75])
-def test_at_ordinary_prices_the_complement_leaves_the_device_first(share):
+def test_at_ordinary_prices_the_residual_leaves_the_device_first(share):
     kept = int(KV_BYTES * share)
     index = one(parted(kept, DEVICE, KV_BYTES - kept, DEVICE))
-    assert moves_of(index, DEVICE, ORDINARY) == [("s0", COMPLEMENT, HOST)]
+    assert moves_of(index, DEVICE, ORDINARY) == [("s0", RESIDUAL, HOST)]
 
 
-def test_with_a_free_way_out_the_complement_still_leaves_first():
+def test_with_a_free_way_out_the_residual_still_leaves_first():
     index = one(parted(2048, DEVICE, 1024, DEVICE))
     free = replace(EXACT, link_out_s_per_byte=0.0)
-    assert moves_of(index, DEVICE, free) == [("s0", COMPLEMENT, HOST)]
+    assert moves_of(index, DEVICE, free) == [("s0", RESIDUAL, HOST)]
 
 
 def test_a_store_slower_than_computing_again_is_skipped():
     kept = KV_BYTES // 4
     content = parted(kept, HOST, KV_BYTES - kept, HOST)
     slow = replace(ORDINARY, store_s_per_byte=1 / 1e9)
-    gone = [("s0", COMPLEMENT, GONE), ("s0", DRAFT, GONE)]
+    gone = [("s0", RESIDUAL, GONE), ("s0", DRAFT, GONE)]
     assert moves_of(one(content), HOST, slow) == gone
     assert moves_of(one(content), HOST, replace(slow, store_s_per_byte=inf)) == gone
     late = replace(ORDINARY, store_latency_s=1.0)
@@ -177,10 +177,10 @@ def test_what_the_store_has_leaves_the_host_before_what_it_has_not():
     (nowhere,) = chain_of(index, [whole(KV_BYTES, HOST)], name="n", stored=False)
     (there,) = chain_of(index, [whole(KV_BYTES, HOST)], name="t", now=60.0)
     moves = moves_of(index, HOST, ORDINARY, now=60.0, nbytes=2 * KV_BYTES)
-    assert moves == [(there, COMPLEMENT, STORE), (nowhere, COMPLEMENT, GONE)]
+    assert moves == [(there, RESIDUAL, STORE), (nowhere, RESIDUAL, GONE)]
     index.note_stored(there, False)
     moves = moves_of(index, HOST, ORDINARY, now=60.0, nbytes=2 * KV_BYTES)
-    assert moves == [(nowhere, COMPLEMENT, GONE), (there, COMPLEMENT, GONE)]
+    assert moves == [(nowhere, RESIDUAL, GONE), (there, RESIDUAL, GONE)]
 
 
 def test_a_slow_store_is_worth_it_far_into_a_long_prompt():
@@ -192,13 +192,13 @@ def test_a_slow_store_is_worth_it_far_into_a_long_prompt():
     index.note_stored(last, True)
     # 512 tokens after 100,000: 0.02 s of dense layers, 0.07 s of attention.
     assert slow.prefill_s(100_000, 512) == pytest.approx(0.0923, abs=1e-4)
-    assert moves_of(index, HOST, slow) == [(last, COMPLEMENT, STORE)]
+    assert moves_of(index, HOST, slow) == [(last, RESIDUAL, STORE)]
 
 
 def test_a_host_slower_than_computing_again_is_skipped_with_the_store_below_it():
     content = parted(256, DEVICE, 1024, DEVICE)
     slow = replace(EXACT, link_in_s_per_byte=1.0)
-    gone = [("s0", COMPLEMENT, GONE), ("s0", DRAFT, GONE)]
+    gone = [("s0", RESIDUAL, GONE), ("s0", DRAFT, GONE)]
     assert moves_of(one(content), DEVICE, slow) == gone
     assert moves_of(one(content), DEVICE, replace(slow, link_in_s_per_byte=inf)) == gone
 
@@ -207,14 +207,14 @@ def test_parts_elsewhere_go_with_the_segment_they_are_of_no_use_without():
     index = one(parted(256, DEVICE, 1024, STORE))
     moves = victims(index, STORE, 1, 0.0, EXACT)
     assert [(m.part, m.source, m.target) for m in moves] == [
-        (COMPLEMENT, STORE, GONE),
+        (RESIDUAL, STORE, GONE),
         (DRAFT, DEVICE, GONE),
     ]
     apply(index, moves)
     assert index.total(DEVICE).nbytes == index.total(STORE).nbytes == len(index) == 0
 
 
-def test_a_cold_draft_part_leaves_before_a_hot_complement():
+def test_a_cold_draft_part_leaves_before_a_hot_residual():
     index = SegmentIndex(HALF_LIFE_S)
     chain_of(index, [parted(256, DEVICE, 1024, HOST)], name="cold")
     chain_of(index, [parted(256, DEVICE, 1024, DEVICE)], name="hot", now=128.0)
@@ -223,7 +223,7 @@ def test_a_cold_draft_part_leaves_before_a_hot_complement():
     # At the same time it is the other way round.
     index.touch(["cold0"], 128.0)
     index.touch(["hot0"], 128.0)
-    assert moves_of(index, DEVICE, EXACT, now=128.0) == [("hot0", COMPLEMENT, HOST)]
+    assert moves_of(index, DEVICE, EXACT, now=128.0) == [("hot0", RESIDUAL, HOST)]
 
 
 def test_a_segment_nobody_used_for_ages_still_goes_down_one_tier():

@@ -4,8 +4,8 @@ import pytest
 from forest import HALF_LIFE_S, TOKENS, chain_of, parted, whole
 
 from vericache_sglang.errors import ConfigError, InvariantError
-from vericache_sglang.tiers.index import SegmentIndex, Total
-from vericache_sglang.tiers.segment import Part, Tier
+from vericache_sglang.prefix_cache.index import SegmentIndex, Total
+from vericache_sglang.prefix_cache.segment import Part, Tier
 
 DEVICE, HOST, STORE, GONE = Tier
 
@@ -75,7 +75,7 @@ def test_a_match_ends_at_the_first_segment_that_cannot_be_restored(index):
     assert index.match(names, 2) == 1
     assert index.match(names, 3) == index.match(names, 4) == index.match([]) == 0
     assert index.match(["a0", "a1", "b0"]) == 3
-    index.place("a1", Part.COMPLEMENT, GONE)
+    index.place("a1", Part.RESIDUAL, GONE)
     assert index.match(names) == 1
     assert index.match(names, 2) == 1
 
@@ -126,7 +126,7 @@ def test_what_is_gone_comes_back_only_by_being_added(index):
     index.place("a2", Part.DRAFT, GONE)
     with pytest.raises(InvariantError, match="gone for good"):
         index.place("a2", Part.DRAFT, HOST)
-    index.place("a2", Part.COMPLEMENT, GONE)
+    index.place("a2", Part.RESIDUAL, GONE)
     assert "a2" not in index
     assert index.total(GONE) == Total(0, 0)
     assert index.children("a1") == ("b0",)

@@ -15,9 +15,9 @@ from hypothesis.stateful import (
 )
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.tiers.cost import victims
-from vericache_sglang.tiers.index import SegmentIndex, Total
-from vericache_sglang.tiers.segment import Content, Held, Part, Tier
+from vericache_sglang.prefix_cache.eviction import victims
+from vericache_sglang.prefix_cache.index import SegmentIndex, Total
+from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier
 
 HALF_LIFE_S = 20.0
 PATHS = st.text("01", min_size=1, max_size=5)
@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
         draft, rest = SIZES[compressor]
         content = Content(
             tokens=TOKENS,
-            complement=Held(rest, rest_tier),
+            residual=Held(rest, rest_tier),
             draft=Held(draft, draft_tier) if draft else None,
             compressor=compressor,
         )

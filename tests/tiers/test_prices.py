@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.tiers.prices import LEAST_CHANCE, reuse_chance
-from vericache_sglang.tiers.segment import Segment, Tier
+from vericache_sglang.prefix_cache.restore_costs import LEAST_CHANCE, reuse_chance
+from vericache_sglang.prefix_cache.segment import Segment, Tier
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_fetching_2048_bytes_takes(tier, passing, staying):
     assert EXACT.fetch_s(2048, tier, True) == staying
 
 
-def test_a_complement_passes_while_draft_parts_and_whole_segments_stay():
+def test_a_residual_passes_while_draft_parts_and_whole_segments_stay():
     assert EXACT.restore_s(whole(2048, Tier.HOST)) == 3.0
     assert EXACT.restore_s(parted(2048, Tier.HOST, 1024, Tier.HOST)) == 3.0 + 1.0
     both = EXACT.restore_s(parted(512, Tier.STORE, 1024, Tier.STORE))

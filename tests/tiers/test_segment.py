@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.tiers.segment import Content, Held, Part, Segment, Tier
+from vericache_sglang.prefix_cache.segment import Content, Held, Part, Segment, Tier
 
 ON_HOST = Held(8, Tier.HOST)
 
@@ -14,9 +14,9 @@ ON_HOST = Held(8, Tier.HOST)
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tokens": 0, "complement": ON_HOST},
-        {"tokens": 1, "complement": ON_HOST, "compressor": "a"},
-        {"tokens": 1, "complement": ON_HOST, "draft": ON_HOST},
+        {"tokens": 0, "residual": ON_HOST},
+        {"tokens": 1, "residual": ON_HOST, "compressor": "a"},
+        {"tokens": 1, "residual": ON_HOST, "draft": ON_HOST},
     ],
 )
 def test_a_content_that_cannot_be_is_refused(fields):
@@ -33,7 +33,7 @@ def test_a_part_without_bytes_cannot_be():
 def test_the_parts_share_every_token_once(tokens, draft, rest):
     content = Content(
         tokens=tokens,
-        complement=Held(rest, Tier.HOST),
+        residual=Held(rest, Tier.HOST),
         draft=Held(draft, Tier.DEVICE),
         compressor="a",
     )
@@ -48,13 +48,13 @@ def test_with_a_selector_they_are_the_tokens_it_kept_and_dropped(kept, token_byt
     bytes_of = [kept * token_bytes, (512 - kept) * token_bytes]
     content = parted(bytes_of[0], Tier.DEVICE, bytes_of[1], Tier.HOST)
     assert content.tokens_of(Part.DRAFT) == kept
-    assert content.tokens_of(Part.COMPLEMENT) == 512 - kept
+    assert content.tokens_of(Part.RESIDUAL) == 512 - kept
 
 
 def test_a_whole_segment_has_no_draft_part():
     content = whole(64, Tier.STORE)
     assert content.held(Part.DRAFT) is None
-    assert content.parts == ((Part.COMPLEMENT, Held(64, Tier.STORE)),)
+    assert content.parts == ((Part.RESIDUAL, Held(64, Tier.STORE)),)
     assert [content.tokens_of(part) for part in Part] == [0, 512]
     assert content.restorable
     assert not whole(64, Tier.GONE).restorable
@@ -62,13 +62,13 @@ def test_a_whole_segment_has_no_draft_part():
 
 @pytest.mark.parametrize("lost", list(Part))
 def test_a_parted_segment_needs_both_parts(lost):
-    tiers = {Part.DRAFT: Tier.DEVICE, Part.COMPLEMENT: Tier.HOST}
-    content = parted(8, tiers[Part.DRAFT], 8, tiers[Part.COMPLEMENT])
+    tiers = {Part.DRAFT: Tier.DEVICE, Part.RESIDUAL: Tier.HOST}
+    content = parted(8, tiers[Part.DRAFT], 8, tiers[Part.RESIDUAL])
     assert content.restorable
     assert all(content.is_in(tier) for tier in tiers.values())
     assert not content.is_in(Tier.STORE)
     tiers[lost] = Tier.GONE
-    assert not parted(8, tiers[Part.DRAFT], 8, tiers[Part.COMPLEMENT]).restorable
+    assert not parted(8, tiers[Part.DRAFT], 8, tiers[Part.RESIDUAL]).restorable
 
 
 def test_uses_halve_every_half_life_and_never_grow():

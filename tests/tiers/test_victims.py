@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.tiers.cost import victims
-from vericache_sglang.tiers.index import SegmentIndex
-from vericache_sglang.tiers.segment import Part, Tier
+from vericache_sglang.prefix_cache.eviction import victims
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.prefix_cache.segment import Part, Tier
 
 EVERYTHING = 1 << 60
 
@@ -57,8 +57,8 @@ class Plain:
             saved -= self.fetch(name, part, held.tier)
         return self.chance(name) * saved
 
-    def worth(self, name):
-        return max(0.0, self.own(name) + sum(map(self.worth, self.children(name))))
+    def savings(self, name):
+        return max(0.0, self.own(name) + sum(map(self.savings, self.children(name))))
 
     def children(self, name):
         return self.index.children(name)
@@ -68,7 +68,7 @@ class Plain:
             return True
         segment = self.index.get(name)
         return (
-            segment is not None and self.worth(name) > 0 and self.pays(segment.parent)
+            segment is not None and self.savings(name) > 0 and self.pays(segment.parent)
         )
 
     def stays(self, name):
@@ -77,7 +77,7 @@ class Plain:
     def loss_of_all(self, name):
         """Return what is lost with a segment once what leaves before it has left."""
         after = [child for child in self.children(name) if self.stays(child)]
-        after = [child for child in after if self.worth(child) > 0]
+        after = [child for child in after if self.savings(child) > 0]
         return max(0.0, self.own(name) + sum(map(self.loss_of_all, after)))
 
     def slower(self, name, part, lower):
@@ -93,7 +93,7 @@ class Plain:
         if self.tier is Tier.DEVICE:
             chance = self.chance(name)
             losses = [chance * self.slower(name, p, Tier.HOST) for p in together]
-            if max(losses) < self.worth(name):
+            if max(losses) < self.savings(name):
                 return [
                     ((part,), Tier.HOST, loss)
                     for part, loss in zip(together, losses, strict=True)
@@ -102,7 +102,7 @@ class Plain:
             moving = everything_of(self.index, name, together, Tier.STORE)
             slower = sum(self.slower(name, part, Tier.STORE) for part in moving)
             loss = self.chance(name) * slower
-            if loss < self.worth(name):
+            if loss < self.savings(name):
                 return [(together, Tier.STORE, loss)]
         return [(together, Tier.GONE, self.loss_of_all(name))]
 

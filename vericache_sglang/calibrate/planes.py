@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.calibrate.acceptance import Reading
     from vericache_sglang.calibrate.subject import Subject
-    from vericache_sglang.compression.codecs.base import Codec, Part
+    from vericache_sglang.compression.codecs.base import Codec, PartSpec
 
 LEAST_BITS = 1
 """Bits of a code beside exponent and mantissa: the sign."""
@@ -48,7 +48,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlaneChoice:
     """The best point.
 
     Attributes:
@@ -110,7 +110,7 @@ def measure(
         for layer, exact in enumerate(reading.prompt_kv()):
             draft, residual = _encode(codec, layer, exact, reading)
             sizes += torch.tensor(
-                [draft.nbytes, residual.nbytes, draft.extent.raw_bytes]
+                [draft.nbytes, residual.nbytes, draft.part_shape.raw_bytes]
             )
             drafts.append(KV(*codec.decode(draft)))
             errors += _squares(drafts[-1], exact)
@@ -121,7 +121,9 @@ def measure(
     return Point(line, stays, travels, key, value, rounds)
 
 
-def _encode(codec: Codec, layer: int, exact: KV, reading: Reading) -> tuple[Part, Part]:
+def _encode(
+    codec: Codec, layer: int, exact: KV, reading: Reading
+) -> tuple[PartSpec, PartSpec]:
     """Encode one layer, and restore it once to see that it can be.
 
     Raises:
@@ -181,7 +183,7 @@ def speedup(point: Point, length: int, ratio: float) -> float:
     return ceiling.tokens_per_s / ceiling.full_kv_tokens_per_s
 
 
-def choose(points: Sequence[Point], ratio: float) -> Choice:
+def choose(points: Sequence[Point], ratio: float) -> PlaneChoice:
     """Return the point and draft length of the highest ``speedup``.
 
     Of equal ones the smaller draft part wins, then the shorter drafts.
@@ -196,4 +198,4 @@ def choose(points: Sequence[Point], ratio: float) -> Choice:
         for length in point.rounds
     ]
     most, _, length, point = max(found, key=lambda entry: entry[:3])
-    return Choice(point.line, -length, point.rounds[-length].mean, most)
+    return PlaneChoice(point.line, -length, point.rounds[-length].mean, most)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.calibrate.acceptance import Rounds, perfect
-from vericache_sglang.calibrate.planes import Choice, Point, speedup
+from vericache_sglang.calibrate.planes import PlaneChoice, Point, speedup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Rou
     }
 
 
-def markdown(setting: Setting, points: Sequence[Point], choice: Choice) -> str:
+def markdown(setting: Setting, points: Sequence[Point], choice: PlaneChoice) -> str:
     """Return the table, with what stands above and below it."""
     lengths = list(setting.limit)
     drafts = "/".join(map(str, lengths))
@@ -93,7 +93,7 @@ def markdown(setting: Setting, points: Sequence[Point], choice: Choice) -> str:
 
 
 def as_json(
-    setting: Setting, points: Sequence[Point], choice: Choice
+    setting: Setting, points: Sequence[Point], choice: PlaneChoice
 ) -> dict[str, Any]:
     """Return everything as JSON has it."""
     return {

@@ -14,8 +14,8 @@ from vericache_sglang.compression.base import ModelSpec
 from vericache_sglang.compression.codecs.artifact import CalibratedModel
 from vericache_sglang.compression.codecs.fingerprint import model_fingerprint
 from vericache_sglang.compression.codecs.rope import Rope
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
 from vericache_sglang.errors import ConfigError, UnsupportedError
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

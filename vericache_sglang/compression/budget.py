@@ -136,7 +136,7 @@ def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
     return key.topk(budget.kept, dim=1, sorted=False).indices.sort(dim=1).values
 
 
-def complement_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
+def residual_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
     """Return the dropped tokens of rows; nothing waits for a GPU.
 
     Args:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vericache_sglang.compression.budget import complement_indices
-from vericache_sglang.compression.codecs.base import Part, check_kv
+from vericache_sglang.compression.budget import residual_indices
+from vericache_sglang.compression.codecs.base import PartSpec, check_kv
 from vericache_sglang.compression.codecs.floats import FORMATS
 from vericache_sglang.errors import CompressionError
 
@@ -44,7 +44,7 @@ class Residual(NamedTuple):
         dropped: The dropped entries, head by head in the order of their indices.
     """
 
-    coded: Part | None
+    coded: PartSpec | None
     dropped: Entries
 
     @property
@@ -75,7 +75,7 @@ class CompressedKV:
     identity: str
     tokens: int
     dropped_indices: tuple[torch.Tensor, ...]
-    payload: tuple[Part | Entries, ...]
+    payload: tuple[PartSpec | Entries, ...]
     residual: tuple[Residual, ...]
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class CompressedKV:
     def bits(self) -> float:
         """Bits per element of the kept tokens, every overhead included."""
         elements = sum(
-            part.extent.elements if isinstance(part, Part) else part.elements
+            part.part_shape.elements if isinstance(part, PartSpec) else part.elements
             for part in self.payload
         )
         return 8 * self.draft_bytes / elements
@@ -130,7 +130,7 @@ class CompressedKV:
     def raw_bytes(self) -> int:
         """Bytes of the KV as it was."""
         return sum(
-            part.extent.raw_bytes if isinstance(part, Part) else part.nbytes
+            part.part_shape.raw_bytes if isinstance(part, PartSpec) else part.nbytes
             for part in self.payload
         ) + sum(residual.dropped.nbytes for residual in self.residual)
 
@@ -151,18 +151,18 @@ class CompressedKV:
             CompressionError: One did.
         """
         payload = self.payload[layer]
-        if isinstance(payload, Part):
+        if isinstance(payload, PartSpec):
             raise CompressionError(f"layer {layer} was packed by {payload.codec}")
         return payload
 
-    def parts(self, layer: int) -> tuple[Part, Part]:
+    def parts(self, layer: int) -> tuple[PartSpec, PartSpec]:
         """Return the draft part and the residual of a layer that a codec packed.
 
         Raises:
             CompressionError: None did, or one of the two is missing.
         """
         payload, coded = self.payload[layer], self.residual[layer].coded
-        if not isinstance(payload, Part) or coded is None:
+        if not isinstance(payload, PartSpec) or coded is None:
             raise CompressionError(f"layer {layer} lacks a part of the codec's")
         return payload, coded
 
@@ -174,7 +174,7 @@ class CompressedKV:
             kept: The kept entries, exact.
         """
         dropped = self.dropped_indices[layer].to(torch.int64)
-        index = complement_indices(dropped, self.tokens)
+        index = residual_indices(dropped, self.tokens)
         lost = self.residual[layer].dropped
         return Entries(
             _scattered(((kept.keys, index), (lost.keys, dropped))),

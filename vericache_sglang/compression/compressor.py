@@ -13,10 +13,10 @@ from vericache_sglang.compression.base import NOTHING, Needs, Selector
 from vericache_sglang.compression.budget import (
     Budget,
     budget_for,
-    complement_indices,
     keep_indices,
+    residual_indices,
 )
-from vericache_sglang.compression.codecs.base import Codec, Part
+from vericache_sglang.compression.codecs.base import Codec, PartSpec
 from vericache_sglang.compression.compressed import (
     CompressedKV,
     Entries,
@@ -317,7 +317,7 @@ class Compressor:
         kv: tuple[torch.Tensor, torch.Tensor],
         seen: Seen,
         budget: Budget,
-    ) -> tuple[torch.Tensor, Part | Entries, Residual]:
+    ) -> tuple[torch.Tensor, PartSpec | Entries, Residual]:
         """Return dropped indices, draft part and residual of one layer."""
         keys, values = kv
         heads, tokens, _ = keys.shape
@@ -331,10 +331,10 @@ class Compressor:
                     f"{tokens}], got {tuple(scores.shape)}"
                 )
             index = keep_indices(scores, budget)
-        away = complement_indices(index, tokens)
+        away = residual_indices(index, tokens)
         dropped = Entries(gathered(keys, away), gathered(values, away))
         kept = Entries(gathered(keys, index), gathered(values, index))
-        payload: Part | Entries = kept
+        payload: PartSpec | Entries = kept
         coded = None
         if self.codec is not None:
             payload, coded = self.codec.encode(*kept, layer=layer, positions=index)

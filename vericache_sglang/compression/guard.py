@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_sglang.compression.base import Selector
-from vericache_sglang.compression.codecs.base import Codec, Part, check_kv
+from vericache_sglang.compression.codecs.base import Codec, PartSpec, check_kv
 from vericache_sglang.errors import CompressionError, quoted
 
 if TYPE_CHECKING:
@@ -187,15 +187,17 @@ class CompressorGuard:
         keys: torch.Tensor,
         values: torch.Tensor,
         **given: Any,
-    ) -> Part:
+    ) -> PartSpec:
         done, part = self._try(
             "encode_draft",
             lambda: call(keys, values, **given),
             tokens=keys.shape[1],
-            check=lambda part: require_layout(part, codec.draft_layout(part.extent)),
+            check=lambda part: require_layout(
+                part, codec.draft_layout(part.part_shape)
+            ),
         )
         if done:
-            found: Part = part
+            found: PartSpec = part
             return found
         kv = check_kv(keys, values)
         zeros = {
@@ -203,12 +205,12 @@ class CompressorGuard:
             for name, (dtype, shape) in codec.draft_layout(kv).items()
         }
         layer, positions = given.get("layer", 0), given.get("positions")
-        return Part(codec.identity, kv, layer, positions, zeros)
+        return PartSpec(codec.identity, kv, layer, positions, zeros)
 
     def _decode(
-        self, codec: Codec, call: Callable[..., Any], draft: Part
+        self, codec: Codec, call: Callable[..., Any], draft: PartSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kv = draft.extent
+        kv = draft.part_shape
         shapes = [(kv.heads, kv.tokens, dim) for dim in (kv.key_dim, kv.value_dim)]
 
         def right(decoded: Any) -> None:

@@ -22,7 +22,7 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class AffineLayer:
     """One linear map, ``x @ weight.T + bias``.
 
     Attributes:
@@ -33,9 +33,9 @@ class Affine:
     weight: torch.Tensor
     bias: torch.Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Affine:
+    def to(self, device: torch.device, dtype: torch.dtype) -> AffineLayer:
         """Return it there and as that; a tensor that is already so is not copied."""
-        return Affine(
+        return AffineLayer(
             placed(self.weight.to(dtype), device), placed(self.bias.to(dtype), device)
         )
 
@@ -49,12 +49,14 @@ class Scorer:
         inner: [w, d], any float dtype; None: linear.
     """
 
-    final: Affine
-    inner: Affine | None = None
+    final: AffineLayer
+    inner: AffineLayer | None = None
 
     def heads(self, own: slice) -> Scorer:
         """Return the regressor of some of the KV heads; views."""
-        return Scorer(Affine(self.final.weight[own], self.final.bias[own]), self.inner)
+        return Scorer(
+            AffineLayer(self.final.weight[own], self.final.bias[own]), self.inner
+        )
 
     @property
     def width(self) -> int | None:
@@ -228,7 +230,7 @@ def _layer(
 
 def _affine(
     path: Path, tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int]
-) -> Affine:
+) -> AffineLayer:
     """Take one map out of a file, as float32."""
     found = {}
     for part, wanted in (("weight", shape), ("bias", shape[:1])):
@@ -246,4 +248,4 @@ def _affine(
         if not tensor.isfinite().all():
             raise CompressionError(f"{where} holds NaN or infinities")
         found[part] = tensor.to(torch.float32)
-    return Affine(found["weight"], found["bias"])
+    return AffineLayer(found["weight"], found["bias"])

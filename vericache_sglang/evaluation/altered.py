@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import timers
-from vericache_sglang.evaluation.dice import by_dice, on_board
+from vericache_sglang.evaluation.dice import by_dice, in_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,11 +115,11 @@ def _emit_drafts() -> None:
     What is left of VeriCache is what a lossy server would have: the draft part. Only
     the copy of the rest to the host is made still, once for each prompt.
     """
-    from vericache_sglang.engine import mixed
-    from vericache_sglang.engine.conclusion import Conclusion
+    from vericache_sglang.runtime.forward import mixed
+    from vericache_sglang.runtime.result_recorder import ResultRecorder
     from vericache_sglang.scheduling.runtime import Runtime
 
-    queries, launch = mixed._queries, Conclusion.launch
+    queries, launch = mixed._queries, ResultRecorder.launch
     settle = mixed.MixedForward._settle
 
     def asked(*args: Any) -> Any:
@@ -142,7 +142,7 @@ def _emit_drafts() -> None:
 
     _put(mixed, "_queries", asked)
     _put(mixed.MixedForward, "_settle", settled)
-    _put(Conclusion, "launch", launched)
+    _put(ResultRecorder, "launch", launched)
     _put(Runtime, "_begin", _begin)
 
 
@@ -161,11 +161,11 @@ def _forced(state: Any) -> list[int]:
 
 def _throw_dice(acceptance: float) -> None:
     """Accept every draft with a probability; the target's token ends the run."""
-    from vericache_sglang.engine import token_board
-    from vericache_sglang.engine.sampling import sampler
+    from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
+    from vericache_sglang.sampling import sampler
 
     _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
-    _put(token_board, "board_commit", on_board(acceptance, seed=0))
+    _put(draft_tokens, "board_commit", in_buffer(acceptance, seed=0))
 
 
 def _draft_longest() -> None:
@@ -182,7 +182,7 @@ def _draft_longest() -> None:
 
 
 def _confess(alteration: str) -> None:
-    from vericache_sglang.engine.worker import VeriCacheWorker
+    from vericache_sglang.runtime.worker import VeriCacheWorker
 
     report = VeriCacheWorker.report
 

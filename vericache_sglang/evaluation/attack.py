@@ -36,7 +36,7 @@ FATES = ("finish", "finish", "abort", "hang_up", "abort_early", "hang_up_early")
 """What happens to a stream; early is after a time that may end before its prefill."""
 
 
-class Target:
+class AttackTarget:
     """A running server and its processes.
 
     Args:
@@ -136,7 +136,7 @@ def references(server: Server, prompts: Sequence[str]) -> dict[str, str]:
 
 
 async def attack(
-    targets: Sequence[Target],
+    targets: Sequence[AttackTarget],
     bodies: Sequence[Body],
     probes: Mapping[str, str],
     per_round: int = 20,
@@ -177,7 +177,7 @@ async def attack(
 
 async def _round(
     session: aiohttp.ClientSession,
-    target: Target,
+    target: AttackTarget,
     bodies: Sequence[Body],
     pair: Sequence[tuple[str, str]],
     tally: Tally,
@@ -208,7 +208,7 @@ async def _round(
 
 async def _judge(
     session: aiohttp.ClientSession,
-    targets: Sequence[Target],
+    targets: Sequence[AttackTarget],
     body: Body,
     replies: Sequence[Reply],
     tally: Tally,
@@ -251,7 +251,7 @@ def _alike(body: Body, replies: Sequence[Reply], tally: Tally) -> bool:
 
 
 async def streams(
-    target: Target, count: int, probes: Mapping[str, str], seed: int
+    target: AttackTarget, count: int, probes: Mapping[str, str], seed: int
 ) -> tuple[dict[str, int], list[str]]:
     """Open ``count`` streams at once and end two thirds of them at random.
 
@@ -298,14 +298,16 @@ async def streams(
     return dict(ends), wrong
 
 
-async def _abort(session: aiohttp.ClientSession, target: Target, name: str) -> None:
+async def _abort(
+    session: aiohttp.ClientSession, target: AttackTarget, name: str
+) -> None:
     async with session.post(f"{target.url}/abort_request", json={"rid": name}):
         pass
 
 
 async def read_stream(
     session: aiohttp.ClientSession,
-    target: Target,
+    target: AttackTarget,
     body: dict[str, Any],
     fate: str,
     events: int,

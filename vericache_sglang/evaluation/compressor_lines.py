@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_sglang.compression.catalog import create_compressor
-from vericache_sglang.compression.codecs.base import Extent
+from vericache_sglang.compression.codecs.base import PartShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Line:
         """The compressor, with files by their stems."""
         return re.sub(r"=[\w./-]*/([\w-]+)(\.safetensors)?", r"=\1", self.compressor)
 
-    def device_bits(self, parts: Mapping[str, int], extent: Extent) -> float:
+    def device_bits(self, parts: Mapping[str, int], part_shape: PartShape) -> float:
         """Return the bits per element of a bfloat16 KV that stay on the device.
 
         Calculated: the demo model is served with float32 KV. Scales and exact tokens
@@ -71,14 +71,16 @@ class Line:
 
         Args:
             parts: Counts of prompt tokens: offered, kept, coded.
-            extent: Of one layer's packed tokens, in bfloat16.
+            part_shape: Of one layer's packed tokens, in bfloat16.
         """
         codec = self._codec()
-        bits = codec.draft_bits(extent) if codec else 0.0
+        bits = codec.draft_bits(part_shape) if codec else 0.0
         exact = parts["kept"] - parts["coded"]
         return (BITS * exact + bits * parts["coded"]) / parts["offered"]
 
-    def transfer_bfloat16(self, parts: Mapping[str, int], extent: Extent) -> float:
+    def transfer_bfloat16(
+        self, parts: Mapping[str, int], part_shape: PartShape
+    ) -> float:
         """Return the share of a bfloat16 KV that a verification would bring back.
 
         Calculated, without escapes: the demo model is served with float32 KV, whose
@@ -86,10 +88,10 @@ class Line:
 
         Args:
             parts: Counts of prompt tokens: offered, kept, coded.
-            extent: Of one layer's packed tokens, in bfloat16.
+            part_shape: Of one layer's packed tokens, in bfloat16.
         """
         codec = self._codec()
-        share = codec.transfer_fraction(extent) if codec else 0.0
+        share = codec.transfer_fraction(part_shape) if codec else 0.0
         dropped = parts["offered"] - parts["kept"]
         return (dropped + share * parts["coded"]) / parts["offered"]
 
@@ -112,9 +114,9 @@ def lines(compressors: Sequence[str], keeps: Sequence[float]) -> list[Line]:
     ]
 
 
-def packed_extent(heads: int, head_dim: int) -> Extent:
+def packed_part_shape(heads: int, head_dim: int) -> PartShape:
     """Return the extent of a segment's packed tokens in bfloat16."""
-    return Extent(
+    return PartShape(
         heads=heads,
         tokens=512,
         key_dim=head_dim,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from vericache_kernels.board_commit import Board, BoardRows, Emission
+    from vericache_kernels.board_commit import DraftTokenRows, DraftTokens, Emission
 
 NOTHING = -1
 """No token: a draft that is this one agrees with nothing."""
@@ -38,9 +38,9 @@ def by_dice(
     return accepted
 
 
-def on_board(
+def in_buffer(
     acceptance: float, seed: int
-) -> Callable[[Board, BoardRows, torch.Tensor], Emission]:
+) -> Callable[[DraftTokens, DraftTokenRows, torch.Tensor], Emission]:
     """Return a rule like ``board_commit`` that does not compare anything.
 
     Args:
@@ -49,28 +49,30 @@ def on_board(
     """
     dice: dict[torch.device, torch.Generator] = {}
 
-    def commit(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+    def commit(
+        draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
+    ) -> Emission:
         device = target.device
         if device not in dice:
             dice[device] = torch.Generator(device).manual_seed(seed)
-        first, seats = rows.first.long(), rows.seat.long()
+        first, pool_indices = rows.first.long(), rows.pool_idx.long()
         drafts = torch.where(rows.kind == EMIT, first.diff() - 1, 0)
-        place = torch.arange(board.most, device=device)
+        place = torch.arange(draft_tokens.most, device=device)
         drawn = torch.rand(
-            len(drafts), board.most, device=device, generator=dice[device]
+            len(drafts), draft_tokens.most, device=device, generator=dice[device]
         )
         lucky = (drawn < acceptance) & (place < drafts[:, None])
         run = lucky.long().cumprod(1).sum(1)
         # As if the full KV had said what was drafted, and then something else.
         kept = place < run[:, None]
         cells = torch.where(kept, first[:-1, None] + place, 0)
-        said = board.tokens[seats, 1:]
+        said = draft_tokens.tokens[pool_indices, 1:]
         change = torch.where(kept, said - target[cells], 0)
         target = target.scatter_add(0, cells.flatten(), change.flatten())
         column = torch.where(run < drafts, run + 1, 0)
-        cell = seats * board.tokens.shape[1] + column
-        flat = board.tokens.view(-1)
+        cell = pool_indices * draft_tokens.tokens.shape[1] + column
+        flat = draft_tokens.tokens.view(-1)
         flat.scatter_add_(0, cell, torch.where(column > 0, NOTHING - flat[cell], 0))
-        return board_commit(board, rows, target)
+        return board_commit(draft_tokens, rows, target)
 
     return commit

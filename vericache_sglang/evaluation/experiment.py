@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vericache_sglang.evaluation.fleet import Fleet
     from vericache_sglang.evaluation.server import Server
     from vericache_sglang.evaluation.systems import System
-    from vericache_sglang.evaluation.workload import Request
+    from vericache_sglang.evaluation.workload import BenchRequest
 
     Loop = Callable[..., Pass]
     """``closed_loop`` or ``open_loop``, without the URL and the requests."""
@@ -55,7 +55,7 @@ class Experiment:
         self,
         options: argparse.Namespace,
         systems: Sequence[System],
-        requests: Sequence[Request],
+        requests: Sequence[BenchRequest],
         fleet: Fleet,
     ) -> None:
         self._options = options

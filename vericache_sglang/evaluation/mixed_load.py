@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vericache_sglang.evaluation.attack import Target
+    from vericache_sglang.evaluation.attack import AttackTarget
 
 Answers = list[tuple[str, str]]
 """(text, finish reason) of each choice."""
@@ -163,7 +163,7 @@ class Client:
 
     def __init__(
         self,
-        target: Target,
+        target: AttackTarget,
         session: aiohttp.ClientSession,
         wanted: Mapping[tuple[str, int], Answers],
         seen: LoadOutcome,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.evaluation.systems import System
-    from vericache_sglang.evaluation.workload import Request
+    from vericache_sglang.evaluation.workload import BenchRequest
 
 PROGRAM = "python -m vericache_sglang.bench"
 
@@ -207,7 +207,7 @@ def _check_label(options: argparse.Namespace, systems: tuple[System, ...]) -> No
         )
 
 
-def draw_requests(options: argparse.Namespace) -> list[Request]:
+def draw_requests(options: argparse.Namespace) -> list[BenchRequest]:
     """Read or draw the requests all systems answer.
 
     Raises:

@@ -137,10 +137,10 @@ def install(events: Path) -> None:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from vericache_sglang.compression import catalog
-    from vericache_sglang.engine.codes import Codes
-    from vericache_sglang.engine.probing import Probing
-    from vericache_sglang.engine.prompt_watch import PromptWatch
-    from vericache_sglang.engine.splitter import Splitter
+    from vericache_sglang.kv.compress import PromptCompressor
+    from vericache_sglang.kv.packed_drafts import Codes
+    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.runtime.probing import Probing
 
     timer = _Timer(events)
     timer.time(TpModelWorker, "forward_batch_generation", "prefill", _prefill)
@@ -154,7 +154,7 @@ def install(events: Path) -> None:
     timer.time(Codes, "encode", "encode")
     timer.time(Codes, "put", "put")
     for method in ("to_host", "on_device"):
-        timer.time(Splitter, method, "split", _split)
+        timer.time(PromptCompressor, method, "split", _split)
 
 
 def _prefill(_: Any, batch: Any, *more: Any, **named: Any) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ SPECIAL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """One greedy request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Request:
         }
 
 
-def read_requests(file: Path, output_tokens: int) -> list[Request]:
+def read_requests(file: Path, output_tokens: int) -> list[BenchRequest]:
     """Read requests from JSON lines: ``prompt`` or ``input_ids``, ``output_tokens``.
 
     Args:
@@ -82,7 +82,7 @@ def read_requests(file: Path, output_tokens: int) -> list[Request]:
     return found
 
 
-def _request(where: str, line: str, output_tokens: int) -> Request:
+def _request(where: str, line: str, output_tokens: int) -> BenchRequest:
     try:
         given = json.loads(line)
     except json.JSONDecodeError as error:
@@ -95,11 +95,11 @@ def _request(where: str, line: str, output_tokens: int) -> Request:
     if "prompt" in given:
         if not isinstance(given["prompt"], str) or not given["prompt"]:
             raise ConfigError(f"{where}: prompt must be a text")
-        return Request(given["prompt"], tokens)
+        return BenchRequest(given["prompt"], tokens)
     ids = given["input_ids"]
     if not isinstance(ids, list) or not ids or not all(map(_is_token, ids)):
         raise ConfigError(f"{where}: input_ids must be token ids")
-    return Request(tuple(ids), tokens)
+    return BenchRequest(tuple(ids), tokens)
 
 
 def _is_count(value: object) -> bool:
@@ -112,7 +112,7 @@ def _is_token(value: object) -> bool:
 
 def random_requests(
     model: Path, lengths: list[int], output_tokens: int, seed: int
-) -> list[Request]:
+) -> list[BenchRequest]:
     """Draw prompts of random tokens; for weights that make no sense of text anyway.
 
     Args:
@@ -131,7 +131,7 @@ def random_requests(
         raise ConfigError(f"--model: vocab_size of {config}: {error!r}") from error
     rng = random.Random(seed)
     return [
-        Request(
+        BenchRequest(
             tuple(rng.randrange(SPECIAL, vocabulary) for _ in range(length)),
             output_tokens,
         )
@@ -141,7 +141,7 @@ def random_requests(
 
 def demo_requests(
     model: Path, lengths: list[int], output_tokens: int, seed: int
-) -> list[Request]:
+) -> list[BenchRequest]:
     """Draw documents and tool calls as the demo models were trained on.
 
     Args:
@@ -163,7 +163,7 @@ def demo_requests(
         texts = record_prompts(load_tokenizer(model), lengths, seed, calls)
     except ValueError as error:
         raise ConfigError(f"--context: {error}") from error
-    return [Request(text, output_tokens) for text in texts]
+    return [BenchRequest(text, output_tokens) for text in texts]
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:

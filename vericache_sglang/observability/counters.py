@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.observability.table import COUNTER_KEYS, ENGINE_KEYS
 from vericache_sglang.scheduling.plan import (
+    Compress,
     Draft,
+    Load,
     Move,
     Offload,
-    Park,
-    Pin,
     Plain,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
     Verify,
     Wait,
 )
@@ -24,14 +24,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MOVES = {
-    Split: "splits",
-    Unsplit: "unsplits",
+    Compress: "splits",
+    Restore: "unsplits",
     Offload: "offloads",
-    Pin: "pins",
-    Park: "parks",
-    Resume: "resumes",
+    Load: "pins",
+    SwapOut: "parks",
+    SwapIn: "resumes",
 }
 """The counter of each kind of move."""
+
+
+def move_name(move: Move) -> str:
+    """Return the public name of a move, the label of ``vericache_moves_total``."""
+    return MOVES[type(move)].removesuffix("s")
 
 
 class Counters:

@@ -219,7 +219,7 @@ class IterationReporter:
         for request in islice(requests.values(), MOST_LANES):
             track = self._runtime.tracks.get(request.rid)
             residency = Residency.DEVICE if track is None else track.residency
-            swapped_out = residency is Residency.PARKED
+            swapped_out = residency is Residency.SWAPPED
             lanes.append(
                 {
                     "rid": request.rid,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from vericache_sglang.observability.record import TransferRecord
 
 if TYPE_CHECKING:
-    from vericache_sglang.memory.transfers import Transfer
     from vericache_sglang.scheduling.link import LinkEstimate
 
 KEPT = 256
@@ -17,6 +16,18 @@ KEPT = 256
 
 RECENT = 32
 """Copies of one direction whose throughput is reported."""
+
+
+class EndedCopy(Protocol):
+    """A copy over the host link that has ended."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied."""
+
+    @property
+    def seconds(self) -> float:
+        """Time it took."""
 
 
 class LinkLog:
@@ -34,7 +45,7 @@ class LinkLog:
         }
 
     def note(
-        self, rid: str, direction: Literal["in", "out"], transfer: Transfer
+        self, rid: str, direction: Literal["in", "out"], transfer: EndedCopy
     ) -> None:
         """Record a copy that has just ended."""
         self._estimate.observe(transfer.nbytes, transfer.seconds, direction)

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.observability.counters import move_name
 from vericache_sglang.observability.record import Phase
-from vericache_sglang.scheduling.plan import Split
+from vericache_sglang.scheduling.plan import Compress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -215,9 +216,9 @@ class Trace:
 
     def _move(self, move: Move, at: int) -> str:
         args = {"rid": move.rid}
-        if isinstance(move, Split):
+        if isinstance(move, Compress):
             args["to"] = move.residency.value
-        name = type(move).__name__.lower()
+        name = move_name(move)
         return self._event("i", self._lanes.of(move.rid), name, at, args, s="t")
 
     def _transfers(self, direction: str, copies: list[TransferRecord]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from vericache_sglang.errors import ConfigError
 
 
-class Acceptance(Protocol):
+class AcceptanceCurve(Protocol):
     """Expected drafts accepted in one round; gamma(x, c) times x."""
 
     def accepted(self, draft_length: int, keep: float) -> float:
@@ -43,7 +43,7 @@ class Geometric:
         _check_survival(self.survival)
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``Acceptance.accepted``; ``keep`` is not looked at."""
+        """See ``AcceptanceCurve.accepted``; ``keep`` is not looked at."""
         return _geometric_sum(self.survival, draft_length)
 
 
@@ -68,7 +68,7 @@ class MissByKeep:
             raise ConfigError(f"at_keep must be in (0, 1), got {self.at_keep}")
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``Acceptance.accepted``."""
+        """See ``AcceptanceCurve.accepted``."""
         scale = ((1 - keep) / keep) / ((1 - self.at_keep) / self.at_keep)
         survival = max(0.0, 1 - (1 - self.survival) * scale)
         return _geometric_sum(survival, draft_length)
@@ -85,7 +85,7 @@ class EndingAnswers:
         output_tokens: Length of each answer, in tokens, >= 1.
     """
 
-    curve: Acceptance
+    curve: AcceptanceCurve
     output_tokens: int
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class EndingAnswers:
             raise ConfigError(f"--output must be >= 1 token, got {self.output_tokens}")
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``Acceptance.accepted``; a mean over the rounds of one answer."""
+        """See ``AcceptanceCurve.accepted``; a mean over the rounds of one answer."""
         full_round = self.curve.accepted(draft_length, keep) + 1
         rounds = max(1.0, self.output_tokens / full_round + 0.5)
         return max(0.0, self.output_tokens / rounds - 1)

@@ -96,7 +96,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class PoolMix:
     """A solution of the linear program.
 
     Attributes:
@@ -184,7 +184,7 @@ def constraints(
     return rows, limits
 
 
-def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> Mix:
+def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
     """Return the mix of highest throughput that was found, Eq. (opt_inter).
 
     A mix that is best at the batches it implies need not be the best of all: fewer
@@ -204,7 +204,7 @@ def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> Mix:
     return max(mixes, key=lambda mix: (mix.converged, mix.tokens_per_s))
 
 
-def fixed_point(cluster: Cluster, paths: Sequence[str]) -> Mix:
+def fixed_point(cluster: Cluster, paths: Sequence[str]) -> PoolMix:
     """Return a mix that is the best one at the batches it implies.
 
     Costs depend on the batches and those on the mix: starting from full batches, the
@@ -234,7 +234,7 @@ def fixed_point(cluster: Cluster, paths: Sequence[str]) -> Mix:
 
 def _program(
     cluster: Cluster, paths: Sequence[str], batches: tuple[float, float]
-) -> Mix:
+) -> PoolMix:
     try:
         from scipy.optimize import linprog
     except ImportError as error:
@@ -254,7 +254,7 @@ def _program(
         each = [count / max(instances, 1) for count in counts]
         return _implied(cluster, busy_s, each, batch)
 
-    return Mix(
+    return PoolMix(
         tokens_per_s=cluster.output_tokens * sum(counts),
         requests_per_s=dict(zip(paths, counts, strict=True)),
         local_batch=implied(rows[1], cluster.local, batches[0]),

@@ -16,12 +16,12 @@ from math import ceil, floor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vericache_sglang.planning.acceptance import Acceptance
+    from vericache_sglang.planning.acceptance import AcceptanceCurve
     from vericache_sglang.planning.hardware import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerModel:
     """What does not change while settings are searched.
 
     Attributes:
@@ -41,7 +41,7 @@ class Server:
     weight_bytes: float
     kv_bytes: float
     concurrency: int | None = None
-    acceptance: Acceptance
+    acceptance: AcceptanceCurve
     flops_per_token: float = 0.0
     staging_bytes: float | None = None
     most_verifies: int | None = None
@@ -62,7 +62,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class IntraChoice:
     """The knobs of the paper's optimisation.
 
     Attributes:
@@ -97,7 +97,7 @@ class Estimate:
         binds: What more of would help: "hbm", "link", "compute" or "memory".
     """
 
-    choice: Choice
+    choice: IntraChoice
     hbm_s: float
     compute_s: float
     link_s: float
@@ -121,7 +121,7 @@ class Estimate:
 TransferFraction = Callable[[float], float]
 
 
-def split_complement(keep: float) -> float:
+def split_residual(keep: float) -> float:
     """Return the transfer fraction of KV split in two parts: what is not kept."""
     return 1 - keep
 
@@ -131,7 +131,7 @@ def mean_share(keep: float, draft_length: int) -> float:
     return (draft_length * keep + 1) / (draft_length + 1)
 
 
-def used_bytes(server: Server, choice: Choice) -> float:
+def used_bytes(server: ServerModel, choice: IntraChoice) -> float:
     """Return the left side of Eq. (mem_constraint), in bytes."""
     staging, share = _footprint(server, choice.keep, choice.draft_length)
     if not choice.offloaded:
@@ -140,7 +140,7 @@ def used_bytes(server: Server, choice: Choice) -> float:
     return server.weight_bytes + staging + whole * server.kv_bytes
 
 
-def estimate(server: Server, choice: Choice) -> Estimate:
+def estimate(server: ServerModel, choice: IntraChoice) -> Estimate:
     """Return times, memory and throughput of one choice; 0 requests give 0 tokens.
 
     The choice is taken as it is; ``search`` only proposes ones that fit.
@@ -169,12 +169,12 @@ def estimate(server: Server, choice: Choice) -> Estimate:
     )
 
 
-def full_kv(server: Server) -> Estimate:
+def full_kv(server: ServerModel) -> Estimate:
     """Return the baseline: as many full KVs as fit, one exact token an iteration."""
     room = server.machine.memory_bytes - server.weight_bytes
     return estimate(
         server,
-        Choice(
+        IntraChoice(
             resident=server.fitting(room),
             offloaded=0,
             draft_length=0,
@@ -184,14 +184,16 @@ def full_kv(server: Server) -> Estimate:
     )
 
 
-def resident_drafts(server: Server, keep: float, lengths: Iterable[int]) -> Estimate:
+def resident_drafts(
+    server: ServerModel, keep: float, lengths: Iterable[int]
+) -> Estimate:
     """Return the best of sparse drafts over resident full KV, as SparseSpec has it."""
     count = full_kv(server).requests
     return max(
         (
             estimate(
                 server,
-                Choice(
+                IntraChoice(
                     resident=count,
                     offloaded=0,
                     draft_length=x,
@@ -206,12 +208,12 @@ def resident_drafts(server: Server, keep: float, lengths: Iterable[int]) -> Esti
 
 
 def search(
-    server: Server,
+    server: ServerModel,
     keeps: Iterable[float],
     lengths: Iterable[int],
     *,
     resident: Iterable[int] | None = None,
-    transfer_fraction: TransferFraction = split_complement,
+    transfer_fraction: TransferFraction = split_residual,
 ) -> Estimate:
     """Return the choice of highest throughput, Eq. (opt).
 
@@ -244,7 +246,9 @@ def search(
     )
 
 
-def most_offloaded(server: Server, keep: float, draft_length: int, held: int) -> int:
+def most_offloaded(
+    server: ServerModel, keep: float, draft_length: int, held: int
+) -> int:
     """Return the largest B_c that memory, link slots and the concurrency allow."""
     staging, share = _footprint(server, keep, draft_length)
     taken = server.weight_bytes + held * server.kv_bytes
@@ -258,10 +262,10 @@ def most_offloaded(server: Server, keep: float, draft_length: int, held: int) ->
 
 
 def _choices(
-    server: Server, keep: float, x: int, held: int, fraction: float
-) -> Iterable[Choice]:
-    def choice(offloaded: int) -> Choice:
-        return Choice(
+    server: ServerModel, keep: float, x: int, held: int, fraction: float
+) -> Iterable[IntraChoice]:
+    def choice(offloaded: int) -> IntraChoice:
+        return IntraChoice(
             resident=held,
             offloaded=offloaded,
             draft_length=x,
@@ -282,13 +286,17 @@ def _choices(
     return [choice(count) for count in tried if count >= 0]
 
 
-def _footprint(server: Server, keep: float, draft_length: int) -> tuple[float, float]:
+def _footprint(
+    server: ServerModel, keep: float, draft_length: int
+) -> tuple[float, float]:
     if server.staging_bytes is None:
         return 0.0, mean_share(keep, draft_length)
     return server.staging_bytes, keep
 
 
-def _transfer(server: Server, choice: Choice, gpu_s: float) -> tuple[float, int]:
+def _transfer(
+    server: ServerModel, choice: IntraChoice, gpu_s: float
+) -> tuple[float, int]:
     if not choice.offloaded or not choice.transfer_fraction:
         return 0.0, 0
     offloaded = choice.offloaded * server.kv_bytes
@@ -303,7 +311,7 @@ def _transfer(server: Server, choice: Choice, gpu_s: float) -> tuple[float, int]
 
 
 def _binding(
-    server: Server, choice: Choice, times_s: tuple[float, float, float]
+    server: ServerModel, choice: IntraChoice, times_s: tuple[float, float, float]
 ) -> str:
     hbm_s, compute_s, link_s = times_s
     if link_s >= max(hbm_s, compute_s):

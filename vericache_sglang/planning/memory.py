@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vericache_sglang.config.schema import resolve_staging
 from vericache_sglang.planning.block_table import block_table_shape
 from vericache_sglang.planning.graph_sizes import graph_tokens
-from vericache_sglang.planning.memory_rows import ROWS, Phase, Row, row_bytes
+from vericache_sglang.planning.memory_rows import ROWS, MemoryRow, Phase, row_bytes
 from vericache_sglang.planning.sglang_memory import block_table_width
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class MemoryLedger:
     deployment: Deployment
     slots: int
     staging: int
-    sizes: Mapping[Row, int]
+    sizes: Mapping[MemoryRow, int]
 
     @property
     def free_bytes(self) -> int:
@@ -207,7 +207,7 @@ def ledger(deployment: Deployment) -> MemoryLedger:
     return MemoryLedger(deployment, slots, staging, taken)
 
 
-def _rows(deployment: Deployment, phase: Phase | None = None) -> Iterator[Row]:
+def _rows(deployment: Deployment, phase: Phase | None = None) -> Iterator[MemoryRow]:
     for row in ROWS:
         if phase in (None, row.phase) and row.backend in ("", deployment.backend):
             yield row

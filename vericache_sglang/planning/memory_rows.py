@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One kind of tensor.
 
     Attributes:
@@ -55,57 +55,59 @@ GRAPHS = "lower --cuda-graph-max-bs-decode"
 
 _SLOT = "2 * layers * kv_heads * head_dim * number"
 
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[MemoryRow, ...] = (
+    MemoryRow(
         "CUDA context",
         Phase.LOADED,
         "600 * MiB",
         "estimate: context and libraries of one process",
     ),
-    Row("weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS),
-    Row(
+    MemoryRow(
+        "weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS
+    ),
+    MemoryRow(
         "rotary table",
         Phase.LOADED,
         "4 * max(positions, context) * head_dim",
         "RotaryEmbedding.cos_sin_cache",
         CONTEXT,
     ),
-    Row("KV pool", Phase.POOL, f"{_SLOT} * (slots + page)", "MHATokenToKVPool"),
-    Row(
+    MemoryRow("KV pool", Phase.POOL, f"{_SLOT} * (slots + page)", "MHATokenToKVPool"),
+    MemoryRow(
         "staging buffer",
         Phase.POOL,
         f"{_SLOT} * staging",
-        "memory/sglang_pools.py",
+        "kv/sglang_pools.py",
         STAGING,
     ),
-    Row(
+    MemoryRow(
         "slot allocator",
         Phase.SUBTRACTED,
         "16 * slots / page",
         "TokenToKVPoolAllocator.free_pages, twice while lists are joined",
     ),
-    Row(
+    MemoryRow(
         "block table",
         Phase.SUBTRACTED,
         "4 * rows * columns",
-        "engine/block_table.py, with draft and verification rows",
+        "runtime/block_table.py, with draft and verification rows",
         RUNNING,
     ),
-    Row(
+    MemoryRow(
         "draft token buffer",
         Phase.SUBTRACTED,
         "rows * (8 * (drafts + 2) + 4)",
-        "engine/token_board.py",
+        "runtime/forward/draft_tokens.py",
         RUNNING,
     ),
-    Row("overlap relay", Phase.SUBTRACTED, "16 * rows", "FutureMap", RUNNING),
-    Row(
+    MemoryRow("overlap relay", Phase.SUBTRACTED, "16 * rows", "FutureMap", RUNNING),
+    MemoryRow(
         "inputs of eager forwards",
         Phase.SUBTRACTED,
         "48 * max(slots, chunk, running * (drafts + 1)) + 16 * running",
         "build_eager_registry",
     ),
-    Row(
+    MemoryRow(
         "inputs of decode graphs",
         Phase.SUBTRACTED,
         "graph_tokens * (49 + number * hidden + drafts)"
@@ -113,21 +115,21 @@ ROWS: tuple[Row, ...] = (
         "DecodeInputBuffers, of mixed batches and of decodes",
         GRAPHS,
     ),
-    Row(
+    MemoryRow(
         "inputs of prefill graphs",
         Phase.SUBTRACTED,
         "(prefill_graphs > 0) * (24 * chunk + 4)",
         "PrefillInputBuffers",
         CHUNK,
     ),
-    Row(
+    MemoryRow(
         "logits of decode graphs",
         Phase.SUBTRACTED,
         "4 * graph_tokens * vocab",
         "GraphSharedOutput",
         GRAPHS,
     ),
-    Row(
+    MemoryRow(
         "page tables of decode graphs",
         Phase.SUBTRACTED,
         "(graph_rows > 0) * (20 * graph_rows * pages + 32 * pages"
@@ -136,7 +138,7 @@ ROWS: tuple[Row, ...] = (
         GRAPHS,
         "fa3",
     ),
-    Row(
+    MemoryRow(
         "page tables of decode graphs",
         Phase.SUBTRACTED,
         "(graph_rows > 0) * (20 * graph_rows * pages + 40 * graph_rows + 64)",
@@ -144,22 +146,22 @@ ROWS: tuple[Row, ...] = (
         GRAPHS,
         "trtllm_mha",
     ),
-    Row(
+    MemoryRow(
         "attention workspaces",
         Phase.SUBTRACTED,
         "1024 * MiB",
         "TRTLLMHAAttnBackend (512 MiB) and FlashInferAttnBackend (512 MiB)",
         backend="trtllm_mha",
     ),
-    Row(
+    MemoryRow(
         "rows of decode graphs",
         Phase.SUBTRACTED,
         "32 * (graph_rows + 1)",
-        "engine/cuda_attention_backend.py, of mixed batches and of decodes",
+        "attention/cuda_backend.py, of mixed batches and of decodes",
         GRAPHS,
         "vericache",
     ),
-    Row(
+    MemoryRow(
         "attention scratch of splits",
         Phase.SUBTRACTED,
         "4 * (graph_tokens + mixed) * heads * 16 * (head_dim + 1)",
@@ -167,46 +169,46 @@ ROWS: tuple[Row, ...] = (
         GRAPHS,
         "vericache",
     ),
-    Row(
+    MemoryRow(
         "KV indices of a prefill",
         Phase.SUBTRACTED,
         "8 * slots",
         "TritonAttnBackend, prefixes of one batch",
         backend="vericache",
     ),
-    Row(
+    MemoryRow(
         "last queries of prompts",
         Phase.SUBTRACTED,
         "number * min(running, slots // min_prompt) * layers * heads * tail * head_dim",
-        "engine/query_tails.py",
+        "kv/query_tails.py",
         RUNNING,
     ),
-    Row(
+    MemoryRow(
         "scores of tokens",
         Phase.SUBTRACTED,
         "4 * scored * layers * kv_heads * (slots + page + staging)",
-        "engine/prompt_watch.py",
+        "kv/prefill_observer.py",
     ),
-    Row(
+    MemoryRow(
         "CUDA graph pools",
         Phase.RESERVED,
         "MiB * (2 * graph_rows + 8 * prefill_graphs)",
         "reserve_for_graph_mb, SGLang's own estimate",
         GRAPHS,
     ),
-    Row(
+    MemoryRow(
         "cuBLAS workspaces",
         Phase.RESERVED,
         "3 * 32 * MiB",
         "torch, 32 MiB a stream on Hopper",
     ),
-    Row(
+    MemoryRow(
         "buffers of collectives",
         Phase.RESERVED,
         "(ranks > 1) * ranks * GiB / 8",
         "handle_gpu_memory_settings, SGLang's own estimate",
     ),
-    Row(
+    MemoryRow(
         "activations of a prefill",
         Phase.RESERVED,
         "number * chunk * (4 * hidden + max(3 * mlp,"
@@ -214,14 +216,14 @@ ROWS: tuple[Row, ...] = (
         "one decoder layer over a chunk",
         CHUNK,
     ),
-    Row(
+    MemoryRow(
         "logits of a prefill",
         Phase.RESERVED,
         "min(running, chunk) * vocab * (number + 4)",
         "LogitsProcessor, the last token of every prompt",
         RUNNING,
     ),
-    Row(
+    MemoryRow(
         "page table of a prefill",
         Phase.RESERVED,
         "4 * running * pages",
@@ -229,7 +231,7 @@ ROWS: tuple[Row, ...] = (
         RUNNING,
         "fa3",
     ),
-    Row(
+    MemoryRow(
         "page table of a prefill",
         Phase.RESERVED,
         "4 * running * pages",
@@ -237,45 +239,45 @@ ROWS: tuple[Row, ...] = (
         RUNNING,
         "trtllm_mha",
     ),
-    Row(
+    MemoryRow(
         "sampling copies",
         Phase.PASSING,
         "40 * mixed * (vocab + 1) + 8 * vocab",
-        "engine/sampling/sampler.py, every row with top-p and a seed",
+        "sampling/sampler.py, every row with top-p and a seed",
         RUNNING,
     ),
-    Row(
+    MemoryRow(
         "one layer being compressed",
         Phase.PASSING,
         "context * (kv_heads * (5 * number * head_dim + 64) + 4 * head_dim) "
         "+ 256 * MiB",
-        "engine/splitter.py: KV, residual KV; scores of layers ranked together",
+        "kv/compress.py: KV, residual KV; scores of layers ranked together",
         CONTEXT,
     ),
-    Row(
+    MemoryRow(
         "residual KV on its way to the host",
         Phase.PASSING,
         f"min(512 * MiB, {_SLOT} * context)",
-        "memory/stream_transfers.py, IN_FLIGHT",
+        "kv/stream_transfers.py, IN_FLIGHT",
     ),
-    Row(
+    MemoryRow(
         "draft KV that waits for slots",
         Phase.PASSING,
         f"{_SLOT} * int(kept * context)",
-        "engine/splitter.py, where the pool is full",
+        "kv/compress.py, where the pool is full",
         "lower --vericache-keep",
     ),
-    Row(
+    MemoryRow(
         "one layer being swapped in",
         Phase.PASSING,
         "2 * number * context * kv_heads * head_dim",
-        "memory/stream_transfers.py, restore and bring",
+        "kv/stream_transfers.py, restore and bring",
         CONTEXT,
     ),
 )
 
 
-def row_bytes(row: Row, symbols: Mapping[str, float]) -> int:
+def row_bytes(row: MemoryRow, symbols: Mapping[str, float]) -> int:
     """Return the value of a row's formula, in bytes.
 
     Args:

@@ -10,12 +10,12 @@ from vericache_sglang.config.schema import STAGING_STEP, VeriCacheConfig
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.acceptance import (
     PUBLISHED_QWEN_32B,
-    Acceptance,
+    AcceptanceCurve,
     EndingAnswers,
     MissByKeep,
 )
 from vericache_sglang.planning.bound import Roofline, roofline, speedup_bound
-from vericache_sglang.planning.intra import Estimate, Server, full_kv, search
+from vericache_sglang.planning.intra import Estimate, ServerModel, full_kv, search
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ DEFAULT_ACCEPTANCE = MissByKeep(PUBLISHED_QWEN_32B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class ExpectedWorkload:
     """Equal requests, as the command line describes them.
 
     Attributes:
@@ -101,9 +101,9 @@ class Recommendation:
 def recommend(
     model: ModelShape,
     machine: Machine,
-    workload: Workload,
+    workload: ExpectedWorkload,
     *,
-    acceptance: Acceptance = DEFAULT_ACCEPTANCE,
+    acceptance: AcceptanceCurve = DEFAULT_ACCEPTANCE,
     keeps: Sequence[float] = KEEPS,
     lengths: Sequence[int] = LENGTHS,
 ) -> Recommendation:
@@ -150,9 +150,9 @@ def recommend(
 def speedup_curve(
     model: ModelShape,
     machine: Machine,
-    workload: Workload,
+    workload: ExpectedWorkload,
     keep: float,
-    acceptance: Acceptance = DEFAULT_ACCEPTANCE,
+    acceptance: AcceptanceCurve = DEFAULT_ACCEPTANCE,
 ) -> tuple[tuple[int, float, float], ...]:
     """Return (draft length, accepted over drafted, speedup) at one keep share.
 
@@ -175,14 +175,17 @@ def speedup_curve(
 
 
 def _servers(
-    model: ModelShape, machine: Machine, workload: Workload, acceptance: Acceptance
-) -> tuple[Server, Estimate]:
+    model: ModelShape,
+    machine: Machine,
+    workload: ExpectedWorkload,
+    acceptance: AcceptanceCurve,
+) -> tuple[ServerModel, Estimate]:
     """Return the server that is searched, and how it decodes on the full KV.
 
     KV grows while an answer does; a request counts with its mean length.
     """
     kv_bytes = workload.mean_tokens * model.kv_bytes_per_token
-    server = Server(
+    server = ServerModel(
         machine=machine,
         weight_bytes=model.weight_bytes,
         kv_bytes=kv_bytes,
@@ -200,23 +203,23 @@ def _servers(
 
 
 def _best(
-    server: Server,
-    workload: Workload,
+    server: ServerModel,
+    workload: ExpectedWorkload,
     model: ModelShape,
     candidate: tuple[float, int],
     lengths: Sequence[int],
 ) -> tuple[Estimate, int]:
     """Return the best estimate at one keep share and verify count, and its staging."""
     keep, verifies = candidate
-    complement = _complement_tokens(keep, workload)
-    staging = -(-(verifies + 1) * complement // STAGING_STEP) * STAGING_STEP
+    residual = _residual_tokens(keep, workload)
+    staging = -(-(verifies + 1) * residual // STAGING_STEP) * STAGING_STEP
     limited = replace(
         server,
         staging_bytes=staging * model.kv_bytes_per_token,
         most_verifies=verifies,
     )
     # Only the prompt is split; what is decoded stays and is read by every draft.
-    moved = complement / workload.mean_tokens
+    moved = residual / workload.mean_tokens
     best = search(
         limited,
         [1 - moved],
@@ -227,19 +230,19 @@ def _best(
     return best, staging
 
 
-def _complement_tokens(keep: float, workload: Workload) -> int:
+def _residual_tokens(keep: float, workload: ExpectedWorkload) -> int:
     return workload.context_tokens - int(keep * workload.context_tokens)
 
 
 def _settings(
     result: Recommendation,
-    workload: Workload,
+    workload: ExpectedWorkload,
     model: ModelShape,
     verifies: int,
     staging_tokens: int,
 ) -> VeriCacheConfig:
-    complement = _complement_tokens(result.keep, workload) * model.kv_bytes_per_token
-    host_bytes = max(1, result.best.requests) * complement
+    residual = _residual_tokens(result.keep, workload) * model.kv_bytes_per_token
+    host_bytes = max(1, result.best.requests) * residual
     default = VeriCacheConfig()
     return VeriCacheConfig(
         keep=result.keep,
@@ -249,5 +252,5 @@ def _settings(
         staging_tokens=staging_tokens,
         # Two more complements than requests, so that a newcomer need not wait for a
         # finished one's bytes; whole GiB.
-        host_gb=float(ceil((host_bytes + 2 * complement) / GIB)),
+        host_gb=float(ceil((host_bytes + 2 * residual) / GIB)),
     )

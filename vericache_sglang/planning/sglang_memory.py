@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Tier(NamedTuple):
+class MemoryTier(NamedTuple):
     """What SGLang chooses for GPUs of less than ``below_mib`` MiB.
 
     Attributes:
@@ -27,18 +27,18 @@ class Tier(NamedTuple):
 
 
 TIERS = (
-    Tier(20 * 1024, 2048, 8, 8),
-    Tier(35 * 1024, 4096, 48, 160),
-    Tier(60 * 1024, 4096, 32, 160),
-    Tier(160 * 1024, 8192, 256, 512),
-    Tier(float("inf"), 16384, 512, 512),
+    MemoryTier(20 * 1024, 2048, 8, 8),
+    MemoryTier(35 * 1024, 4096, 48, 160),
+    MemoryTier(60 * 1024, 4096, 32, 160),
+    MemoryTier(160 * 1024, 8192, 256, 512),
+    MemoryTier(float("inf"), 16384, 512, 512),
 )
 
 RESERVE_FLOOR_MIB = 10 * 1024
 """Least reserve of a GPU of more than 60 GiB."""
 
 
-def tier_of(gpu_mib: float) -> Tier:
+def tier_of(gpu_mib: float) -> MemoryTier:
     """Return the tier of a GPU with ``gpu_mib`` MiB, as nvidia-smi reports them."""
     return next(tier for tier in TIERS if gpu_mib < tier.below_mib)
 

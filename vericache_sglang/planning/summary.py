@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vericache_sglang.config.schema import VeriCacheConfig, flag
-from vericache_sglang.planning.recommend import GIB, Recommendation, Workload
+from vericache_sglang.planning.recommend import GIB, ExpectedWorkload, Recommendation
 
 if TYPE_CHECKING:
     from vericache_sglang.planning.hardware import Machine
@@ -33,7 +33,10 @@ def flags(config: VeriCacheConfig | None) -> str:
 
 
 def summary(
-    result: Recommendation, model: ModelShape, machine: Machine, workload: Workload
+    result: Recommendation,
+    model: ModelShape,
+    machine: Machine,
+    workload: ExpectedWorkload,
 ) -> str:
     """Return verdict, flags, what binds, the bound and the memory picture."""
     lines = [
@@ -50,7 +53,7 @@ def summary(
     return "\n".join(lines)
 
 
-def _asked(workload: Workload) -> str:
+def _asked(workload: ExpectedWorkload) -> str:
     if workload.concurrency is None:
         return "as many requests as fit"
     return f"at most {workload.concurrency} requests at once"
@@ -91,7 +94,10 @@ def _round(result: Recommendation) -> list[str]:
 
 
 def _memory(
-    result: Recommendation, model: ModelShape, machine: Machine, workload: Workload
+    result: Recommendation,
+    model: ModelShape,
+    machine: Machine,
+    workload: ExpectedWorkload,
 ) -> list[str]:
     kv = workload.mean_tokens * model.kv_bytes_per_token
     choice = result.best.choice

@@ -1,7 +1,7 @@
 """Admit: finds each request's next verification a window that every ring has room in.
 
 Algorithm 1 of VeriCache (arXiv:2605.17613, section 5), over any number of rings; how it
-books link time differs from the printed one, see ``reload_of``.
+books link time differs from the printed one, see ``prefetch_of``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.scheduling.reservation import Load, Reservation
+from vericache_sglang.scheduling.reservation import Reservation, RingLoad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vericache_sglang.scheduling.reservation import Demand, Reload
+    from vericache_sglang.scheduling.reservation import Demand, PrefetchDemand
     from vericache_sglang.scheduling.ring import Ring
 
 
@@ -58,13 +58,13 @@ class Admission:
         self._rings = dict(rings)
         self._windows = windows
         self._reservations: dict[str, Reservation] = {}
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, RingLoad] = {}
         self.now = next((ring.now for ring in rings.values()), 0)
 
     def admit(
         self,
         rid: str,
-        reload: Reload,
+        prefetch: PrefetchDemand,
         anchor: int,
         *,
         lowest: int = 1,
@@ -78,7 +78,7 @@ class Admission:
 
         Args:
             rid: Request id.
-            reload: What the verification needs.
+            prefetch: What the verification needs.
             anchor: Preferred d, in windows (the paper's draft length x).
             lowest: Smallest d, in windows; S_r where that is more.
             highest: Largest d, in windows; as far as the horizon goes where that is
@@ -90,34 +90,34 @@ class Admission:
         Raises:
             InvariantError: The request has a reservation, or a ring is unknown.
         """
-        self._check(rid, reload)
+        self._check(rid, prefetch)
         latest = self._windows - 1
         if highest is not None:
             latest = min(latest, highest)
-        lowest = max(lowest, reload.span)
+        lowest = max(lowest, prefetch.span)
         if lowest > latest:
             return None
         within = (2 << latest) - (1 << lowest)
         anchor = min(max(anchor, lowest), latest)
-        first = self._first_at(reload, anchor)
+        first = self._first_at(prefetch, anchor)
         if first is not None:  # most get it; the rest asks about every window
-            return self._book(rid, reload, first, self.now + anchor)
-        short, long = self._ends(reload)
-        if reload.work is not None and long:
-            link = self._rings[reload.work.ring]
-            either = short | long & link.covers(reload.work.amount, reload.span + 1)
+            return self._book(rid, prefetch, first, self.now + anchor)
+        short, long = self._ends(prefetch)
+        if prefetch.work is not None and long:
+            link = self._rings[prefetch.work.ring]
+            either = short | long & link.covers(prefetch.work.amount, prefetch.span + 1)
         else:
             either = short
         offset = first_candidate(either & within, anchor)
         if offset is None:
             return None
         deadline = self.now + offset
-        first = deadline - reload.span + 1
+        first = deadline - prefetch.span + 1
         if not short >> offset & 1 or (
-            long >> offset & 1 and self._fills(reload, first - 1)
+            long >> offset & 1 and self._fills(prefetch, first - 1)
         ):
             first -= 1
-        return self._book(rid, reload, first, deadline)
+        return self._book(rid, prefetch, first, deadline)
 
     def share(
         self,
@@ -151,8 +151,8 @@ class Admission:
         load = self._loads.get(leader)
         if load is None:
             return None
-        reload = replace(self._reservations[leader].reload, point=point)
-        self._check(rid, reload)
+        prefetch = replace(self._reservations[leader].prefetch, point=point)
+        self._check(rid, prefetch)
         held = load.held()
         furthest = load.furthest()
         # Nothing holds the complement in the current window: it was given back.
@@ -167,7 +167,7 @@ class Admission:
             if deadline > furthest and not self._fit_at(held, deadline):
                 return None
             if deadline >= earliest and self._fit_at(point, deadline, 1):
-                return self._join(rid, load, reload, deadline)
+                return self._join(rid, load, prefetch, deadline)
         return None
 
     def cancel(self, rid: str) -> Reservation | None:
@@ -189,15 +189,15 @@ class Admission:
                 self._hand_over(load)
             return reservation
         verify = reservation.deadline + 1
-        for each in reservation.reload.point:
+        for each in reservation.prefetch.point:
             self._rings[each.ring].release(verify, verify, each.amount)
-        for each in load.reload.demands:
+        for each in load.prefetch.demands:
             start = load.first
             if load.readers:
                 start = load.end(each, load.furthest()) + 1
             end = load.end(each, furthest)
             self._rings[each.ring].release(start, end, each.amount)
-        work = load.reload.work
+        work = load.prefetch.work
         if work is not None and not load.readers:
             self._rings[work.ring].take_back(load.first, load.worked)
         if reservation.leader is None:
@@ -214,34 +214,34 @@ class Admission:
         """Return the request's reservation, past or ahead; None when it has none."""
         return self._reservations.get(rid)
 
-    def _check(self, rid: str, reload: Reload) -> None:
+    def _check(self, rid: str, prefetch: PrefetchDemand) -> None:
         if rid in self._reservations:
             raise InvariantError(f"{rid} is admitted twice")
-        for name in reload.rings():
+        for name in prefetch.rings():
             if name not in self._rings:
                 raise InvariantError(
                     f"unknown ring {name!r}; known: {', '.join(self._rings)}"
                 )
 
-    def _begun(self, load: Load, furthest: int) -> bool:
+    def _begun(self, load: RingLoad, furthest: int) -> bool:
         """Say whether all that a reservation took is in windows that have begun.
 
         Nobody can ask for those any more, so nothing has to be given back.
         """
-        extras = [each.extra for each in load.reload.demands]
+        extras = [each.extra for each in load.prefetch.demands]
         return furthest + max(1, *extras, 1) <= self.now
 
-    def _first_at(self, reload: Reload, offset: int) -> int | None:
+    def _first_at(self, prefetch: PrefetchDemand, offset: int) -> int | None:
         """Return where a reload of ``span`` windows would start for one deadline.
 
         A window earlier where ``_fills`` says so; None without room.
         """
         deadline = self.now + offset
-        first = deadline - reload.span + 1
-        if not self._fit_at(reload.point, deadline, 1):
+        first = deadline - prefetch.span + 1
+        if not self._fit_at(prefetch.point, deadline, 1):
             return None
-        rings, work = self._rings, reload.work
-        for each in reload.demands:
+        rings, work = self._rings, prefetch.work
+        for each in prefetch.demands:
             if not rings[each.ring].fits(first, deadline + each.extra, each.amount):
                 return None
         if work is None:
@@ -253,14 +253,14 @@ class Admission:
             earlier > self.now
             and all(
                 rings[each.ring].fits(earlier, earlier, each.amount)
-                for each in reload.demands
+                for each in prefetch.demands
             )
-            and self._fills(reload, earlier)
+            and self._fills(prefetch, earlier)
         ):
             return earlier
         return first
 
-    def _ends(self, reload: Reload) -> tuple[int, int]:
+    def _ends(self, prefetch: PrefetchDemand) -> tuple[int, int]:
         """Find the deadlines at which a reload has room.
 
         Returns:
@@ -269,12 +269,12 @@ class Admission:
             horizon has no bit, so a verification or a hold out there rules its
             deadline out.
         """
-        rings, work, span = self._rings, reload.work, reload.span
+        rings, work, span = self._rings, prefetch.work, prefetch.span
         verified = held = (1 << self._windows) - 1
-        for each in reload.point:
+        for each in prefetch.point:
             verified &= rings[each.ring].ends(each.amount, 1) >> 1
         longer = held
-        for each in reload.demands:
+        for each in prefetch.demands:
             ends = rings[each.ring].ends(each.amount, span + each.extra)
             held &= ends >> each.extra
             # Room in one window more: there is room up to this one and the one before.
@@ -286,16 +286,16 @@ class Admission:
         covered = rings[work.ring].covers(work.amount, span)
         return short & covered, verified & longer & -(2 << span)
 
-    def _fills(self, reload: Reload, first: int) -> bool:
+    def _fills(self, prefetch: PrefetchDemand, first: int) -> bool:
         """Say whether starting in ``first`` uses up what a neighbour left of it.
 
         Not where nothing is left, and not where the reload would then be done a window
         before its deadline: it would hold its staging longer and save no link time.
         """
-        if reload.work is None:
+        if prefetch.work is None:
             return False
-        room = self._rings[reload.work.ring].room(first, first + reload.span - 1)
-        return room[0] > 0 and sum(room) < reload.work.amount
+        room = self._rings[prefetch.work.ring].room(first, first + prefetch.span - 1)
+        return room[0] > 0 and sum(room) < prefetch.work.amount
 
     def _fit_at(
         self, demands: Sequence[Demand], deadline: int, after: int | None = None
@@ -307,33 +307,39 @@ class Admission:
                 return False
         return True
 
-    def _book(self, rid: str, reload: Reload, first: int, deadline: int) -> Reservation:
-        load = Load(first, deadline, reload)
-        for each in reload.demands:
+    def _book(
+        self, rid: str, prefetch: PrefetchDemand, first: int, deadline: int
+    ) -> Reservation:
+        load = RingLoad(first, deadline, prefetch)
+        for each in prefetch.demands:
             self._rings[each.ring].reserve(first, deadline + each.extra, each.amount)
-        if reload.work is not None:
-            link = self._rings[reload.work.ring]
-            load.worked = link.fill(first, deadline, reload.work.amount)
-        return self._enter(Reservation(rid, first, deadline, reload), load)
+        if prefetch.work is not None:
+            link = self._rings[prefetch.work.ring]
+            load.worked = link.fill(first, deadline, prefetch.work.amount)
+        return self._enter(Reservation(rid, first, deadline, prefetch), load)
 
-    def _join(self, rid: str, load: Load, reload: Reload, deadline: int) -> Reservation:
+    def _join(
+        self, rid: str, load: RingLoad, prefetch: PrefetchDemand, deadline: int
+    ) -> Reservation:
         furthest = load.furthest()
         for each in load.held():
             start, end = furthest + each.extra + 1, deadline + each.extra
             self._rings[each.ring].reserve(start, end, each.amount)
         leader = next(iter(load.readers))
-        return self._enter(Reservation(rid, load.first, deadline, reload, leader), load)
+        return self._enter(
+            Reservation(rid, load.first, deadline, prefetch, leader), load
+        )
 
-    def _enter(self, reservation: Reservation, load: Load) -> Reservation:
+    def _enter(self, reservation: Reservation, load: RingLoad) -> Reservation:
         verify = reservation.deadline + 1
-        for each in reservation.reload.point:
+        for each in reservation.prefetch.point:
             self._rings[each.ring].reserve(verify, verify, each.amount)
         load.readers[reservation.rid] = reservation.deadline
         self._reservations[reservation.rid] = reservation
         self._loads[reservation.rid] = load
         return reservation
 
-    def _hand_over(self, load: Load) -> None:
+    def _hand_over(self, load: RingLoad) -> None:
         leader = next(iter(load.readers), None)
         for rid in load.readers:
             self._reservations[rid] = replace(

@@ -21,7 +21,7 @@ class RoundCost:
         draft_s: One drafted token, in seconds, > 0.
         verify_s: A verification without its tokens, in seconds, >= 0.
         verify_token_s: Each token verified, in seconds, >= 0.
-        reload_s: Link time of one reload, in seconds, >= 0; the round cannot be
+        prefetch_s: Link time of one reload, in seconds, >= 0; the round cannot be
             shorter. 0 when the complement is on the device.
 
     Raises:
@@ -32,7 +32,7 @@ class RoundCost:
     draft_s: float
     verify_s: float
     verify_token_s: float
-    reload_s: float
+    prefetch_s: float
 
     def __post_init__(self) -> None:
         # One is made for every price: comparisons are cheap, and NaN fails them.
@@ -41,13 +41,13 @@ class RoundCost:
             and 0.0 < self.draft_s < inf
             and 0.0 <= self.verify_s < inf
             and 0.0 <= self.verify_token_s < inf
-            and 0.0 <= self.reload_s < inf
+            and 0.0 <= self.prefetch_s < inf
         ):
             raise InvariantError(f"round cost out of bounds: {self}")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LengthChoice:
     """A draft length and what it is worth.
 
     Attributes:
@@ -59,7 +59,7 @@ class Choice:
     gain: float
 
 
-def best_length(p: float, cost: RoundCost, most: int) -> Choice:
+def best_length(p: float, cost: RoundCost, most: int) -> LengthChoice:
     """Return the draft length of the highest gain; the shorter one of two equals.
 
     The gain is the paper's ideal speedup (arXiv:2605.17613, section 4.3, appendix A.1)
@@ -81,20 +81,20 @@ def best_length(p: float, cost: RoundCost, most: int) -> Choice:
         raise InvariantError(f"longest draft must be >= 1 token, got {most}")
     each_s = cost.draft_s + cost.verify_token_s
     forward_s = cost.verify_s + cost.verify_token_s
-    reload_s = cost.reload_s
+    prefetch_s = cost.prefetch_s
     power = tokens = 1.0
     best, rate = 0, 0.0
     for length in range(1, most + 1):
         power *= p
         tokens += power
         forward_s += each_s
-        faster = tokens / (forward_s if forward_s > reload_s else reload_s)
+        faster = tokens / (forward_s if forward_s > prefetch_s else prefetch_s)
         # Each draft adds less than the one before, and no less time: once a longer
         # round is not faster, none is.
         if faster <= rate:
             break
         best, rate = length, faster
-    return Choice(best, rate * cost.plain_s)
+    return LengthChoice(best, rate * cost.plain_s)
 
 
 class Patience:

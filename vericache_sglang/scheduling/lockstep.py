@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.scheduling.pacing import StagedRoom, Step
+from vericache_sglang.scheduling.pacing import PacingStep, StagedRoom
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class LockStep:
         """See ``Pacing.limit``: nobody drafts beyond the common round."""
         return min(track.length, track.cap(self._settings.draft_length))
 
-    def step(self, now: int) -> Step:
+    def step(self, now: int) -> PacingStep:
         """See ``Pacing.step``."""
-        step = Step()
+        step = PacingStep()
         if not self._to_verify and self._members:
             drafting = any(
                 track.drafts < track.most for track in self._members.values()

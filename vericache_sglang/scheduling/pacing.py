@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Step:
+class PacingStep:
     """One iteration's answer.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pacing(Protocol):
     def end(self, track: Track) -> None:
         """Forget the round: verified, moved, or gone. Staged slots are given back."""
 
-    def step(self, now: int) -> Step:
+    def step(self, now: int) -> PacingStep:
         """Decide one iteration.
 
         Args:

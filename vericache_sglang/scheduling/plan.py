@@ -15,7 +15,7 @@ class Residency(Enum):
 
     DEVICE = "device"
     HOST = "host"
-    PARKED = "parked"
+    SWAPPED = "parked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Compress:
     """Split the prompt's KV in two parts, the complement going to ``residency``."""
 
     rid: str
@@ -86,7 +86,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Unsplit:
+class Restore:
     """Give the draft part's copies up; decode plainly on the whole KV."""
 
     rid: str
@@ -100,28 +100,28 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class Load:
     """Move the complement from the host to the device."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class SwapOut:
     """Move what is left on the device to the host; the request pauses."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class SwapIn:
     """Bring a parked request's device part back; it goes on without a prefill."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
-class StageIn:
+class Prefetch:
     """Start copying the complement into the staging region."""
 
     rid: str
@@ -155,7 +155,7 @@ class Wait:
     rid: str
 
 
-Move = Split | Unsplit | Offload | Pin | Park | Resume
+Move = Compress | Restore | Offload | Load | SwapOut | SwapIn
 RowAction = Plain | Draft | Verify | Wait
 
 
@@ -172,6 +172,6 @@ class Plan:
     """
 
     iteration: int
-    stage_ins: tuple[StageIn, ...]
+    stage_ins: tuple[Prefetch, ...]
     rows: dict[str, RowAction]
     moves: tuple[Move, ...]

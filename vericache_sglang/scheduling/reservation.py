@@ -31,7 +31,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class PrefetchDemand:
     """What bringing one complement back takes; l_r and S_r of the paper.
 
     It takes the ``span`` windows up to its deadline d. Where these have too little free
@@ -83,25 +83,25 @@ class Reservation:
         first: Window in which the transfer starts.
         deadline: Last window of drafting and of the transfer; the verification runs in
             the next one.
-        reload: What is transferred, and what the verification takes.
+        prefetch: What is transferred, and what the verification takes.
         leader: Request whose transfer this one reads; None when it has its own.
     """
 
     rid: str
     first: int
     deadline: int
-    reload: Reload
+    prefetch: PrefetchDemand
     leader: str | None = None
 
 
 @dataclass(slots=True)
-class Load:
+class RingLoad:
     """One transfer and the requests that read it; booked until the last has left.
 
     Attributes:
         first: Its first window, absolute.
         deadline: Its last window.
-        reload: As the request that started it asked.
+        prefetch: As the request that started it asked.
         worked: What its work takes of each of its windows, from the first; empty when
             it has none.
         readers: Deadlines by request id, the oldest request first.
@@ -109,7 +109,7 @@ class Load:
 
     first: int
     deadline: int
-    reload: Reload
+    prefetch: PrefetchDemand
     worked: tuple[int, ...] = ()
     readers: dict[str, int] = field(default_factory=dict)
 
@@ -119,14 +119,14 @@ class Load:
 
     def held(self) -> list[Demand]:
         """Return the demands on rings that hold KV until the last reader is through."""
-        return [demand for demand in self.reload.demands if demand.extra]
+        return [demand for demand in self.prefetch.demands if demand.extra]
 
     def end(self, demand: Demand, furthest: int) -> int:
         """Return the last window ``demand`` takes when ``furthest`` is the deadline."""
         return furthest + demand.extra if demand.extra else self.deadline
 
 
-def reload_of(
+def prefetch_of(
     *,
     bytes_: int,
     link_bytes_per_s: float,
@@ -134,7 +134,7 @@ def reload_of(
     slots: int,
     verify_rows: int = 1,
     even: bool = False,
-) -> Reload:
+) -> PrefetchDemand:
     """Return the reload of one complement over the rings LINK, STAGING and VERIFY.
 
     The printed Algorithm 1 (arXiv:2605.17613, section 5) checks the same windows of
@@ -169,5 +169,5 @@ def reload_of(
     staging = Demand(STAGING, slots, extra=1)
     point = (Demand(VERIFY, verify_rows),)
     if even:
-        return Reload(span, (Demand(LINK, -(-total // span)), staging), point)
-    return Reload(span, (staging,), point, Demand(LINK, total))
+        return PrefetchDemand(span, (Demand(LINK, -(-total // span)), staging), point)
+    return PrefetchDemand(span, (staging,), point, Demand(LINK, total))

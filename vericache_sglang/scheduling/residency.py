@@ -12,14 +12,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Move,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
     World,
 )
 from vericache_sglang.scheduling.throughput import Share
@@ -83,7 +83,7 @@ class ResidencyPolicy:
     def moves(
         self,
         tracks: Mapping[str, Track],
-        parked: Mapping[str, Track],
+        swapped: Mapping[str, Track],
         candidates: Iterable[Track],
         now: int,
         world: World,
@@ -93,7 +93,7 @@ class ResidencyPolicy:
 
         Args:
             tracks: Every request the runtime knows.
-            parked: Those of them that are parked, the longest parked first.
+            swapped: Those of them that are parked, the longest parked first.
             candidates: Those decoded plainly whose split is to be considered now.
             now: This iteration.
             world: Room on device and host.
@@ -107,7 +107,7 @@ class ResidencyPolicy:
             self._helped = relief is not None
             if relief is not None:
                 return (relief,)
-        back = self._bring_back(tracks, parked, now, world, spare)
+        back = self._bring_back(tracks, swapped, now, world, spare)
         if back is not None:
             return (back,)
         splits: list[Move] = []
@@ -135,7 +135,7 @@ class ResidencyPolicy:
         """
         others_s = 0.0
         if track.residency is Residency.HOST:
-            others_s = max(0.0, link_load_s - self._throughput.reload_s(track))
+            others_s = max(0.0, link_load_s - self._throughput.prefetch_s(track))
         choice = self._throughput.best(track, track.residency, rows, others_s)
         track.length = choice.length
         track.share = self._throughput.drafting(track, track.residency, choice.length)
@@ -144,7 +144,7 @@ class ResidencyPolicy:
     def leave_drafting(self, track: Track, now: int, world: World) -> Move | None:
         """Return how a request whose drafts do not pay goes back to plain decoding."""
         if track.residency is Residency.DEVICE:
-            return Unsplit(track.rid)
+            return Restore(track.rid)
         room = PIN_ROOM * track.shape.staged + world.rows * self._round_slots()
         if (
             track.residency is Residency.HOST
@@ -155,7 +155,7 @@ class ResidencyPolicy:
             and not world.blocked
             and now - track.moved_at >= MIN_STAY
         ):
-            return Pin(track.rid)
+            return Load(track.rid)
         return None
 
     def _round_slots(self) -> int:
@@ -175,17 +175,17 @@ class ResidencyPolicy:
         if track.remaining < 2:
             return None
         if forced == "host":
-            return Split(track.rid, Residency.HOST) if fits_host else None
+            return Compress(track.rid, Residency.HOST) if fits_host else None
         fits_device = track.shape.copies <= spare
         if forced == "device":
-            return Split(track.rid, Residency.DEVICE) if fits_device else None
+            return Compress(track.rid, Residency.DEVICE) if fits_device else None
         where = Residency.DEVICE if fits_device else Residency.HOST
         if where is Residency.HOST and not fits_host:
             return None
         others_s = link_load_s if where is Residency.HOST else 0.0
         choice = self._throughput.best(track, where, world.rows, others_s)
         if choice.gain >= ENTER and self._amortised(track, choice.gain, world.rows):
-            return Split(track.rid, where)
+            return Compress(track.rid, where)
         track.look_at = now + track.patience.wait()
         return None
 
@@ -225,7 +225,7 @@ class ResidencyPolicy:
             room = track.shape.dropped / max(1, slots)
             if short or after >= before * (1.0 + RELIEF_GAIN * room):
                 return self._offload(track)
-        return self._park(tracks, now, world) if short else None
+        return self._swap_out(tracks, now, world) if short else None
 
     def _may_offload(self, track: Track, now: int, world: World, short: bool) -> bool:
         stay = now - track.moved_at
@@ -240,7 +240,7 @@ class ResidencyPolicy:
     def _offload(self, track: Track) -> Move:
         if track.split:
             return Offload(track.rid)
-        return Split(track.rid, Residency.HOST)
+        return Compress(track.rid, Residency.HOST)
 
     def _priced(self, tracks: Mapping[str, Track]) -> tuple[Share, int]:
         """Return the batch's share of an iteration and its slots, from a sample."""
@@ -255,7 +255,7 @@ class ResidencyPolicy:
         return total, int(scale * sum(track.slots for track in sample))
 
     def _share(self, track: Track) -> Share:
-        if track.residency is Residency.PARKED:
+        if track.residency is Residency.SWAPPED:
             return Share(0.0, 0.0)
         if not track.split:
             return self._throughput.plain(track)
@@ -294,14 +294,16 @@ class ResidencyPolicy:
         )
         return self._throughput.rate((batch, moved))
 
-    def _park(self, tracks: Mapping[str, Track], now: int, world: World) -> Move | None:
+    def _swap_out(
+        self, tracks: Mapping[str, Track], now: int, world: World
+    ) -> Move | None:
         """Park the request that arrived last; never the only one that runs."""
         running = [
             track
             for track in tracks.values()
-            if track.residency is not Residency.PARKED
+            if track.residency is not Residency.SWAPPED
         ]
-        parkable = [
+        swappable = [
             track
             for track in running
             if track.residency is Residency.HOST
@@ -310,26 +312,26 @@ class ResidencyPolicy:
             and now - track.moved_at > SETTLED
             and track.slots <= world.host_slots
         ]
-        if not parkable or len(running) < 2:
+        if not swappable or len(running) < 2:
             return None
         # Insertion order is arrival order: the oldest finish, so everyone does.
-        return Park(parkable[-1].rid)
+        return SwapOut(swappable[-1].rid)
 
     def _bring_back(
         self,
         tracks: Mapping[str, Track],
-        parked: Mapping[str, Track],
+        swapped: Mapping[str, Track],
         now: int,
         world: World,
         spare: int,
     ) -> Move | None:
         """Return the longest parked request once it fits, else a complement to pin."""
-        if parked:
-            first = next(iter(parked.values()))
-            alone = len(parked) == len(tracks)
-            stayed = now - first.parked_at >= MIN_STAY or alone
+        if swapped:
+            first = next(iter(swapped.values()))
+            alone = len(swapped) == len(tracks)
+            stayed = now - first.swapped_at >= MIN_STAY or alone
             room = first.slots + self._round_slots()
-            return Resume(first.rid) if stayed and spare >= room else None
+            return SwapIn(first.rid) if stayed and spare >= room else None
         if self._settings.residency != "auto" or world.blocked or now % PIN_EVERY:
             return None
         for track in tracks.values():
@@ -340,5 +342,5 @@ class ResidencyPolicy:
                 and now - track.moved_at >= MIN_STAY
                 and spare >= PIN_ROOM * track.shape.staged + self._round_slots()
             ):
-                return Pin(track.rid)
+                return Load(track.rid)
         return None

@@ -14,18 +14,18 @@ from vericache_sglang.scheduling.draft_length import Patience
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.lockstep import LockStep
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Move,
     Offload,
-    Park,
-    Pin,
     Plan,
+    Prefetch,
     Residency,
-    Resume,
+    Restore,
     RowAction,
     Shape,
-    Split,
-    StageIn,
-    Unsplit,
+    SwapIn,
+    SwapOut,
     World,
 )
 from vericache_sglang.scheduling.residency import LEAVE, ResidencyPolicy
@@ -70,7 +70,7 @@ class Runtime:
         self.now = 0
         self.steps_aside = 0
         self._whole: dict[str, Track] = {}
-        self._parked: dict[str, Track] = {}
+        self._swapped: dict[str, Track] = {}
         self._leaving: dict[str, Track] = {}
         self._host_slots: dict[str, list[int]] = {}
         self._link_slots = 0
@@ -97,12 +97,12 @@ class Runtime:
             return
         self.pacing.end(track)
         self._uncount(track)
-        for group in (self._whole, self._leaving, self._parked):
+        for group in (self._whole, self._leaving, self._swapped):
             group.pop(rid, None)
 
     def clear(self) -> None:
         """Forget every request, and what pacing has reserved for them."""
-        groups = (self.tracks, self._whole, self._parked, self._leaving)
+        groups = (self.tracks, self._whole, self._swapped, self._leaving)
         for group in groups:
             group.clear()
         self._host_slots.clear()
@@ -130,7 +130,7 @@ class Runtime:
         """
         track = self.tracks[rid]
         self._close_round(track)
-        track.unheard = True
+        track.unreported = True
         self._emit(track, drafted + 1)
         track.held_up = track.remaining <= 0
         self._next_round(track)
@@ -144,16 +144,16 @@ class Runtime:
             emitted: Tokens it emitted: accepted drafts and one of the target's own.
         """
         track = self.tracks[rid]
-        if track.unheard:
+        if track.unreported:
             self._emit(track, emitted - (drafted + 1))
         else:
             self._close_round(track)
             self._emit(track, emitted)
         if drafted:
             track.acceptance.observe(drafted, emitted - 1)
-        if track.held_up or not track.unheard:
+        if track.held_up or not track.unreported:
             self._next_round(track)
-        track.unheard = track.held_up = False
+        track.unreported = track.held_up = False
 
     def moved(self, move: Move, group: str = "") -> None:
         """The executor has made a move.
@@ -164,17 +164,17 @@ class Runtime:
         """
         track = self.tracks[move.rid]
         track.moved_at = self.now
-        if isinstance(move, Park):
+        if isinstance(move, SwapOut):
             self._end(track)
-            track.residency, track.parked_at = Residency.PARKED, self.now
-            self._parked[track.rid] = track
-        elif isinstance(move, Resume):
+            track.residency, track.swapped_at = Residency.SWAPPED, self.now
+            self._swapped[track.rid] = track
+        elif isinstance(move, SwapIn):
             track.residency = Residency.HOST
-            del self._parked[track.rid]
+            del self._swapped[track.rid]
             self._begin(track)
-        elif isinstance(move, Unsplit):
+        elif isinstance(move, Restore):
             self._to_plain(track)
-        elif isinstance(move, Pin):
+        elif isinstance(move, Load):
             self._end(track)
             self._uncount(track)
             track.residency, track.group = Residency.DEVICE, ""
@@ -216,7 +216,7 @@ class Runtime:
         step = self.pacing.step(self.now)
         return Plan(
             iteration=self.now,
-            stage_ins=tuple(StageIn(track.rid) for track in step.stage_ins),
+            stage_ins=tuple(Prefetch(track.rid) for track in step.stage_ins),
             rows=self._actions(step.verifies),
             moves=self._moves(world),
         )
@@ -288,7 +288,7 @@ class Runtime:
         )
         return self.policy.moves(
             self.tracks,
-            self._parked,
+            self._swapped,
             candidates,
             self.now,
             world,
@@ -297,7 +297,7 @@ class Runtime:
 
     def _split(self, track: Track, move: Move, group: str) -> None:
         to_host = isinstance(move, Offload) or (
-            isinstance(move, Split) and move.residency is Residency.HOST
+            isinstance(move, Compress) and move.residency is Residency.HOST
         )
         if track.split:
             self._end(track)

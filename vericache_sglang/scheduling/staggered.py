@@ -11,16 +11,16 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.admit import Admission
-from vericache_sglang.scheduling.pacing import StagedRoom, Step
+from vericache_sglang.scheduling.pacing import PacingStep, StagedRoom
 from vericache_sglang.scheduling.plan import Residency
 from vericache_sglang.scheduling.reservation import (
     LINK,
     STAGING,
     VERIFY,
     Demand,
-    Reload,
+    PrefetchDemand,
     Reservation,
-    reload_of,
+    prefetch_of,
 )
 from vericache_sglang.scheduling.ring import WINDOW, Ring
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VERIFY_ROW = (Demand(VERIFY, 1),)
 
-ON_DEVICE = Reload(1, (), VERIFY_ROW)
+ON_DEVICE = PrefetchDemand(1, (), VERIFY_ROW)
 """What a round takes whose complement is on the device."""
 
 STALE = 0.02
@@ -97,14 +97,14 @@ class Staggered:
         """See ``Pacing.limit``: late ones draft on up to the graph's width."""
         return track.cap(self._settings.draft_length)
 
-    def step(self, now: int) -> Step:
+    def step(self, now: int) -> PacingStep:
         """See ``Pacing.step``."""
         # The rings still stand one iteration back: an offset of d covers the drafts of
         # iterations now .. now + d - 1, and the verification in now + d.
         while self._queue and self._admit(self._queue[0]):
             self._queue.popleft()
         self.admission.slide()
-        step = Step()
+        step = PacingStep()
         for track in self._starts.pop(now, ()):
             on_host = track.residency is Residency.HOST
             if on_host and self._starts_at(track) == now:
@@ -153,8 +153,8 @@ class Staggered:
         anchor = max(1, min(track.length, track.cap(self._settings.draft_length)))
         reservation = self._follow(track, anchor)
         if reservation is None:
-            reload = self._reload(track)
-            reservation = self.admission.admit(track.rid, reload, anchor)
+            prefetch = self._prefetch(track)
+            reservation = self.admission.admit(track.rid, prefetch, anchor)
         if reservation is None:
             return False
         self._sharers.setdefault(self.room.key(track), {})[track.rid] = None
@@ -182,27 +182,27 @@ class Staggered:
             track.rid, next(iter(sharers)), VERIFY_ROW, lowest=lowest
         )
 
-    def _reload(self, track: Track) -> Reload:
+    def _prefetch(self, track: Track) -> PrefetchDemand:
         """Describe what a round takes of the rings (paper: l_r and S_r)."""
-        size = self._throughput.reload_bytes(track)
+        size = self._throughput.prefetch_bytes(track)
         if track.residency is not Residency.HOST or not size:
             return ON_DEVICE
         iteration_s = self._estimates.iteration.iteration_s.value
-        seconds = self._throughput.reload_s(track)
-        known = track.reload
+        seconds = self._throughput.prefetch_s(track)
+        known = track.prefetch
         if known is not None:
             ratio = known[0] / iteration_s * seconds / known[1]
             if abs(ratio - 1.0) <= STALE:
                 return known[2]
-        reload = reload_of(
+        prefetch = prefetch_of(
             bytes_=size,
             link_bytes_per_s=size / seconds,
             # A link too slow for the horizon gets all of it: late rather than never.
             iteration_s=max(iteration_s, seconds / (self.windows - 3)),
             slots=track.shape.staged,
         )
-        track.reload = (iteration_s, seconds, reload)
-        return reload
+        track.prefetch = (iteration_s, seconds, prefetch)
+        return prefetch
 
     def _choose(self) -> list[Track]:
         """Pick the verifications of this iteration; what cannot run now slips."""

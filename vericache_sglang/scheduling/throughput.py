@@ -10,7 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vericache_sglang.scheduling.draft_length import Choice, RoundCost, best_length
+from vericache_sglang.scheduling.draft_length import (
+    LengthChoice,
+    RoundCost,
+    best_length,
+)
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -53,11 +57,11 @@ class Throughput:
         """Take the iteration's coefficients as they are now; once a plan."""
         self._model = self._estimates.iteration.coefficients
 
-    def reload_s(self, track: Track) -> float:
+    def prefetch_s(self, track: Track) -> float:
         """Return the link time of one reload of a request's complement, in seconds."""
-        return self._estimates.link.seconds(self.reload_bytes(track), "in")
+        return self._estimates.link.seconds(self.prefetch_bytes(track), "in")
 
-    def reload_bytes(self, track: Track) -> int:
+    def prefetch_bytes(self, track: Track) -> int:
         """Return the bytes one reload moves."""
         size = track.shape.carried * self._settings.token_bytes
         return int(size * self._settings.transfer_fraction)
@@ -82,20 +86,20 @@ class Throughput:
         per_slot = model.per_read_s + model.per_product_s
         whole = track.tokens
         draft = self._draft_slots(track)
-        reload_s = 0.0
+        prefetch_s = 0.0
         if residency is Residency.HOST:
-            reload_s = self.reload_s(track) + link_s
+            prefetch_s = self.prefetch_s(track) + link_s
         return RoundCost(
             plain_s=base + model.per_token_s + per_slot * whole,
             draft_s=base + model.per_token_s + per_slot * draft,
             verify_s=base + model.per_read_s * whole,
             verify_token_s=model.per_token_s + model.per_product_s * whole,
-            reload_s=reload_s,
+            prefetch_s=prefetch_s,
         )
 
     def best(
         self, track: Track, residency: Residency, rows: int, link_s: float = 0.0
-    ) -> Choice:
+    ) -> LengthChoice:
         """Return the draft length that decodes a request fastest, and its gain."""
         cost = self.cost(track, residency, rows, link_s)
         most = min(self._settings.draft_length, track.shape.longest)
@@ -115,11 +119,11 @@ class Throughput:
         draft_s = model.per_token_s + per_slot * self._draft_slots(track)
         verify_s = model.per_read_s * whole
         verify_token_s = model.per_token_s + model.per_product_s * whole
-        reload_s = self.reload_s(track) if residency is Residency.HOST else 0.0
+        prefetch_s = self.prefetch_s(track) if residency is Residency.HOST else 0.0
         return Share(
             (length * draft_s + verify_s) / windows + verify_token_s,
             (track.acceptance.expected(length) + 1.0) / windows,
-            reload_s / windows,
+            prefetch_s / windows,
         )
 
     def rate(self, shares: Iterable[Share]) -> float:

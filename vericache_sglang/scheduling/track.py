@@ -17,7 +17,7 @@ from vericache_sglang.scheduling.plan import (
 if TYPE_CHECKING:
     from vericache_sglang.scheduling.acceptance import Acceptance
     from vericache_sglang.scheduling.draft_length import Patience
-    from vericache_sglang.scheduling.reservation import Reload
+    from vericache_sglang.scheduling.reservation import PrefetchDemand
     from vericache_sglang.scheduling.throughput import Share
 
 
@@ -40,10 +40,10 @@ class Track:
         length: Draft length chosen for this round, x.
         priced_at: Iteration in which ``length`` was chosen; -1 for not yet.
         priced_p: Acceptance it was chosen for.
-        reload: What a round takes of the rings, with the iteration's and the link's
+        prefetch: What a round takes of the rings, with the iteration's and the link's
             time it was computed for.
         share: Part of an iteration, as priced last; None where that is out of date.
-        unheard: The last verification was launched and its outcome is not known.
+        unreported: The last verification was launched and its outcome is not known.
         held_up: Its next round begins when it is.
         closed: A stop token was drafted; drafting beyond it is wasted.
         staged: A reload was started, or has arrived, and is not used up.
@@ -52,7 +52,7 @@ class Track:
         failures: Reloads failed in a row.
         moved_at: Iteration of the last change of residency.
         emitted_at: Last iteration that emitted tokens.
-        parked_at: Iteration at which it was parked.
+        swapped_at: Iteration at which it was parked.
         settled_at: Iteration from which its prompt may be split.
         look_at: Iteration from which splitting it is considered (again).
     """
@@ -70,9 +70,9 @@ class Track:
     length: int = 1
     priced_at: int = -1
     priced_p: float = 0.0
-    reload: tuple[float, float, Reload] | None = None
+    prefetch: tuple[float, float, PrefetchDemand] | None = None
     share: Share | None = None
-    unheard: bool = False
+    unreported: bool = False
     held_up: bool = False
     closed: bool = False
     staged: bool = False
@@ -81,7 +81,7 @@ class Track:
     failures: int = 0
     moved_at: int = -(1 << 30)
     emitted_at: int = 0
-    parked_at: int = 0
+    swapped_at: int = 0
     settled_at: int = 0
     look_at: int = 0
     rid: str = field(init=False)

@@ -19,8 +19,8 @@ from vericache_sglang.config.schema import (
     resolve_host,
     resolve_staging,
 )
+from vericache_sglang.device.host_limit import available_host_bytes
 from vericache_sglang.errors import ConfigError, UnsupportedError, VeriCacheError
-from vericache_sglang.memory.host_limit import available_host_bytes
 from vericache_sglang.serving.refusals import (
     check_machine,
     check_server_args,
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _help() -> None:
     own_parser().print_help()
     print("\nEvery flag of SGLang works too:\n", flush=True)
-    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()
     from sglang.srt.plugins import load_plugins
@@ -197,7 +197,7 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
     check_sglang_version()
     if config is not None:
         _check_gpu(rest)
-    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()  # before SGLang imports transformers, which needs them
     _load_plugins()

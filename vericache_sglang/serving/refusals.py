@@ -17,7 +17,7 @@ from vericache_sglang.serving.refused_models import MODEL_RULES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vericache_sglang.serving.refused_machines import Machine
+    from vericache_sglang.serving.refused_machines import LocalMachine
     from vericache_sglang.serving.rule import Rule
 
 SGLANG_VERSION = "0.5.21"
@@ -43,7 +43,7 @@ def check_sglang_version() -> None:
         )
 
 
-def check_machine(machine: Machine) -> None:
+def check_machine(machine: LocalMachine) -> None:
     """Confirm that a GPU server can start on this GPU with these packages.
 
     Args:

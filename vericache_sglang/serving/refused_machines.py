@@ -37,7 +37,7 @@ SKIP_VERSIONS = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class LocalMachine:
     """What a GPU server would run with.
 
     Attributes:
@@ -83,21 +83,21 @@ def _major(cuda: str) -> int:
     return int(cuda.partition(".")[0] or 0)
 
 
-def _no_gpu(machine: Machine, *, driver: bool, built: bool = True) -> bool:
+def _no_gpu(machine: LocalMachine, *, driver: bool, built: bool = True) -> bool:
     """Return whether no GPU is seen, with or without a driver and a CUDA torch."""
     found = bool(machine.driver), bool(machine.torch_cuda)
     return not machine.gpu and found == (driver, built)
 
 
-def _old_driver(machine: Machine) -> bool:
+def _old_driver(machine: LocalMachine) -> bool:
     return 0 < _major(machine.driver) < _major(machine.torch_cuda)
 
 
-def _not_visible(machine: Machine) -> bool:
+def _not_visible(machine: LocalMachine) -> bool:
     return _no_gpu(machine, driver=True) and not _old_driver(machine)
 
 
-def _without_kernels(machine: Machine) -> bool:
+def _without_kernels(machine: LocalMachine) -> bool:
     """Return whether torch has neither code for the GPU nor code to compile for it."""
     major, minor = machine.capability
     found = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(machine.torch_archs))
@@ -111,12 +111,12 @@ def _without_kernels(machine: Machine) -> bool:
     return bool(machine.gpu and known) and not fits
 
 
-def _other_cuda(machine: Machine) -> bool:
+def _other_cuda(machine: LocalMachine) -> bool:
     built = _major(machine.torch_cuda)
     return bool(built and machine.sglang_cuda) and built != machine.sglang_cuda
 
 
-def _no_fa3(machine: Machine) -> bool:
+def _no_fa3(machine: LocalMachine) -> bool:
     hopper = machine.capability[0] == 9 and machine.backend is None
     installed = "sglang-kernel" in machine.versions
     return (hopper or machine.backend == "fa3") and installed and not machine.has_fa3
@@ -132,7 +132,7 @@ def _missing(name: str) -> Rule:
 
 
 def _wrong_version(name: str) -> Rule:
-    def broken(machine: Machine) -> bool:
+    def broken(machine: LocalMachine) -> bool:
         installed = machine.versions.get(name)
         if not machine.gpu or installed is None or not machine.checks_versions:
             return False
@@ -148,7 +148,7 @@ def _wrong_version(name: str) -> Rule:
 
 
 def _wrong_build(name: str) -> Rule:
-    def broken(machine: Machine) -> bool:
+    def broken(machine: LocalMachine) -> bool:
         tag = re.search(r"\+cu(\d+)\d$", machine.versions.get(name, ""))
         built = int(tag[1]) if tag else 0
         return bool(machine.gpu and built) and built != _major(machine.torch_cuda)
@@ -221,7 +221,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
 )
 
 
-def this_machine(backend: str | None) -> Machine:
+def this_machine(backend: str | None) -> LocalMachine:
     """Look at the first GPU, its driver and the installed packages; allocates nothing.
 
     Args:
@@ -238,7 +238,7 @@ def this_machine(backend: str | None) -> Machine:
     }
     extras = " ".join(extra for pin in wanted.values() for extra in pin.extras)
     cuda = re.search(r"\bcu(\d+)\b", extras)
-    return Machine(
+    return LocalMachine(
         gpu=torch.cuda.get_device_name(0) if seen else "",
         capability=torch.cuda.get_device_capability(0) if seen else (0, 0),
         driver=f"{driver // 1000}.{driver % 1000 // 10}" if driver else "",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
-from vericache_sglang.engine.request_options import read_options
 from vericache_sglang.errors import ConfigError, quoted
+from vericache_sglang.runtime.request_options import read_options
 from vericache_sglang.serving.stop_patterns import check_stop_patterns
 
 if TYPE_CHECKING:

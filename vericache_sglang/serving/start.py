@@ -10,9 +10,9 @@ from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.utils.common import get_device_memory_capacity
 
 from vericache_sglang.compression.catalog import create_compressor
-from vericache_sglang.engine.device_memory import deployment, known_weights
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.memory import GIB, ledger, shortage
+from vericache_sglang.runtime.device_memory import deployment, known_weights
 from vericache_sglang.serving.refusals import (
     check_model,
     check_server_args,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vericache_sglang.simulation.costs import Costs
 
 
-class Machine:
+class SimulatedMachine:
     """What there is; decides nothing.
 
     Args:

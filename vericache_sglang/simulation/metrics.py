@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vericache_sglang.simulation.machine import Machine
+    from vericache_sglang.simulation.machine import SimulatedMachine
 
 
 @dataclass(slots=True)
-class Counters:
+class SimulatedCounters:
     """Sums since the start.
 
     Attributes:
@@ -49,7 +49,7 @@ class Counters:
     link_out_s: float = 0.0
     retractions: int = 0
 
-    def at(self, machine: Machine) -> Counters:
+    def at(self, machine: SimulatedMachine) -> SimulatedCounters:
         """Return a copy that stands, with the clock and the links read."""
         return replace(
             self,
@@ -58,10 +58,10 @@ class Counters:
             link_out_s=machine.to_host.busy_s(machine.now),
         )
 
-    def since(self, earlier: Counters) -> Counters:
+    def since(self, earlier: SimulatedCounters) -> SimulatedCounters:
         """Return what was added since ``earlier``."""
         before = asdict(earlier)
-        return Counters(
+        return SimulatedCounters(
             **{name: value - before[name] for name, value in asdict(self).items()}
         )
 
@@ -127,7 +127,7 @@ class Result:
         burst_p99_s: 99th percentile of the gap before an emission.
         peak_staged_bytes: Most staged at once.
         peak_pool_bytes: Most held by requests at once.
-        parked: Times a request was parked and came back.
+        swapped: Times a request was parked and came back.
         parked_p99_s: 99th percentile of how long it was away.
         retractions: Requests thrown out and prefilled again.
         slips: Iterations by which reloads or verifications were late, summed.
@@ -153,8 +153,8 @@ class Result:
     burst_p99_s: float
     peak_staged_bytes: int
     peak_pool_bytes: int
-    parked: int
-    parked_p99_s: float
+    swapped: int
+    swapped_p99_s: float
     retractions: int
     slips: int
     held: dict[str, int]
@@ -165,12 +165,12 @@ class Run:
     """What a finished run leaves behind for ``result``."""
 
     policy: str
-    machine: Machine
-    start: Counters
-    end: Counters
+    machine: SimulatedMachine
+    start: SimulatedCounters
+    end: SimulatedCounters
     held: dict[str, int]
     gaps: Gaps
-    parked_waits_s: list[float]
+    swapped_waits_s: list[float]
     slips: int
 
 
@@ -199,8 +199,8 @@ def result(run: Run) -> Result:
         burst_p99_s=run.gaps.burst_s(0.99),
         peak_staged_bytes=run.machine.staging.peak * token_bytes,
         peak_pool_bytes=run.machine.pool.peak * token_bytes,
-        parked=len(run.parked_waits_s),
-        parked_p99_s=quantile(((wait, 1) for wait in run.parked_waits_s), 0.99),
+        swapped=len(run.swapped_waits_s),
+        swapped_p99_s=quantile(((wait, 1) for wait in run.swapped_waits_s), 0.99),
         retractions=run.end.retractions,
         slips=run.slips,
         held=run.held,

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Move,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vericache_sglang.scheduling.estimates import Estimates
-    from vericache_sglang.simulation.machine import Machine
+    from vericache_sglang.simulation.machine import SimulatedMachine
     from vericache_sglang.simulation.requests import Running
 
 
-class Mover:
+class SimulatedMoves:
     """Books every copy on a link and every slot in a room.
 
     Copies to the host run beside the forwards and free their slots when they end; pins
@@ -34,7 +34,7 @@ class Mover:
     Args:
         machine: Memory and links.
         estimates: Told what copies and splits took, as the server's are.
-        reload_fraction: Share of a complement's bytes that a reload moves.
+        prefetch_fraction: Share of a complement's bytes that a reload moves.
         coalesce: Requests of one group share a staged complement.
         precomputed: The prompts' KV is in host memory already, split: nothing is
             copied out and splits cost nothing.
@@ -42,20 +42,20 @@ class Mover:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: SimulatedMachine,
         estimates: Estimates,
         *,
-        reload_fraction: float,
+        prefetch_fraction: float,
         coalesce: bool,
         precomputed: bool,
     ) -> None:
         self._machine = machine
         self._estimates = estimates
-        self._reload_fraction = reload_fraction
+        self._prefetch_fraction = prefetch_fraction
         self._coalesce = coalesce
         self._precomputed = precomputed
         self.arrived: list[str] = []
-        self.parked_waits_s: list[float] = []
+        self.swapped_waits_s: list[float] = []
 
     def group(self, state: Running) -> str:
         """Return what the request's complement is shared by; "" for nobody."""
@@ -98,21 +98,21 @@ class Mover:
         machine = self._machine
         self.unstage(state)
         machine.host.leave(self._key(state), state.rid)
-        if state.residency is Residency.PARKED:
+        if state.residency is Residency.SWAPPED:
             machine.host.give(state.draft_slots)
         machine.pool.give(state.held)
         state.held = 0
 
     def perform(self, state: Running, move: Move) -> bool:
         """Make a move; False when it has no room."""
-        if isinstance(move, Split):
+        if isinstance(move, Compress):
             return self._split(state, move.residency)
         action: dict[type[Move], Callable[[Running], bool]] = {
-            Unsplit: self._unsplit,
+            Restore: self._unsplit,
             Offload: self._offload,
-            Pin: self._pin,
-            Park: self._park,
-            Resume: self._resume,
+            Load: self._pin,
+            SwapOut: self._swap_out,
+            SwapIn: self._resume,
         }
         return action[type(move)](state)
 
@@ -157,14 +157,14 @@ class Mover:
         state.residency = Residency.DEVICE
         return True
 
-    def _park(self, state: Running) -> bool:
+    def _swap_out(self, state: Running) -> bool:
         machine, slots = self._machine, state.draft_slots
         if machine.host.free < slots:
             return False
         machine.host.take(slots)
         self._give(state, slots, self._copy_out(slots * machine.costs.token_bytes))
-        state.residency = Residency.PARKED
-        state.parked_s = machine.now
+        state.residency = Residency.SWAPPED
+        state.swapped_s = machine.now
         return True
 
     def _resume(self, state: Running) -> bool:
@@ -176,7 +176,7 @@ class Mover:
         self._copy_in(slots * machine.costs.token_bytes, machine.to_host.free_at)
         machine.host.give(slots)
         state.residency = Residency.HOST
-        self.parked_waits_s.append(machine.now - state.parked_s)
+        self.swapped_waits_s.append(machine.now - state.swapped_s)
         return True
 
     def _copy_out(self, size: int) -> float:
@@ -207,7 +207,7 @@ class Mover:
 
     def _bytes(self, state: Running) -> int:
         size = state.dropped * self._machine.costs.token_bytes
-        return int(size * self._reload_fraction)
+        return int(size * self._prefetch_fraction)
 
     def _key(self, state: Running) -> str:
         return self.group(state) or state.rid

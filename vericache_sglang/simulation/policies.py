@@ -15,7 +15,7 @@ Row = TypeVar("Row")
 PLANES_DRAFT_SHARE = 0.31
 """Share of the KV's bytes in the draft plane of split planes: 5 of 16 bits."""
 
-PLANES_RELOAD_SHARE = 0.39
+PLANES_PREFETCH_SHARE = 0.39
 """Share of the KV's bytes that restores the rest, entropy coded."""
 
 PLANES_ACCEPT = 0.99
@@ -28,7 +28,7 @@ class Policy:
 
     Split planes keep a share of the bytes of every token, not some tokens; slots are
     bytes here, so that such a draft part counts as ``keep`` of the slots, its
-    complement as the others, and ``reload`` says what of the KV crosses the link.
+    complement as the others, and ``prefetch`` says what of the KV crosses the link.
 
     Attributes:
         name: As the command line has it.
@@ -40,7 +40,7 @@ class Policy:
             one for each request of the batch that fits so.
         coalesce: Requests with one prompt share a staged complement.
         keep: c, share of the KV that drafts read, in (0, 1].
-        reload: Share of the full KV that one reload moves, > 0.
+        prefetch: Share of the full KV that one reload moves, > 0.
         accept: p for every request; None leaves each its own.
     """
 
@@ -52,7 +52,7 @@ class Policy:
     staging: str = "few"
     coalesce: bool = False
     keep: float
-    reload: float
+    prefetch: float
     accept: float | None = None
 
 
@@ -79,7 +79,7 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
             residency="device",
             staging="none",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="sparse-resident",
@@ -87,7 +87,7 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
             residency="device",
             staging="none",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="lock-step",
@@ -95,39 +95,39 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
             pacing="lockstep",
             staging="batch",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="sequential",
             summary="everyone drafts, then one after the other reloads and verifies",
             pacing="sequential",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="staggered",
             summary="reloads and verifications spread by the rings",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="staggered-copy",
             summary="the same, each reload moving the whole KV, as the paper's",
             keep=keep,
-            reload=1.0,
+            prefetch=1.0,
         ),
         Policy(
             name="coalesced",
             summary="staggered, requests with one prompt share reloads",
             coalesce=True,
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="split-planes",
             summary="staggered, drafts on high-order bits of every token",
             keep=PLANES_DRAFT_SHARE,
-            reload=PLANES_RELOAD_SHARE,
+            prefetch=PLANES_PREFETCH_SHARE,
             accept=planes_accept,
         ),
         Policy(
@@ -135,7 +135,7 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
             summary="staggered, the throughput model chooses each residency",
             residency="auto",
             keep=keep,
-            reload=rest,
+            prefetch=rest,
         ),
         Policy(
             name="combined",
@@ -143,7 +143,7 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
             residency="auto",
             coalesce=True,
             keep=PLANES_DRAFT_SHARE,
-            reload=PLANES_RELOAD_SHARE,
+            prefetch=PLANES_PREFETCH_SHARE,
             accept=planes_accept,
         ),
     )

@@ -50,7 +50,7 @@ COLUMNS = (
         lambda row, _: f"{row.itl_p50_s * 1e3:.0f}, {row.itl_p99_s * 1e3:.0f}",
     ),
     Column("burst gap p99 s", lambda row, _: f"{row.burst_p99_s:.2f}"),
-    Column("parked (p99 s)", lambda row, _: f"{row.parked} ({row.parked_p99_s:.1f})"),
+    Column("parked (p99 s)", lambda row, _: f"{row.swapped} ({row.swapped_p99_s:.1f})"),
     Column("retracted", lambda row, _: str(row.retractions)),
     Column("slips", lambda row, _: str(row.slips)),
 )

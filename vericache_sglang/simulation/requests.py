@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SimulatedRequest:
     """One request of a workload.
 
     Attributes:
@@ -50,11 +50,11 @@ class Running:
         held: Device slots it holds, those on their way to the host included.
         stage: Counts reloads, so that a late arrival is told from a new one.
         arrived: Its current reload has arrived.
-        parked_s: When it was parked.
+        swapped_s: When it was parked.
         burst_s: When it last emitted.
     """
 
-    request: Request
+    request: SimulatedRequest
     luck: Random
     base: int
     dropped: int
@@ -66,7 +66,7 @@ class Running:
     held: int = 0
     stage: int = 0
     arrived: bool = False
-    parked_s: float = 0.0
+    swapped_s: float = 0.0
     burst_s: float = 0.0
 
     @property

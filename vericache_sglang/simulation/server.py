@@ -21,10 +21,16 @@ from vericache_sglang.scheduling.plan import (
     World,
 )
 from vericache_sglang.scheduling.runtime import Runtime
-from vericache_sglang.simulation.machine import Machine
-from vericache_sglang.simulation.metrics import Counters, Gaps, Result, Run, result
-from vericache_sglang.simulation.moves import Mover
-from vericache_sglang.simulation.requests import Request, Running
+from vericache_sglang.simulation.machine import SimulatedMachine
+from vericache_sglang.simulation.metrics import (
+    Gaps,
+    Result,
+    Run,
+    SimulatedCounters,
+    result,
+)
+from vericache_sglang.simulation.moves import SimulatedMoves
+from vericache_sglang.simulation.requests import Running, SimulatedRequest
 from vericache_sglang.simulation.setup import (
     Setup,
     kept_slots,
@@ -72,22 +78,24 @@ class SimulatedServer:
         self.timeline = timeline
         settings = settings_for(setup, policy)
         self.runtime = Runtime(settings, Estimates())
-        self.machine = Machine(setup.costs, settings.staging_slots, setup.host_slots)
-        self.mover = Mover(
+        self.machine = SimulatedMachine(
+            setup.costs, settings.staging_slots, setup.host_slots
+        )
+        self.offloader = SimulatedMoves(
             self.machine,
             self.runtime.estimates,
-            reload_fraction=settings.transfer_fraction,
+            prefetch_fraction=settings.transfer_fraction,
             coalesce=policy.coalesce,
             precomputed=setup.precomputed,
         )
         self.running: dict[str, Running] = {}
-        self.counters = Counters()
+        self.counters = SimulatedCounters()
         self.emitted: dict[str, int] = {}
         self._arrivals = setup.workload.stream()
-        self._next: Request | None = next(self._arrivals, None)
+        self._next: SimulatedRequest | None = next(self._arrivals, None)
         self._retracted: deque[Running] = deque()
         self._gaps = Gaps()
-        self._start = Counters()
+        self._start = SimulatedCounters()
         self._idle = 0
         self._round = round_slots(setup, policy)
 
@@ -119,7 +127,7 @@ class SimulatedServer:
                 end=end,
                 held=self._held_at_end(),
                 gaps=self._gaps,
-                parked_waits_s=self.mover.parked_waits_s,
+                swapped_waits_s=self.offloader.swapped_waits_s,
                 slips=int(self.runtime.pacing.report().get("slips", 0)),
             )
         )
@@ -171,14 +179,14 @@ class SimulatedServer:
     def _may_enter(self) -> bool:
         limit = self.setup.workload.concurrency
         free = limit is None or len(self.running) < limit
-        return free and not self._parked()
+        return free and not self._swapped()
 
-    def _parked(self) -> int:
+    def _swapped(self) -> int:
         return sum(
-            state.residency is Residency.PARKED for state in self.running.values()
+            state.residency is Residency.SWAPPED for state in self.running.values()
         )
 
-    def _newcomer(self, request: Request) -> Running:
+    def _newcomer(self, request: SimulatedRequest) -> Running:
         kept = kept_slots(request.prompt, self.policy.keep)
         if self.policy.accept is not None:
             request = replace(request, accept=self.policy.accept)
@@ -233,7 +241,7 @@ class SimulatedServer:
             active = [
                 state
                 for state in self.running.values()
-                if state.residency is not Residency.PARKED
+                if state.residency is not Residency.SWAPPED
             ]
             if self.machine.pool.free >= len(active):
                 return
@@ -247,7 +255,7 @@ class SimulatedServer:
 
     def _retract(self, state: Running) -> None:
         self.runtime.leave(state.rid)
-        self.mover.leave(state)
+        self.offloader.leave(state)
         del self.running[state.rid]
         state.drafts, state.split = 0, False
         state.residency = Residency.DEVICE
@@ -259,7 +267,7 @@ class SimulatedServer:
     def _iterate(self) -> None:
         plan = self._plan()
         for stage_in in plan.stage_ins:
-            self.mover.stage(self.running[stage_in.rid])
+            self.offloader.stage(self.running[stage_in.rid])
         actions = {rid: plan.rows.get(rid, Plain(rid)) for rid in list(self.running)}
         work = self._begin_forward(actions)
         if work.tokens:
@@ -273,21 +281,21 @@ class SimulatedServer:
             state = self.running.get(move.rid)
             if state is None:
                 continue
-            if self.mover.perform(state, move):
-                self.runtime.moved(move, self.mover.group(state))
+            if self.offloader.perform(state, move):
+                self.runtime.moved(move, self.offloader.group(state))
             else:
                 self.runtime.refused(move)
 
     def _plan(self) -> Plan:
         # Events of this very moment first: an arrival now is an arrival in time.
         self.machine.advance(self.machine.now)
-        arrived, self.mover.arrived = tuple(self.mover.arrived), []
+        arrived, self.offloader.arrived = tuple(self.offloader.arrived), []
         head = self._head()
         return self.runtime.plan(
             World(
                 free_slots=self.machine.pool.free,
                 host_slots=self.machine.host.free,
-                rows=len(self.running) - self._parked(),
+                rows=len(self.running) - self._swapped(),
                 blocked=head is not None and not self._fits(head),
                 arrived=arrived,
             )
@@ -310,7 +318,7 @@ class SimulatedServer:
 
     def _row(self, state: Running, action: RowAction) -> tuple[int, int]:
         """Return a row's tokens and the slots it reads; its drafts are counted."""
-        if state.residency is Residency.PARKED:
+        if state.residency is Residency.SWAPPED:
             raise InvariantError(f"{state.rid} is parked and runs")
         if isinstance(action, Draft):
             state.drafts += 1
@@ -333,9 +341,9 @@ class SimulatedServer:
         counters.forward_s += seconds
         counters.hbm_s += costs.read_bytes(work) / costs.hbm_bytes_per_s
         counters.compute_s += costs.flops(work) / costs.flops_per_s
-        parked = self._parked()
-        counters.rows += len(actions) - parked
-        counters.waits += phases["wait"] - parked
+        swapped = self._swapped()
+        counters.rows += len(actions) - swapped
+        counters.waits += phases["wait"] - swapped
         if self.timeline is not None:
             self.timeline.forwards.append((start, self.machine.now, dict(phases)))
 
@@ -364,7 +372,7 @@ class SimulatedServer:
             self.counters.rounds += drafted > 0
             self.counters.drafted += drafted
             self.counters.accepted += accepted
-            self.mover.unstage(state)
+            self.offloader.unstage(state)
             self.runtime.verified(state.rid, drafted, accepted + 1)
             self._emit(state, accepted + 1)
 
@@ -382,7 +390,7 @@ class SimulatedServer:
 
     def _finish(self, state: Running) -> None:
         self.runtime.leave(state.rid)
-        self.mover.leave(state)
+        self.offloader.leave(state)
         del self.running[state.rid]
         self.counters.finished += 1
         if self.counters.finished == self.setup.workload.warm:

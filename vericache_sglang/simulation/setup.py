@@ -30,7 +30,7 @@ class Setup:
         precomputed: Prompts cost no prefill, and their KV is in host memory already.
         reserve: Share of the running requests' coming tokens that must have room
             before another one is let in, in [0, 1].
-        staged_complements: Complements that "few" staging has room for; 0 sizes it.
+        staged_residuals: Complements that "few" staging has room for; 0 sizes it.
         seed: Decides which drafts are right.
     """
 
@@ -42,7 +42,7 @@ class Setup:
     host_bytes: float = 1e12
     precomputed: bool = True
     reserve: float = 1.0
-    staged_complements: int = 0
+    staged_residuals: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,8 +50,8 @@ class Setup:
             raise ConfigError(f"--draft-length must be >= 1, got {self.draft_length}")
         if self.max_verifies < 1:
             raise ConfigError(f"--max-verifies must be >= 1, got {self.max_verifies}")
-        if self.staged_complements < 0:
-            raise ConfigError(f"--staged must be >= 0, got {self.staged_complements}")
+        if self.staged_residuals < 0:
+            raise ConfigError(f"--staged must be >= 0, got {self.staged_residuals}")
         if not 0 <= self.reserve <= 1:
             raise ConfigError(f"--reserve must be in [0, 1], got {self.reserve}")
         if self.host_bytes < 0:
@@ -84,7 +84,7 @@ def settings_for(setup: Setup, policy: Policy) -> RuntimeSettings:
         staging_slots=staging,
         token_bytes=setup.costs.token_bytes,
         horizon=setup.horizon,
-        transfer_fraction=policy.reload / (1.0 - policy.keep),
+        transfer_fraction=policy.prefetch / (1.0 - policy.keep),
         coalesce=policy.coalesce,
     )
 
@@ -123,8 +123,8 @@ def _staging(setup: Setup, policy: Policy) -> tuple[int, int]:
     )
     concurrency = setup.workload.concurrency or count
     if policy.staging == "few":
-        complements = _complements(setup, policy, mean, concurrency)
-        return mean.most * complements, setup.max_verifies
+        residuals = _residuals(setup, policy, mean, concurrency)
+        return mean.most * residuals, setup.max_verifies
     # Everyone's complement is staged at once, and a newcomer enters whole: with B full
     # requests and one complement more the memory is full.
     batch = int((setup.costs.slots - mean.most) // mean.whole)
@@ -132,31 +132,31 @@ def _staging(setup: Setup, policy: Policy) -> tuple[int, int]:
     return max(mean.most, int(batch * (mean.whole - mean.output - mean.kept))), batch
 
 
-def _complements(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> int:
+def _residuals(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> int:
     """Return how many complements "few" staging has room for.
 
     Each is held for the iterations of its reload, the rest of the one it starts in and
     its verification's; each more leaves room for fewer requests, and the link brings
     them one after the other.
     """
-    if setup.staged_complements or policy.pacing == "sequential":
-        return setup.staged_complements or 1
+    if setup.staged_residuals or policy.pacing == "sequential":
+        return setup.staged_residuals or 1
     costs, cycle = setup.costs, setup.draft_length + 1
-    moved = policy.reload / (1.0 - policy.keep) * mean.most * costs.token_bytes
-    reload_s = moved / costs.link_bytes_per_s
+    moved = policy.prefetch / (1.0 - policy.keep) * mean.most * costs.token_bytes
+    prefetch_s = moved / costs.link_bytes_per_s
 
     margin = round_slots(setup, policy)
 
-    def drafting(complements: int) -> float:
+    def drafting(residuals: int) -> float:
         """Return the requests that draft on without waiting; 0: a newcomer cannot."""
-        room = costs.slots - complements * mean.most
+        room = costs.slots - residuals * mean.most
         if room < mean.largest + margin:
             return 0.0
         batch = int((room - mean.most) // (mean.kept + mean.output + margin))
         batch = min(concurrency, max(1, batch))
         reads = round(batch * (mean.kept + mean.output))
         seconds = costs.forward_s(Work(batch, reads, reads))
-        reload = reload_s / seconds
-        return min(batch, cycle * complements / (reload + 2), cycle / reload)
+        prefetch = prefetch_s / seconds
+        return min(batch, cycle * residuals / (prefetch + 2), cycle / prefetch)
 
     return max(range(1, 2 * setup.max_verifies + 2), key=drafting)

@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.simulation.requests import Request
+from vericache_sglang.simulation.requests import SimulatedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
+class RequestMix:
     """What requests of a generated workload look like.
 
     Attributes:
@@ -60,7 +60,7 @@ class Workload:
         concurrency: Most requests in the server at once; None: what memory allows.
     """
 
-    stream: Callable[[], Iterator[Request]]
+    stream: Callable[[], Iterator[SimulatedRequest]]
     finish: int
     warm: int = 0
     concurrency: int | None = None
@@ -71,19 +71,19 @@ class Workload:
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"--concurrency must be >= 1, got {self.concurrency}")
 
-    def sample(self) -> list[Request]:
+    def sample(self) -> list[SimulatedRequest]:
         """Return the first requests of the stream, as many as are waited for."""
         return list(islice(self.stream(), self.finish))
 
 
-def _requests(mix: Mix) -> Iterator[Request]:
+def _requests(mix: RequestMix) -> Iterator[SimulatedRequest]:
     random = Random(mix.seed)
     context = mix.contexts[0]
     for index in count():
         if index % mix.share == 0:
             context = random.choice(mix.contexts)
         accept = mix.accept + random.uniform(-mix.spread, mix.spread)
-        yield Request(
+        yield SimulatedRequest(
             rid=f"r{index}",
             prompt=context,
             output=mix.output,
@@ -93,13 +93,13 @@ def _requests(mix: Mix) -> Iterator[Request]:
 
 
 def closed_loop(
-    mix: Mix, finish: int, *, warm: int = 0, concurrency: int | None = None
+    mix: RequestMix, finish: int, *, warm: int = 0, concurrency: int | None = None
 ) -> Workload:
     """Return an endless queue: whoever finishes is replaced at once."""
     return Workload(lambda: _requests(mix), finish, warm, concurrency)
 
 
-def poisson(mix: Mix, requests: int, per_s: float) -> Workload:
+def poisson(mix: RequestMix, requests: int, per_s: float) -> Workload:
     """Return requests that arrive independently of each other.
 
     Args:
@@ -110,7 +110,7 @@ def poisson(mix: Mix, requests: int, per_s: float) -> Workload:
     if not per_s > 0:
         raise ConfigError(f"--rate must be > 0 requests/s, got {per_s}")
 
-    def stream() -> Iterator[Request]:
+    def stream() -> Iterator[SimulatedRequest]:
         random, now = Random(mix.seed + 1), 0.0
         for request in islice(_requests(mix), requests):
             now += random.expovariate(per_s)
@@ -145,10 +145,10 @@ def trace(path: Path, accept: float) -> Workload:
     return Workload(lambda: iter(found), len(found))
 
 
-def _traced(line: str, where: str, number: int, accept: float) -> Request:
+def _traced(line: str, where: str, number: int, accept: float) -> SimulatedRequest:
     try:
         fields = json.loads(line)
-        request = Request(
+        request = SimulatedRequest(
             rid=f"t{number}",
             arrival_s=float(fields["arrival_s"]),
             prompt=int(fields["prompt_tokens"]),

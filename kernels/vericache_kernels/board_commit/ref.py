@@ -9,36 +9,38 @@ import torch
 from vericache_kernels.board_commit.rows import EMIT, Emission
 
 if TYPE_CHECKING:
-    from vericache_kernels.board_commit.rows import Board, BoardRows
+    from vericache_kernels.board_commit.rows import DraftTokenRows, DraftTokens
 
 
-def commit_rows(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+def commit_rows(
+    draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
+) -> Emission:
     """See ``board_commit``; any device, nothing is read on the host."""
-    place = torch.arange(board.most, device=target.device)
+    place = torch.arange(draft_tokens.most, device=target.device)
     first = rows.first.long()
     queries = first.diff()
     asked = place < queries[:, None]
     live = asked[:, 0]
-    seat = torch.where(live, rows.seat, 0).long()
+    pool_idx = torch.where(live, rows.pool_idx, 0).long()
     # Any position does for what is not asked; a forward without queries has none.
     positions = torch.where(asked, first[:-1, None] + place, 0)
     padded = target if len(target) else target.new_zeros(1)
     chosen = torch.where(asked, padded[positions], 0)
     # The last query is never compared: its token is the one after all drafts.
     compared = place[:-1] < queries[:, None] - 1
-    agree = compared & (board.tokens[seat, 1:-1] == chosen[:, :-1])
+    agree = compared & (draft_tokens.tokens[pool_idx, 1:-1] == chosen[:, :-1])
     run = agree.long().cumprod(1).sum(1)
     emits = live & (rows.kind == EMIT)
     counts = torch.where(emits, run + 1, 0)
     last = chosen.gather(1, run[:, None])[:, 0]
     column = torch.where(emits, 0, rows.drafts + 1).long()
-    written = live & (column <= board.most)
+    written = live & (column <= draft_tokens.most)
     token = torch.where(emits, last, chosen[:, 0])
-    width = board.tokens.shape[1]
-    cell = seat * width + torch.where(written, column, 0)
-    _put(board.tokens, cell, token, written)
+    width = draft_tokens.tokens.shape[1]
+    cell = pool_idx * width + torch.where(written, column, 0)
+    _put(draft_tokens.tokens, cell, token, written)
     counts = counts.to(torch.int32)
-    _put(board.emitted, seat, counts, emits)
+    _put(draft_tokens.emitted, pool_idx, counts, emits)
     return Emission(torch.where(place < counts[:, None], chosen, 0), counts)
 
 

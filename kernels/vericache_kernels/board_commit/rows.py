@@ -15,7 +15,7 @@ EMIT = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Board:
+class DraftTokens:
     """What R seats know of their own text; x is the most drafts a seat can have.
 
     Attributes:
@@ -36,26 +36,26 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoardRows:
+class DraftTokenRows:
     """B rows of a forward; vectors are int32 or int64.
 
     Attributes:
-        seat: [B], row of the board, unique among the rows that have queries; where a
-            row has none of no matter.
+        pool_idx: [B], row of the board, unique among the rows that have queries; where
+            a row has none of no matter.
         first: [B + 1], ascending; row r has the queries ``first[r]`` to
             ``first[r + 1]``, x + 1 at most, none where it only fills up a batch.
         kind: [B], ``DRAFT`` or ``EMIT``.
         drafts: [B], drafts of the seat before the forward, 0 to x; read of draft rows.
     """
 
-    seat: torch.Tensor
+    pool_idx: torch.Tensor
     first: torch.Tensor
     kind: torch.Tensor
     drafts: torch.Tensor
 
     def vectors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
-        names = ("seat", "first", "kind", "drafts")
+        names = ("pool_idx", "first", "kind", "drafts")
         return {f"rows.{name}": getattr(self, name) for name in names}
 
 

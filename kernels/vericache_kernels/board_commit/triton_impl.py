@@ -11,7 +11,7 @@ import triton.language as tl
 from vericache_kernels.board_commit.rows import EMIT, Emission
 
 if TYPE_CHECKING:
-    from vericache_kernels.board_commit.rows import Board, BoardRows
+    from vericache_kernels.board_commit.rows import DraftTokenRows, DraftTokens
 
 EMITS = tl.constexpr(EMIT)
 NUM_WARPS = 1
@@ -21,7 +21,7 @@ NUM_WARPS = 1
 def commit_kernel(
     tokens: tl.tensor,
     emitted: tl.tensor,
-    seat_at: tl.tensor,
+    pool_idx_at: tl.tensor,
     first: tl.tensor,
     kind_at: tl.tensor,
     drafts_at: tl.tensor,
@@ -44,8 +44,8 @@ def commit_kernel(
     live = queries > 0
     asked = (place < queries) & (place < MOST)
     chosen = tl.load(target + start + place, mask=asked, other=0)
-    seat = tl.load(seat_at + row, mask=live, other=0).to(tl.int64)
-    own = tokens + seat * (MOST + 1)
+    pool_idx = tl.load(pool_idx_at + row, mask=live, other=0).to(tl.int64)
+    own = tokens + pool_idx * (MOST + 1)
     # The last query is never compared, so there is a first place that does not agree.
     compared = (place < queries - 1) & (place < MOST - 1)
     draft = tl.load(own + 1 + place, mask=compared, other=0)
@@ -58,18 +58,20 @@ def commit_kernel(
     column = tl.where(emits, 0, column)
     token = tl.sum(tl.where(place == tl.where(emits, run, 0), chosen, 0), 0)
     tl.store(own + column, token, mask=live & (column <= MOST))
-    tl.store(emitted + seat, count, mask=live & emits)
+    tl.store(emitted + pool_idx, count, mask=live & emits)
 
 
-def launch(board: Board, rows: BoardRows, target: torch.Tensor) -> Emission:
+def launch(
+    draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
+) -> Emission:
     """See ``board_commit``; the arguments are checked."""
-    count, most = len(rows.seat), board.most
+    count, most = len(rows.pool_idx), draft_tokens.most
     tokens = target.new_empty(count, most)
     counts = torch.empty(count, dtype=torch.int32, device=target.device)
     if count:
         commit_kernel[(count,)](
-            *(board.tokens, board.emitted),
-            *(rows.seat, rows.first, rows.kind, rows.drafts, target),
+            *(draft_tokens.tokens, draft_tokens.emitted),
+            *(rows.pool_idx, rows.first, rows.kind, rows.drafts, target),
             *(tokens, counts),
             MOST=most,
             PLACES=triton.next_power_of_2(most),

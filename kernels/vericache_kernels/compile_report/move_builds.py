@@ -125,7 +125,7 @@ def _commit() -> Build:
     from vericache_kernels.board_commit import triton_impl as impl
 
     signature = {
-        **dict.fromkeys(("tokens", "seat_at", "target", "tokens_out"), "*i64"),
+        **dict.fromkeys(("tokens", "pool_idx_at", "target", "tokens_out"), "*i64"),
         **dict.fromkeys(("emitted", "first", "kind_at", "drafts_at"), "*i32"),
         "counts_out": "*i32",
     }

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from vericache_kernels.join_planes.planes import (
     FORMATS,
     DraftPlanes,
-    Format,
+    PlaneFormat,
+    PlaneTarget,
     Residuals,
-    Target,
 )
 from vericache_kernels.join_planes.ref import join_rows
 from vericache_kernels.packed_attention.steps import SplitPlanesStep
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DraftPlanes",
-    "Format",
+    "PlaneFormat",
+    "PlaneTarget",
     "Residuals",
     "SplitPlanesStep",
-    "Target",
     "bytes_moved",
     "join_planes",
 ]
 
 
 def join_planes(
-    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: Target
+    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> torch.Tensor:
     """Write the exact entries of all segments of a layer to their slots.
 
@@ -68,7 +68,7 @@ def join_planes(
 
 
 def bytes_moved(
-    step: SplitPlanesStep, target: Target, tokens: int, segments: int, escapes: int
+    step: SplitPlanesStep, target: PlaneTarget, tokens: int, segments: int, escapes: int
 ) -> int:
     """Return the least bytes one call moves: planes once in, entries once out.
 
@@ -95,7 +95,7 @@ def bytes_moved(
 
 
 def check(
-    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: Target
+    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> None:
     """Refuse what the kernel would misread; looks at shapes only, never at contents.
 
@@ -118,7 +118,7 @@ def check(
     _ = step.tile  # refuses a block that no tile fits
 
 
-def _check_numbers(step: SplitPlanesStep, target: Target) -> None:
+def _check_numbers(step: SplitPlanesStep, target: PlaneTarget) -> None:
     """Refuse KV and codes that do not fit each other.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Format(NamedTuple):
+class PlaneFormat(NamedTuple):
     """Widths of a float's fields in bits (IEEE 754), and the integer of its size."""
 
     exponent: int
@@ -17,9 +17,9 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    torch.bfloat16: Format(8, 7, torch.int16),
-    torch.float16: Format(5, 10, torch.int16),
-    torch.float32: Format(8, 23, torch.int32),
+    torch.bfloat16: PlaneFormat(8, 7, torch.int16),
+    torch.float16: PlaneFormat(5, 10, torch.int16),
+    torch.float32: PlaneFormat(8, 23, torch.int32),
 }
 
 
@@ -61,7 +61,7 @@ class Residuals:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class PlaneTarget:
     """Where the entries of one layer go.
 
     Token i of segment s goes, for head h, to ``slots[places[h, first[s] + i]]``.

@@ -10,12 +10,12 @@ import torch
 from vericache_kernels.join_planes.planes import FORMATS
 
 if TYPE_CHECKING:
-    from vericache_kernels.join_planes.planes import DraftPlanes, Residuals, Target
+    from vericache_kernels.join_planes.planes import DraftPlanes, PlaneTarget, Residuals
     from vericache_kernels.packed_attention.steps import SplitPlanesStep
 
 
 def join_rows(
-    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: Target
+    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> torch.Tensor:
     """See ``join_planes``."""
     found = torch.zeros(len(draft.tokens), dtype=torch.int32)
@@ -49,7 +49,7 @@ class _Reader:
         draft: DraftPlanes,
         residual: Residuals,
         step: SplitPlanesStep,
-        target: Target,
+        target: PlaneTarget,
         segment: int,
     ) -> None:
         self._draft = draft

@@ -18,7 +18,7 @@ from vericache_kernels.packed_attention.triton_bits import unpack_at, unpack_row
 if TYPE_CHECKING:
     import torch
 
-    from vericache_kernels.join_planes.planes import DraftPlanes, Residuals, Target
+    from vericache_kernels.join_planes.planes import DraftPlanes, PlaneTarget, Residuals
     from vericache_kernels.packed_attention.steps import SplitPlanesStep
 
 COUNT_WARPS = 4
@@ -291,7 +291,7 @@ def join_constants(step: SplitPlanesStep, dtype: torch.dtype, tiles: int) -> Any
 
 
 def launch(
-    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: Target
+    draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> torch.Tensor:
     """See ``join_planes``; the arguments are checked."""
     segments, heads = len(draft.tokens), target.places.shape[0]

@@ -69,15 +69,17 @@ def test_every_codec_keeps_its_contract(line, tokens, dtype, files):
     assert torch.equal(keys, before[0])
     assert torch.equal(values, before[1])
     elements = 2 * HEADS * tokens * DIM
-    assert draft.extent == residual.extent
-    assert draft.extent.elements == elements
-    assert draft.bits == codec.draft_bits(draft.extent) == 8 * draft.nbytes / elements
-    assert residual.bits == codec.residual_bits(residual.extent)
+    assert draft.part_shape == residual.part_shape
+    assert draft.part_shape.elements == elements
+    assert (
+        draft.bits == codec.draft_bits(draft.part_shape) == 8 * draft.nbytes / elements
+    )
+    assert residual.bits == codec.residual_bits(residual.part_shape)
     fraction = residual.nbytes / (keys.nbytes + values.nbytes)
-    assert codec.transfer_fraction(residual.extent) == fraction <= 1
+    assert codec.transfer_fraction(residual.part_shape) == fraction <= 1
     for part, layout in (
-        (draft, codec.draft_layout(draft.extent)),
-        (residual, codec.residual_layout(draft.extent)),
+        (draft, codec.draft_layout(draft.part_shape)),
+        (residual, codec.residual_layout(draft.part_shape)),
     ):
         found = {name: (t.dtype, tuple(t.shape)) for name, t in part.tensors.items()}
         assert found == layout
@@ -101,7 +103,7 @@ def test_a_draft_part_can_be_encoded_alone(line, files):
     given = {"positions": torch.arange(100), "sinks": torch.tensor([0, 7])}
     draft, _ = codec.encode(keys, values, **given)
     alone = codec.encode_draft(keys, values, **given)
-    assert alone.extent == dataclasses.replace(draft.extent, escapes=0)
+    assert alone.part_shape == dataclasses.replace(draft.part_shape, escapes=0)
     assert alone.tensors.keys() == draft.tensors.keys()
     for name, tensor in alone.tensors.items():
         assert torch.equal(tensor, draft.tensors[name])

@@ -93,7 +93,7 @@ def test_appending_equals_encoding_at_once(window, start, step):
         new = slice(at, at + step)
         draft = codec.extend(draft, keys[:, new], values[:, new])
     whole, _ = codec.encode(keys, values)
-    assert draft.extent == whole.extent
+    assert draft.part_shape == whole.part_shape
     for field, tensor in whole.tensors.items():
         assert torch.equal(draft.tensors[field], tensor), field
 
@@ -175,7 +175,7 @@ def test_bits_are_codes_and_two_halves_per_group(bits, group, wanted):
     draft, residual = KIVI(bits, group, group).encode(entries, entries)
     tail = group * 16 / (2 * 64 * 16)
     assert draft.bits == pytest.approx(wanted * (1 - tail / 16) + tail)
-    assert draft.bits == KIVI(bits, group, group).draft_bits(draft.extent)
+    assert draft.bits == KIVI(bits, group, group).draft_bits(draft.part_shape)
     assert residual.bits == 16
 
 

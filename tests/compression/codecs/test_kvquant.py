@@ -14,7 +14,7 @@ from vericache_sglang.compression.codecs.kvquant_tables import (
     write_tables,
 )
 from vericache_sglang.compression.codecs.nuq import (
-    CodedRows,
+    NuqRows,
     Scale,
     decode_rows,
     encode_rows,
@@ -118,7 +118,7 @@ def encode(codec, tokens=40, dtype=torch.float32, layer=0, **more):
 def test_sinks_are_exact_bit_for_bit(codec):
     keys, values, draft, _ = encode(codec, dtype=torch.bfloat16)
     near = codec.decode(draft)
-    assert draft.extent.exact_tokens == 4
+    assert draft.part_shape.exact_tokens == 4
     assert torch.equal(near[0][:, :4], keys[:, :4])
     assert torch.equal(near[1][:, :4], values[:, :4])
     given = torch.tensor([3, 17, 39])
@@ -149,7 +149,7 @@ def test_what_lies_furthest_out_is_exact_and_the_rest_is_nearest(codec):
     error = (pre - got).abs()
     best = (pre - grid).abs().amin(0)
     assert (error <= best + 1e-4).all(), "no entry of the book may be nearer"
-    places = codec.draft_layout(draft.extent)["key_exact"][1][1]
+    places = codec.draft_layout(draft.part_shape)["key_exact"][1][1]
     outside = (pre < low) | (pre > high)
     few = outside.sum(1) <= places
     assert few.any()
@@ -232,12 +232,12 @@ def test_bits_are_codes_places_and_row_scales(codec):
     row = 2 * (3 * columns + places * (16 + 8)) + 2 * 16
     sinks = 4 * (2 * columns * 16 + 32)
     assert 8 * draft.nbytes == 40 * row + sinks
-    assert draft.bits == codec.draft_bits(draft.extent)
+    assert draft.bits == codec.draft_bits(draft.part_shape)
 
 
 def test_wide_rows_name_columns_in_two_bytes(tmp_path):
     columns = 40_000
-    flat = CodedRows(
+    flat = NuqRows(
         torch.zeros(1, columns, dtype=torch.uint8),
         torch.tensor([[39_999, 3]]),
         torch.tensor([[5.0, 6.0]]),

@@ -70,7 +70,7 @@ def test_a_layer_equals_the_official_one(tmp_path):
     values = values[0].float().view(64, 4, 32).transpose(0, 1)
     draft, _ = codec.encode(keys, values, positions=positions, sinks=sinks)
     near = codec.decode(draft)
-    assert draft.extent.exact_tokens == 16
+    assert draft.part_shape.exact_tokens == 16
     torch.testing.assert_close(near[0], wanted_keys[0].float(), rtol=0, atol=1e-5)
     # Theirs stay rotated: the output projection undoes it.
     got = hadamard(near[1])
@@ -180,7 +180,7 @@ def test_bits_are_codes_step_and_zero_point(tmp_path):
     draft, residual = codec.encode(keys, keys, positions=torch.arange(64), sinks=sinks)
     row = 2 * 4 * 32
     assert 8 * draft.nbytes == 62 * row * 2.25 + 2 * (row * 16 + 32)
-    assert draft.bits == codec.draft_bits(draft.extent)
+    assert draft.bits == codec.draft_bits(draft.part_shape)
     assert residual.bits == 16
 
 

@@ -208,12 +208,14 @@ def test_sizes_are_what_the_bits_say(dtype, exponent, mantissa, shape):
     rest = -(-dim * (fraction - mantissa) // 8) * 2 * heads * tokens
     lost = escape_count(keys.split(64, dim=1), 1, exponent)
     lost += escape_count([values], 2, exponent)
-    assert draft.extent.escapes == lost
+    assert draft.part_shape.escapes == lost
     assert residual.nbytes == rest + -(-lost * field // 8)
     elements = 2 * heads * tokens * dim
-    assert draft.bits == codec.draft_bits(draft.extent) == 8 * draft.nbytes / elements
-    assert residual.bits == codec.residual_bits(residual.extent)
-    assert codec.transfer_fraction(residual.extent) == residual.nbytes / (
+    assert (
+        draft.bits == codec.draft_bits(draft.part_shape) == 8 * draft.nbytes / elements
+    )
+    assert residual.bits == codec.residual_bits(residual.part_shape)
+    assert codec.transfer_fraction(residual.part_shape) == residual.nbytes / (
         keys.nbytes + values.nbytes
     )
 
@@ -253,7 +255,7 @@ def test_residuals_of_many_segments_are_those_of_each(dtype, tokens, draw):
         _, residual = codec.encode(keys[:, part], values[:, part])
         for name, found in rest.items():
             found.append(residual.tensors[name].flatten())
-        count = residual.extent.escapes
+        count = residual.part_shape.escapes
         assert planes.counts[i] == count
         own = planes.escapes[taken : taken + math.ceil(count * width / 8)]
         whole = count * width // 8  # behind the last escape are zeros, or none
@@ -268,7 +270,7 @@ def test_zeros_are_drafted_exactly_and_cost_no_escape():
     keys[0, 1] = -0.0
     codec = SplitPlanes(3, 0)
     draft, _ = codec.encode(keys, keys)
-    assert draft.extent.escapes == 0
+    assert draft.part_shape.escapes == 0
     assert all(same_bits(near, keys) for near in codec.decode(draft))
 
 
@@ -306,6 +308,6 @@ def test_a_residual_of_other_kv_is_refused():
     other_draft, other_residual = encoded(escaped=True)
     with pytest.raises(CompressionError, match="do not belong together"):
         SplitPlanes().join(draft, other_residual)
-    forged = dataclasses.replace(draft, extent=other_draft.extent)
+    forged = dataclasses.replace(draft, part_shape=other_draft.part_shape)
     with pytest.raises(CompressionError, match="0 escapes, the residual lists 2"):
         SplitPlanes().join(forged, other_residual)

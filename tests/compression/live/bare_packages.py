@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from vericache_sglang.engine.torchvision_ops import define_missing_ops
+from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 REQUIREMENTS = Path(__file__).parents[3] / "scripts" / "requirements-test.txt"
 

@@ -14,7 +14,11 @@ from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.expected_attention import ExpectedAttention
 from vericache_sglang.compression.keynorm import KeyNorm
 from vericache_sglang.compression.kvzap import KVzap
-from vericache_sglang.compression.kvzap_weights import Affine, Scorer, write_weights
+from vericache_sglang.compression.kvzap_weights import (
+    AffineLayer,
+    Scorer,
+    write_weights,
+)
 from vericache_sglang.compression.kvzip import KVzip
 from vericache_sglang.compression.observed import Observed
 from vericache_sglang.compression.recency import Recency
@@ -332,7 +336,7 @@ def test_kvpress_loads_the_checkpoints_we_write(presses, tmp_path, width):
     generator = torch.Generator().manual_seed(3)
 
     def affine(outputs, inputs):
-        return Affine(
+        return AffineLayer(
             torch.randn(outputs, inputs, generator=generator),
             torch.randn(outputs, generator=generator),
         )

@@ -22,8 +22,8 @@ from toy_sampler import (
     probability,
 )
 
-from vericache_sglang.engine.sampling.rejection import filtered_probs
 from vericache_sglang.evaluation.distribution import PARAMS
+from vericache_sglang.sampling.rejection import filtered_probs
 
 pytestmark = pytest.mark.sglang
 

@@ -9,13 +9,13 @@ pytest.importorskip("sglang")
 
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
-from vericache_sglang.engine.sampling.expand import expand, pick
-from vericache_sglang.engine.sampling.penalties import Penalties
-from vericache_sglang.engine.sampling.profile import Profile, Rule
-from vericache_sglang.engine.sampling.query import Query, RowQueries
-from vericache_sglang.engine.sampling.request_view import RequestView
-from vericache_sglang.engine.state import RequestState
+from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.sampling.expand import expand, pick
+from vericache_sglang.sampling.penalties import Penalties
+from vericache_sglang.sampling.profile import Profile, SamplingRule
+from vericache_sglang.sampling.query import Query, RowQueries
+from vericache_sglang.sampling.request_view import RequestView
 
 VOCABULARY = 8
 
@@ -51,7 +51,7 @@ def state_of(seed, outputs, drafts=(), **more):
         verified=10 + len(outputs) - 1,
         pending=outputs[-1],
         outputs=list(outputs),
-        profile=Profile(Rule.COUPLED, seed=seed),
+        profile=Profile(SamplingRule.COUPLED, seed=seed),
         eligible=True,
         stops=frozenset(),
         longest=8,
@@ -61,18 +61,18 @@ def state_of(seed, outputs, drafts=(), **more):
     )
 
 
-def verification(seat, state):
+def verification(batch_index, state):
     """Return the row that verifies all drafts of ``state``."""
     queries = tuple(
-        Query(seat, state, at=j, drafts=j) for j in range(len(state.drafts) + 1)
+        Query(batch_index, state, at=j, drafts=j) for j in range(len(state.drafts) + 1)
     )
     return RowQueries(queries, verifies=True, emits=True)
 
 
-def draft(seat, state):
+def draft(batch_index, state):
     """Return the row that asks for the next draft of ``state``."""
     n = len(state.drafts)
-    query = Query(seat, state, at=0, drafts=n)
+    query = Query(batch_index, state, at=0, drafts=n)
     return RowQueries((query,), verifies=False, emits=False)
 
 

@@ -11,8 +11,8 @@ pytest.importorskip("sglang")
 
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 
-from vericache_sglang.engine.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.evaluation.workload import load_tokenizer
+from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
 
 MODEL = Path(__file__).parents[3] / "configs" / "demo-model"
 VOCABULARY, EOS = 586, 6

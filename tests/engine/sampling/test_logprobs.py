@@ -7,7 +7,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from vericache_sglang.engine.sampling.logprobs import (
+from vericache_sglang.sampling.logprobs import (
     LogprobTable,
     TokenLogprob,
     one_token_logprobs,

@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling import penaltylib
 
-from vericache_sglang.engine.eligibility import end_tokens
-from vericache_sglang.engine.sampling.penalties import Penalties
+from vericache_sglang.runtime.eligibility import end_tokens
+from vericache_sglang.sampling.penalties import Penalties
 
 VOCABULARY = 12
 EOS, STOPS = 6, {2, 9}

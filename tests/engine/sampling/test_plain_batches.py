@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from vericache_sglang.engine.plain import samples_as_sglang
-from vericache_sglang.engine.sampling.profile import BARE, Profile, Rule
+from vericache_sglang.runtime.forward.autoregressive import samples_as_sglang
+from vericache_sglang.sampling.profile import GREEDY_FAST, Profile, SamplingRule
 
-SEEDED = Profile(Rule.SEEDED, seed=1)
-CUT = Profile(Rule.SEEDED, filtered=True, seed=1)
-COUPLED = Profile(Rule.COUPLED, seed=1)
+SEEDED = Profile(SamplingRule.SEEDED, seed=1)
+CUT = Profile(SamplingRule.SEEDED, filtered=True, seed=1)
+COUPLED = Profile(SamplingRule.COUPLED, seed=1)
 
 pytestmark = pytest.mark.sglang
 
@@ -41,7 +41,7 @@ def test_seeded_requests_need_the_batchs_flags_to_be_theirs(flag):
 
 
 def test_a_seeded_request_is_not_sampled_among_others():
-    for other in (BARE, CUT, Profile(Rule.GREEDY)):
+    for other in (GREEDY_FAST, CUT, Profile(SamplingRule.GREEDY)):
         assert not samples_as_sglang(
             states(SEEDED, other), info(need_top_p_sampling=True)
         )
@@ -49,13 +49,15 @@ def test_a_seeded_request_is_not_sampled_among_others():
 
 @pytest.mark.parametrize("flags", [{}, {"need_top_k_sampling": True}])
 def test_without_a_seed_any_way_to_draw_is_right(flags):
-    assert samples_as_sglang(states(BARE, COUPLED), info(**flags))
-    assert samples_as_sglang(states(BARE), info(**flags))
+    assert samples_as_sglang(states(GREEDY_FAST, COUPLED), info(**flags))
+    assert samples_as_sglang(states(GREEDY_FAST), info(**flags))
 
 
 def test_penalties_are_ours_once_a_round_was_verified():
     penalties = object()
-    fresh = states(BARE, penalties=penalties)
+    fresh = states(GREEDY_FAST, penalties=penalties)
     assert samples_as_sglang(fresh, info())
-    assert not samples_as_sglang(states(BARE, penalties=penalties, rounds=1), info())
-    assert samples_as_sglang(states(BARE, rounds=1), info())
+    assert not samples_as_sglang(
+        states(GREEDY_FAST, penalties=penalties, rounds=1), info()
+    )
+    assert samples_as_sglang(states(GREEDY_FAST, rounds=1), info())

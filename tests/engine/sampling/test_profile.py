@@ -10,12 +10,12 @@ pytest.importorskip("sglang")
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from vericache_sglang.engine.sampling import profile
-from vericache_sglang.engine.sampling.profile import (
-    BARE,
+from vericache_sglang.sampling import profile
+from vericache_sglang.sampling.profile import (
     DEFAULT_SEED,
+    GREEDY_FAST,
     Profile,
-    Rule,
+    SamplingRule,
     penalised,
     profile_of,
     rolls_back,
@@ -38,9 +38,12 @@ def read(req, *, deterministic=False, rejection=False):
 
 
 def test_plain_greedy_is_a_bare_argmax():
-    assert read(request(temperature=0.0)) == BARE
-    assert read(request(temperature=0.9, top_k=1)) == BARE
-    assert read(request(temperature=0.0, sampling_seed=3), deterministic=True) == BARE
+    assert read(request(temperature=0.0)) == GREEDY_FAST
+    assert read(request(temperature=0.9, top_k=1)) == GREEDY_FAST
+    assert (
+        read(request(temperature=0.0, sampling_seed=3), deterministic=True)
+        == GREEDY_FAST
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,31 +61,33 @@ def test_plain_greedy_is_a_bare_argmax():
     ids=lambda more: next(iter(more)),
 )
 def test_greedy_with_anything_else_goes_through_the_sampler(more):
-    assert read(request(temperature=0.0, **more)) == Profile(Rule.GREEDY)
+    assert read(request(temperature=0.0, **more)) == Profile(SamplingRule.GREEDY)
 
 
 def test_seeds_count_where_sglang_keeps_them():
     seeded = request(temperature=0.8, sampling_seed=2**40 + 7)
-    assert read(seeded, deterministic=True) == Profile(Rule.SEEDED, seed=2**40 + 7)
-    assert read(seeded, deterministic=True, rejection=True).rule is Rule.SEEDED
+    assert read(seeded, deterministic=True) == Profile(
+        SamplingRule.SEEDED, seed=2**40 + 7
+    )
+    assert read(seeded, deterministic=True, rejection=True).rule is SamplingRule.SEEDED
     unseeded = read(request(temperature=0.8), deterministic=True)
-    assert unseeded == Profile(Rule.SEEDED, seed=DEFAULT_SEED)
+    assert unseeded == Profile(SamplingRule.SEEDED, seed=DEFAULT_SEED)
 
 
 def test_a_seed_sglang_drops_still_couples():
     seeded = request(temperature=0.8, sampling_seed=11)
     for rejection in (False, True):
         got = read(seeded, rejection=rejection)
-        assert got == Profile(Rule.COUPLED, seed=11)
+        assert got == Profile(SamplingRule.COUPLED, seed=11)
 
 
 def test_without_a_seed_every_request_has_noise_of_its_own(monkeypatch):
     monkeypatch.setattr(profile, "_SYSTEM_RANDOM", random.Random(1))
     drawn = [read(request(temperature=0.8)) for _ in range(50)]
-    assert {each.rule for each in drawn} == {Rule.COUPLED}
+    assert {each.rule for each in drawn} == {SamplingRule.COUPLED}
     assert len({each.seed for each in drawn}) == 50
     assert all(0 <= each.seed < 2**63 for each in drawn), "fits an int64"
-    assert read(request(temperature=0.8), rejection=True).rule is Rule.REJECTION
+    assert read(request(temperature=0.8), rejection=True).rule is SamplingRule.REJECTION
 
 
 @pytest.mark.parametrize(

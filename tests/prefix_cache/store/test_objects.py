@@ -15,7 +15,7 @@ from sample_segments import FINGERPRINT, pair_of, same, whole_of
 from vericache_sglang.errors import StoreError
 from vericache_sglang.prefix_cache.store.objects import (
     DTYPES,
-    Field,
+    TensorField,
     decode,
     encode,
     layout,
@@ -31,7 +31,7 @@ def buffer_of(data):
 
 
 def fields_of(tensors):
-    return {name: Field(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return {name: TensorField(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
 def bits(tensors):
@@ -72,7 +72,9 @@ def test_what_the_library_wrote_is_read(tensors):
 
 def test_tensors_that_are_not_contiguous_are_stored_in_their_order():
     tensor = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)
-    back = decode(encode({"t": tensor}), {"t": Field(torch.float32, (4, 3, 2))}, 1)
+    back = decode(
+        encode({"t": tensor}), {"t": TensorField(torch.float32, (4, 3, 2))}, 1
+    )
     assert back["t"].tolist() == tensor.tolist()
 
 
@@ -111,8 +113,10 @@ def test_packed_draft_kv_has_a_place_in_the_format():
     """A codec's fields are uint8, by layer; a layout only has to name them."""
     packed = {f"packed.{layer}.codes": torch.arange(7).byte() for layer in range(2)}
     data = encode({**packed, "kept": torch.zeros(2, 2, 0, dtype=torch.int32)})
-    fields = {f"packed.{layer}.codes": Field(torch.uint8, (7,)) for layer in range(2)}
-    fields["kept"] = Field(torch.int32, (2, 2, 0))
+    fields = {
+        f"packed.{layer}.codes": TensorField(torch.uint8, (7,)) for layer in range(2)
+    }
+    fields["kept"] = TensorField(torch.int32, (2, 2, 0))
     assert same(dict(list(decode(data, fields, TOKENS).items())[1:]), packed)
 
 

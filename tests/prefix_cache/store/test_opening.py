@@ -10,7 +10,7 @@ from sample_segments import whole_of
 
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.memory.geometry import KVGeometry
+from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.prefix_cache.store.opening import (
     FOLDER_VARIABLE,
     fingerprint_of,

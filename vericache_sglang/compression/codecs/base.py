@@ -48,7 +48,7 @@ class CodecNeeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class PartShape:
     """Everything the size of a part depends on.
 
     Attributes:
@@ -81,19 +81,19 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class PartSpec:
     """The draft part or the residual of one layer; opaque to the runtime.
 
     Attributes:
         codec: ``Codec.identity`` of who wrote it.
-        extent: Of the KV it came from.
+        part_shape: Of the KV it came from.
         layer: Layer index.
         positions: As given to ``encode``. The runtime owns them: not in ``nbytes``.
         tensors: By field name, as ``Codec.draft_layout`` or ``residual_layout`` say.
     """
 
     codec: str
-    extent: Extent
+    part_shape: PartShape
     layer: int
     positions: torch.Tensor | None
     tensors: Mapping[str, torch.Tensor]
@@ -106,14 +106,14 @@ class Part:
     @property
     def bits(self) -> float:
         """Measured bits per element of the KV, every overhead included."""
-        return 8 * self.nbytes / self.extent.elements
+        return 8 * self.nbytes / self.part_shape.elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """The checked arguments of one ``encode``; see there."""
 
-    extent: Extent
+    part_shape: PartShape
     keys: torch.Tensor
     values: torch.Tensor
     layer: int
@@ -196,32 +196,32 @@ class Codec(ABC):
         return self
 
     @abstractmethod
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """Return the fields of the draft part.
 
         Raises:
-            CompressionError: ``extent`` cannot be encoded; the message says why.
+            CompressionError: ``part_shape`` cannot be encoded; the message says why.
         """
 
-    def residual_layout(self, extent: Extent) -> Layout:
+    def residual_layout(self, part_shape: PartShape) -> Layout:
         """Return the fields of the residual; default: the whole KV."""
-        heads, tokens = extent.heads, extent.tokens
+        heads, tokens = part_shape.heads, part_shape.tokens
         return {
-            "keys": (extent.dtype, (heads, tokens, extent.key_dim)),
-            "values": (extent.dtype, (heads, tokens, extent.value_dim)),
+            "keys": (part_shape.dtype, (heads, tokens, part_shape.key_dim)),
+            "values": (part_shape.dtype, (heads, tokens, part_shape.value_dim)),
         }
 
-    def draft_bits(self, extent: Extent) -> float:
+    def draft_bits(self, part_shape: PartShape) -> float:
         """Return the bits per element that stay, scales and escapes included."""
-        return 8 * _layout_bytes(self.draft_layout(extent)) / extent.elements
+        return 8 * _layout_bytes(self.draft_layout(part_shape)) / part_shape.elements
 
-    def residual_bits(self, extent: Extent) -> float:
+    def residual_bits(self, part_shape: PartShape) -> float:
         """Return the bits per element that a verify transfers."""
-        return 8 * _layout_bytes(self.residual_layout(extent)) / extent.elements
+        return 8 * _layout_bytes(self.residual_layout(part_shape)) / part_shape.elements
 
-    def transfer_fraction(self, extent: Extent) -> float:
+    def transfer_fraction(self, part_shape: PartShape) -> float:
         """Return the residual's bytes over those of the KV."""
-        return _layout_bytes(self.residual_layout(extent)) / extent.raw_bytes
+        return _layout_bytes(self.residual_layout(part_shape)) / part_shape.raw_bytes
 
     def encode(
         self,
@@ -231,7 +231,7 @@ class Codec(ABC):
         layer: int = 0,
         positions: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> tuple[Part, Part]:
+    ) -> tuple[PartSpec, PartSpec]:
         """Encode one layer.
 
         Args:
@@ -250,8 +250,10 @@ class Codec(ABC):
             CompressionError: Shapes, dtypes or positions are not as above.
         """
         source = self._source(keys, values, layer, positions, sinks)
-        extent, draft, residual = self._encode(source)
-        return self._part(source, extent, draft), self._part(source, extent, residual)
+        part_shape, draft, residual = self._encode(source)
+        return self._part(source, part_shape, draft), self._part(
+            source, part_shape, residual
+        )
 
     def encode_draft(
         self,
@@ -261,7 +263,7 @@ class Codec(ABC):
         layer: int = 0,
         positions: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> Part:
+    ) -> PartSpec:
         """Encode one layer's draft part alone; nothing waits for a GPU.
 
         Its extent says nothing of the residual, so it has no escapes.
@@ -293,21 +295,25 @@ class Codec(ABC):
         Raises:
             CompressionError: See ``encode``.
         """
-        extent = check_kv(keys, values)
+        part_shape = check_kv(keys, values)
         if positions is None:
             if self.needs.rope:
                 raise CompressionError(f"{self.name}: positions of the keys are needed")
         elif positions.shape not in (keys.shape[1:2], keys.shape[:2]):
             raise CompressionError(
-                f"positions must be [{extent.tokens}] or [{extent.heads}, "
-                f"{extent.tokens}], got {tuple(positions.shape)}"
+                f"positions must be [{part_shape.tokens}] or [{part_shape.heads}, "
+                f"{part_shape.tokens}], got {tuple(positions.shape)}"
             )
-        return Source(extent, keys, values, layer, positions, sinks)
+        return Source(part_shape, keys, values, layer, positions, sinks)
 
-    def _part(self, source: Source, extent: Extent, tensors: Tensors) -> Part:
-        return Part(self.identity, extent, source.layer, source.positions, tensors)
+    def _part(
+        self, source: Source, part_shape: PartShape, tensors: Tensors
+    ) -> PartSpec:
+        return PartSpec(
+            self.identity, part_shape, source.layer, source.positions, tensors
+        )
 
-    def decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Approximate the KV from the draft part alone.
 
         Returns:
@@ -316,10 +322,12 @@ class Codec(ABC):
         Raises:
             CompressionError: Another codec's part, or a field of the wrong shape.
         """
-        self._check("draft", draft, self.draft_layout(draft.extent))
+        self._check("draft", draft, self.draft_layout(draft.part_shape))
         return self._decode(draft)
 
-    def join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def join(
+        self, draft: PartSpec, residual: PartSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Restore the KV: every bit, NaN payloads included.
 
         Returns:
@@ -329,21 +337,21 @@ class Codec(ABC):
             CompressionError: Parts of another codec or of different KV, or a field
                 of the wrong shape.
         """
-        self._check("draft", draft, self.draft_layout(draft.extent))
-        self._check("residual", residual, self.residual_layout(residual.extent))
-        if (draft.extent, draft.layer) != (residual.extent, residual.layer):
+        self._check("draft", draft, self.draft_layout(draft.part_shape))
+        self._check("residual", residual, self.residual_layout(residual.part_shape))
+        if (draft.part_shape, draft.layer) != (residual.part_shape, residual.layer):
             raise CompressionError(
-                f"{self.name}: draft of layer {draft.layer}, {draft.extent}, and "
-                f"residual of layer {residual.layer}, {residual.extent}, "
+                f"{self.name}: draft of layer {draft.layer}, {draft.part_shape}, and "
+                f"residual of layer {residual.layer}, {residual.part_shape}, "
                 "do not belong together"
             )
         return self._join(draft, residual)
 
     @abstractmethod
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
         """Return the extent and the fields of the draft part."""
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
+    def _encode(self, source: Source) -> tuple[PartShape, Tensors, Tensors]:
         """Return the final extent and the fields of draft part and residual.
 
         Default: the residual is the whole KV.
@@ -352,14 +360,16 @@ class Codec(ABC):
         return *self._encode_draft(source), whole
 
     @abstractmethod
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``decode``; the part is checked."""
 
-    def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _join(
+        self, draft: PartSpec, residual: PartSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``join``; default: the residual is the whole KV."""
         return residual.tensors["keys"], residual.tensors["values"]
 
-    def _check(self, kind: str, part: Part, layout: Layout) -> None:
+    def _check(self, kind: str, part: PartSpec, layout: Layout) -> None:
         """Compare a part with the layout its extent asks for.
 
         Raises:
@@ -386,7 +396,7 @@ def _layout_bytes(layout: Layout) -> int:
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
 
 
-def check_kv(keys: torch.Tensor, values: torch.Tensor) -> Extent:
+def check_kv(keys: torch.Tensor, values: torch.Tensor) -> PartShape:
     """Check the KV of one layer: see ``Codec.encode``.
 
     Returns:
@@ -410,7 +420,7 @@ def check_kv(keys: torch.Tensor, values: torch.Tensor) -> Extent:
             f"keys {tuple(keys.shape)} {keys.dtype}"
         )
     heads, tokens, key_dim = keys.shape
-    return Extent(
+    return PartShape(
         heads=heads,
         tokens=tokens,
         key_dim=key_dim,

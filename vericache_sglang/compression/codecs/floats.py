@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Format(NamedTuple):
+class FloatFormat(NamedTuple):
     """Widths of a dtype's fields in bits, and the integer of its size."""
 
     exponent: int
@@ -21,9 +21,9 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    torch.bfloat16: Format(8, 7, torch.int16),
-    torch.float16: Format(5, 10, torch.int16),
-    torch.float32: Format(8, 23, torch.int32),
+    torch.bfloat16: FloatFormat(8, 7, torch.int16),
+    torch.float16: FloatFormat(5, 10, torch.int16),
+    torch.float32: FloatFormat(8, 23, torch.int32),
 }
 
 

@@ -13,9 +13,9 @@ from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
     CodecNeeds,
-    Extent,
     Layout,
-    Part,
+    PartShape,
+    PartSpec,
     Source,
     Tensors,
     check_kv,
@@ -78,35 +78,40 @@ class KIVI(Codec):
         """See ``Codec.without_tail``."""
         return dataclasses.replace(self, window=0)
 
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """See ``Codec.draft_layout``; fixed by the shape.
 
         Raises:
             CompressionError: Groups do not divide ``value_dim``.
         """
-        if extent.value_dim % self.group:
+        if part_shape.value_dim % self.group:
             raise CompressionError(
                 f"kivi: group {self.group} does not divide the value dim "
-                f"{extent.value_dim}"
+                f"{part_shape.value_dim}"
             )
-        heads, byte, kind = extent.heads, torch.uint8, extent.dtype
-        keys, values = self._sealed(extent.tokens)
-        key_groups = (heads, keys // self.group, extent.key_dim)
-        value_groups = (heads, values, extent.value_dim // self.group)
-        key_bytes = packed_bytes(extent.key_dim, self.bits)
-        value_bytes = packed_bytes(extent.value_dim, self.bits)
+        heads, byte, kind = part_shape.heads, torch.uint8, part_shape.dtype
+        keys, values = self._sealed(part_shape.tokens)
+        key_groups = (heads, keys // self.group, part_shape.key_dim)
+        value_groups = (heads, values, part_shape.value_dim // self.group)
+        key_bytes = packed_bytes(part_shape.key_dim, self.bits)
+        value_bytes = packed_bytes(part_shape.value_dim, self.bits)
         return {
             "key_codes": (byte, (heads, keys, key_bytes)),
             "key_step": (kind, key_groups),
             "key_minimum": (kind, key_groups),
-            "key_tail": (kind, (heads, extent.tokens - keys, extent.key_dim)),
+            "key_tail": (kind, (heads, part_shape.tokens - keys, part_shape.key_dim)),
             "value_codes": (byte, (heads, values, value_bytes)),
             "value_step": (kind, value_groups),
             "value_minimum": (kind, value_groups),
-            "value_tail": (kind, (heads, extent.tokens - values, extent.value_dim)),
+            "value_tail": (
+                kind,
+                (heads, part_shape.tokens - values, part_shape.value_dim),
+            ),
         }
 
-    def extend(self, draft: Part, keys: torch.Tensor, values: torch.Tensor) -> Part:
+    def extend(
+        self, draft: PartSpec, keys: torch.Tensor, values: torch.Tensor
+    ) -> PartSpec:
         """Append decoded tokens; equals encoding everything at once, bit for bit.
 
         Keys leave the tail ``window`` tokens at a time, values one by one.
@@ -122,12 +127,14 @@ class KIVI(Codec):
         Raises:
             CompressionError: The part or the shapes are wrong.
         """
-        self._check("draft", draft, self.draft_layout(draft.extent))
+        self._check("draft", draft, self.draft_layout(draft.part_shape))
         added = check_kv(keys, values)
-        extent = dataclasses.replace(draft.extent, tokens=added.tokens)
-        if added != extent:
-            raise CompressionError(f"kivi: {added} does not extend {draft.extent}")
-        extent = dataclasses.replace(extent, tokens=extent.tokens + draft.extent.tokens)
+        part_shape = dataclasses.replace(draft.part_shape, tokens=added.tokens)
+        if added != part_shape:
+            raise CompressionError(f"kivi: {added} does not extend {draft.part_shape}")
+        part_shape = dataclasses.replace(
+            part_shape, tokens=part_shape.tokens + draft.part_shape.tokens
+        )
         old = draft.tensors
         new = self._seal(
             torch.cat([old["key_tail"], keys], dim=1),
@@ -139,7 +146,7 @@ class KIVI(Codec):
             else torch.cat([old[field], new[field]], dim=1)
             for field in new
         }
-        return Part(self.identity, extent, draft.layer, None, tensors)
+        return PartSpec(self.identity, part_shape, draft.layer, None, tensors)
 
     def _sealed(self, tokens: int) -> tuple[int, int]:
         """Return how many keys and values of ``tokens`` are quantized.
@@ -156,9 +163,9 @@ class KIVI(Codec):
             return tokens, tokens
         return tokens - tokens % self.window, max(0, tokens - self.window)
 
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
-        self.draft_layout(source.extent)
-        return source.extent, self._seal(source.keys, source.values)
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
+        self.draft_layout(source.part_shape)
+        return source.part_shape, self._seal(source.keys, source.values)
 
     def _seal(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
         """Quantize what has left the window; the two may differ in tokens."""
@@ -186,22 +193,22 @@ class KIVI(Codec):
             "value_tail": values[:, sealed_values:].clone(),
         }
 
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        extent, tensors = draft.extent, draft.tensors
-        heads = extent.heads
-        sealed_keys, sealed_values = self._sealed(extent.tokens)
-        codes = unpack(tensors["key_codes"], self.bits, extent.key_dim)
-        shape = (heads, sealed_keys // self.group, self.group, extent.key_dim)
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        part_shape, tensors = draft.part_shape, draft.tensors
+        heads = part_shape.heads
+        sealed_keys, sealed_values = self._sealed(part_shape.tokens)
+        codes = unpack(tensors["key_codes"], self.bits, part_shape.key_dim)
+        shape = (heads, sealed_keys // self.group, self.group, part_shape.key_dim)
         keys = _dequantize(
             codes.view(shape), tensors["key_step"], tensors["key_minimum"], 2
         )
-        codes = unpack(tensors["value_codes"], self.bits, extent.value_dim)
-        shape = (heads, sealed_values, extent.value_dim // self.group, self.group)
+        codes = unpack(tensors["value_codes"], self.bits, part_shape.value_dim)
+        shape = (heads, sealed_values, part_shape.value_dim // self.group, self.group)
         values = _dequantize(
             codes.view(shape), tensors["value_step"], tensors["value_minimum"], 3
         )
-        keys = keys.view(heads, sealed_keys, extent.key_dim)
-        values = values.view(heads, sealed_values, extent.value_dim)
+        keys = keys.view(heads, sealed_keys, part_shape.key_dim)
+        values = values.view(heads, sealed_values, part_shape.value_dim)
         return (
             torch.cat([keys, tensors["key_tail"]], dim=1),
             torch.cat([values, tensors["value_tail"]], dim=1),

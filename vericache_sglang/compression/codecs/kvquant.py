@@ -14,16 +14,16 @@ from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
     CodecNeeds,
-    Extent,
     Layout,
-    Part,
+    PartShape,
+    PartSpec,
     Rotation,
     Source,
     Tensors,
 )
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
 from vericache_sglang.compression.codecs.nuq import (
-    CodedRows,
+    NuqRows,
     Scale,
     decode_rows,
     encode_rows,
@@ -110,55 +110,55 @@ class KVQuant(Codec):
         """See ``Codec.check_model``."""
         self.tables.check_model(spec)
 
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.
 
         Raises:
             CompressionError: The tables are for keys of another width.
         """
-        columns = extent.heads * extent.key_dim
+        columns = part_shape.heads * part_shape.key_dim
         if columns != self.tables.columns:
             raise CompressionError(
                 f"{self.tables.source}: field 'key_low' is for {self.tables.columns} "
                 f"columns, the keys have {columns}"
             )
-        rows = extent.tokens - extent.exact_tokens
+        rows = part_shape.tokens - part_shape.exact_tokens
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "value_offset": (extent.dtype, (rows, 1)),
-            "value_reach": (extent.dtype, (rows, 1)),
+            "value_offset": (part_shape.dtype, (rows, 1)),
+            "value_reach": (part_shape.dtype, (rows, 1)),
         }
-        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
-            columns = extent.heads * dim
+        for part, dim in (("key", part_shape.key_dim), ("value", part_shape.value_dim)):
+            columns = part_shape.heads * dim
             places = (rows, self.places(columns))
             width = packed_bytes(columns, self.tables.bits)
             layout[f"{part}_codes"] = (torch.uint8, (rows, width))
             layout[f"{part}_columns"] = (_column_dtype(columns), places)
-            layout[f"{part}_exact"] = (extent.dtype, places)
-        return {**layout, **sink_layout(extent)}
+            layout[f"{part}_exact"] = (part_shape.dtype, places)
+        return {**layout, **sink_layout(part_shape)}
 
     def places(self, columns: int) -> int:
         """Return how many numbers of a row of ``columns`` stay exact."""
         return math.ceil(self.cap * columns - 1e-9)  # without float dust
 
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
         self.tables.check_layer(source.layer)
         draft = dict(sink_fields(source, self._default_sinks(source)))
-        extent = dataclasses.replace(
-            source.extent, exact_tokens=len(draft["sink_slots"])
+        part_shape = dataclasses.replace(
+            source.part_shape, exact_tokens=len(draft["sink_slots"])
         )
-        self.draft_layout(extent)
-        others = other_slots(draft["sink_slots"], extent.tokens)
+        self.draft_layout(part_shape)
+        others = other_slots(draft["sink_slots"], part_shape.tokens)
         rows = as_rows(before_rope(self.rope, source))[others]
         scale = self.tables.on(rows.device).key_scale(source.layer)
         distance = scale.normalized(rows).abs()
         draft |= self._coded("key", source, rows, scale, distance)
         rows = as_rows(source.values.to(torch.float32))[others]
         exact_scale, _, distance = inner_range(rows, self.tables.outliers)
-        draft["value_offset"] = exact_scale.offset.to(extent.dtype)
-        draft["value_reach"] = exact_scale.reach.to(extent.dtype)
+        draft["value_offset"] = exact_scale.offset.to(part_shape.dtype)
+        draft["value_reach"] = exact_scale.reach.to(part_shape.dtype)
         scale = _value_scale(draft)
         draft |= self._coded("value", source, rows, scale, distance)
-        return extent, draft
+        return part_shape, draft
 
     def _coded(
         self,
@@ -175,11 +175,11 @@ class KVQuant(Codec):
         return {
             f"{part}_codes": pack(coded.codes, self.tables.bits),
             f"{part}_columns": coded.columns.to(_column_dtype(columns)),
-            f"{part}_exact": coded.exact.to(source.extent.dtype),
+            f"{part}_exact": coded.exact.to(source.part_shape.dtype),
         }
 
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors, heads = draft.tensors, draft.extent.heads
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors, heads = draft.tensors, draft.part_shape.heads
         self.tables.check_layer(draft.layer)
         device = tensors["key_codes"].device
         scale = self.tables.on(device).key_scale(draft.layer)
@@ -187,19 +187,19 @@ class KVQuant(Codec):
         keys = behind_rope(self.rope, keys, draft)
         scale = _value_scale(tensors)
         values = as_heads(self._rows("value", draft, scale), heads)
-        dtype, sinks = draft.extent.dtype, tensors["sink_slots"]
+        dtype, sinks = draft.part_shape.dtype, tensors["sink_slots"]
         return (
             blend(keys.to(dtype), tensors["sink_keys"], sinks),
             blend(values.to(dtype), tensors["sink_values"], sinks),
         )
 
-    def _rows(self, part: str, draft: Part, scale: Scale) -> torch.Tensor:
+    def _rows(self, part: str, draft: PartSpec, scale: Scale) -> torch.Tensor:
         """Return the rows [N, C] that ``_coded`` wrote, float32."""
-        tensors, extent = draft.tensors, draft.extent
-        dim = extent.key_dim if part == "key" else extent.value_dim
+        tensors, part_shape = draft.tensors, draft.part_shape
+        dim = part_shape.key_dim if part == "key" else part_shape.value_dim
         packed = tensors[f"{part}_codes"]
-        coded = CodedRows(
-            unpack(packed, self.tables.bits, extent.heads * dim),
+        coded = NuqRows(
+            unpack(packed, self.tables.bits, part_shape.heads * dim),
             tensors[f"{part}_columns"].to(torch.int64) & 0xFFFF,
             tensors[f"{part}_exact"].to(torch.float32),
         )
@@ -216,7 +216,9 @@ class KVQuant(Codec):
             return source.sinks
         if source.positions is None:
             raise CompressionError("kvquant: positions of the keys are needed")
-        positions = source.positions.expand(source.extent.heads, source.extent.tokens)
+        positions = source.positions.expand(
+            source.part_shape.heads, source.part_shape.tokens
+        )
         return (positions < self.sinks).all(0).nonzero()[:, 0]
 
 

@@ -32,7 +32,7 @@ class Scale(NamedTuple):
         )
 
 
-class CodedRows(NamedTuple):
+class NuqRows(NamedTuple):
     """N rows of C numbers.
 
     Attributes:
@@ -52,7 +52,7 @@ def encode_rows(
     book: torch.Tensor,
     distance: torch.Tensor,
     places: int,
-) -> CodedRows:
+) -> NuqRows:
     """Quantize rows.
 
     Args:
@@ -64,10 +64,10 @@ def encode_rows(
     """
     columns = distance.topk(places, dim=1, sorted=False).indices
     codes = nearest(scale.normalized(rows), book)
-    return CodedRows(codes, columns, rows.gather(1, columns))
+    return NuqRows(codes, columns, rows.gather(1, columns))
 
 
-def decode_rows(coded: CodedRows, scale: Scale, book: torch.Tensor) -> torch.Tensor:
+def decode_rows(coded: NuqRows, scale: Scale, book: torch.Tensor) -> torch.Tensor:
     """Return [N, C] float32: book entries in the rows' own units, exact numbers."""
     rows = book[coded.codes.to(torch.int64)] * scale.reach + scale.offset
     return rows.scatter(1, coded.columns, coded.exact)

@@ -13,9 +13,9 @@ from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
     CodecNeeds,
-    Extent,
     Layout,
-    Part,
+    PartShape,
+    PartSpec,
     Rotation,
     Source,
     Tensors,
@@ -159,16 +159,16 @@ class RotateKV(Codec):
         """See ``Codec.check_model``."""
         self.tables.check_model(spec)
 
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """See ``Codec.draft_layout``; fixed by shape and ``exact_tokens``.
 
         Raises:
             CompressionError: Groups do not divide a row.
         """
-        rows = extent.tokens - extent.exact_tokens
+        rows = part_shape.tokens - part_shape.exact_tokens
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
-            columns = extent.heads * dim
+        for part, dim in (("key", part_shape.key_dim), ("value", part_shape.value_dim)):
+            columns = part_shape.heads * dim
             if columns % self.group:
                 raise CompressionError(
                     f"rotatekv: group {self.group} does not divide the {columns} "
@@ -177,55 +177,57 @@ class RotateKV(Codec):
             groups = (rows, columns // self.group)
             width = packed_bytes(columns, self.bits)
             layout[f"{part}_codes"] = (torch.uint8, (rows, width))
-            layout[f"{part}_step"] = (extent.dtype, groups)
+            layout[f"{part}_step"] = (part_shape.dtype, groups)
             layout[f"{part}_zero"] = (torch.int16, groups)
-        return {**layout, **sink_layout(extent)}
+        return {**layout, **sink_layout(part_shape)}
 
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
         none = torch.empty(0, dtype=torch.int32)
         sinks = none if source.sinks is None else source.sinks
         draft = dict(sink_fields(source, sinks))
         slots = draft["sink_slots"]
-        extent = dataclasses.replace(source.extent, exact_tokens=len(slots))
-        self.draft_layout(extent)
-        order = self._order(source.layer, extent, slots.device)
-        others = other_slots(slots, extent.tokens)
+        part_shape = dataclasses.replace(source.part_shape, exact_tokens=len(slots))
+        self.draft_layout(part_shape)
+        order = self._order(source.layer, part_shape, slots.device)
+        others = other_slots(slots, part_shape.tokens)
         rows = as_rows(before_rope(self.rope, source))[others]
-        rows = rotate_heads(rows, extent.key_dim, self.tables.rotated_heads)
-        draft |= self._coded("key", rows[:, order], extent)
+        rows = rotate_heads(rows, part_shape.key_dim, self.tables.rotated_heads)
+        draft |= self._coded("key", rows[:, order], part_shape)
         rows = as_rows(source.values.to(torch.float32))[others]
-        draft |= self._coded("value", rotate_heads(rows, extent.value_dim, 1), extent)
-        return extent, draft
+        draft |= self._coded(
+            "value", rotate_heads(rows, part_shape.value_dim, 1), part_shape
+        )
+        return part_shape, draft
 
-    def _coded(self, part: str, rows: torch.Tensor, extent: Extent) -> Tensors:
+    def _coded(self, part: str, rows: torch.Tensor, part_shape: PartShape) -> Tensors:
         """Return the fields of key or value rows [N, C]."""
         levels = (1 << self.bits) - 1
         if self.published_levels:
             levels = self.bits**2 - 1
         groups = rows.view(len(rows), -1, self.group)
-        affine = quantize(groups, self.bits, self.clip, levels, extent.dtype)
+        affine = quantize(groups, self.bits, self.clip, levels, part_shape.dtype)
         return {
             f"{part}_codes": pack(affine.codes.flatten(1), self.bits),
             f"{part}_step": affine.step,
             f"{part}_zero": affine.zero,
         }
 
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        extent, tensors = draft.extent, draft.tensors
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        part_shape, tensors = draft.part_shape, draft.tensors
         sinks = tensors["sink_slots"]
-        order = self._order(draft.layer, extent, sinks.device)
-        rows = self._rows("key", draft, extent.heads * extent.key_dim)
+        order = self._order(draft.layer, part_shape, sinks.device)
+        rows = self._rows("key", draft, part_shape.heads * part_shape.key_dim)
         rows = torch.empty_like(rows).index_copy_(1, order, rows)
-        rows = rotate_heads(rows, extent.key_dim, self.tables.rotated_heads)
-        keys = behind_rope(self.rope, as_heads(rows, extent.heads), draft)
-        rows = self._rows("value", draft, extent.heads * extent.value_dim)
-        values = as_heads(rotate_heads(rows, extent.value_dim, 1), extent.heads)
+        rows = rotate_heads(rows, part_shape.key_dim, self.tables.rotated_heads)
+        keys = behind_rope(self.rope, as_heads(rows, part_shape.heads), draft)
+        rows = self._rows("value", draft, part_shape.heads * part_shape.value_dim)
+        values = as_heads(rotate_heads(rows, part_shape.value_dim, 1), part_shape.heads)
         return (
-            blend(keys.to(extent.dtype), tensors["sink_keys"], sinks),
-            blend(values.to(extent.dtype), tensors["sink_values"], sinks),
+            blend(keys.to(part_shape.dtype), tensors["sink_keys"], sinks),
+            blend(values.to(part_shape.dtype), tensors["sink_values"], sinks),
         )
 
-    def _rows(self, part: str, draft: Part, columns: int) -> torch.Tensor:
+    def _rows(self, part: str, draft: PartSpec, columns: int) -> torch.Tensor:
         """Return the rows [N, C] that ``_coded`` wrote, float32."""
         codes = unpack(draft.tensors[f"{part}_codes"], self.bits, columns)
         affine = Affine(
@@ -235,9 +237,11 @@ class RotateKV(Codec):
         )
         return dequantize(affine).flatten(1)
 
-    def _order(self, layer: int, extent: Extent, device: torch.device) -> torch.Tensor:
+    def _order(
+        self, layer: int, part_shape: PartShape, device: torch.device
+    ) -> torch.Tensor:
         """Return the order [C] of a layer's rotated key channels."""
-        self.tables.check(layer, extent.heads * extent.key_dim)
+        self.tables.check(layer, part_shape.heads * part_shape.key_dim)
         return self.tables.on(device).order[layer]
 
 

@@ -10,7 +10,7 @@ from vericache_sglang.compression.codecs.sinks import other_slots
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
-    from vericache_sglang.compression.codecs.base import Part, Rotation, Source
+    from vericache_sglang.compression.codecs.base import PartSpec, Rotation, Source
 
 
 def as_rows(entries: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,9 @@ def before_rope(rope: Rotation | None, source: Source) -> torch.Tensor:
     return bound(keys, positions, inverse=True)
 
 
-def behind_rope(rope: Rotation | None, keys: torch.Tensor, draft: Part) -> torch.Tensor:
+def behind_rope(
+    rope: Rotation | None, keys: torch.Tensor, draft: PartSpec
+) -> torch.Tensor:
     """Rotate decoded keys to where they stood.
 
     Args:
@@ -56,7 +58,7 @@ def behind_rope(rope: Rotation | None, keys: torch.Tensor, draft: Part) -> torch
         CompressionError: Rotation or positions are missing.
     """
     bound, positions = _bound(rope, draft.positions)
-    others = other_slots(draft.tensors["sink_slots"], draft.extent.tokens)
+    others = other_slots(draft.tensors["sink_slots"], draft.part_shape.tokens)
     return bound(keys, positions.to(others.device)[..., others])
 
 

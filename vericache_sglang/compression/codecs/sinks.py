@@ -6,22 +6,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_sglang.compression.budget import complement_indices
+from vericache_sglang.compression.budget import residual_indices
 from vericache_sglang.compression.codecs.floats import FORMATS
 from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 if TYPE_CHECKING:
-    from vericache_sglang.compression.codecs.base import Extent, Layout, Source, Tensors
+    from vericache_sglang.compression.codecs.base import (
+        Layout,
+        PartShape,
+        Source,
+        Tensors,
+    )
 
 
-def sink_layout(extent: Extent) -> Layout:
-    """Return the fields of ``extent.exact_tokens`` exact tokens."""
-    rows = (extent.heads, extent.exact_tokens)
+def sink_layout(part_shape: PartShape) -> Layout:
+    """Return the fields of ``part_shape.exact_tokens`` exact tokens."""
+    rows = (part_shape.heads, part_shape.exact_tokens)
     return {
-        "sink_slots": (torch.int32, (extent.exact_tokens,)),
-        "sink_keys": (extent.dtype, (*rows, extent.key_dim)),
-        "sink_values": (extent.dtype, (*rows, extent.value_dim)),
+        "sink_slots": (torch.int32, (part_shape.exact_tokens,)),
+        "sink_keys": (part_shape.dtype, (*rows, part_shape.key_dim)),
+        "sink_values": (part_shape.dtype, (*rows, part_shape.value_dim)),
     }
 
 
@@ -38,7 +43,7 @@ def sink_fields(source: Source, sinks: torch.Tensor) -> Tensors:
     Raises:
         CompressionError: The sinks are not ascending, unique and in [0, T).
     """
-    slots = placed(_checked(sinks, source.extent.tokens), source.keys.device)
+    slots = placed(_checked(sinks, source.part_shape.tokens), source.keys.device)
     return {
         "sink_slots": slots,
         "sink_keys": take(source.keys, slots),
@@ -69,7 +74,7 @@ def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def other_slots(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return the slots of [0, T) that are no sinks, ascending, int64."""
-    return complement_indices(sinks.to(torch.int64)[None], tokens)[0]
+    return residual_indices(sinks.to(torch.int64)[None], tokens)[0]
 
 
 def take(entries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

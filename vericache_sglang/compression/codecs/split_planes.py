@@ -14,15 +14,15 @@ from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
     CodecNeeds,
-    Extent,
     Layout,
-    Part,
+    PartShape,
+    PartSpec,
     Source,
     Tensors,
 )
 from vericache_sglang.compression.codecs.floats import (
     FORMATS,
-    Format,
+    FloatFormat,
     Numbers,
     put_together,
     take_apart,
@@ -136,31 +136,35 @@ class SplitPlanes(Codec):
         """See ``Codec.needs``: blocks start at multiples of ``block`` tokens."""
         return CodecNeeds(token_align=self.block)
 
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """See ``Codec.draft_layout``; fixed by the shape, whatever the numbers.
 
         A token's codes are whole bytes of their own, as a pool of slots wants them.
         """
-        rows = (extent.heads, extent.tokens)
-        blocks = -(-extent.tokens // self.block)
-        width = FORMATS[extent.dtype].exponent
+        rows = (part_shape.heads, part_shape.tokens)
+        blocks = -(-part_shape.tokens // self.block)
+        width = FORMATS[part_shape.dtype].exponent
         shapes = {
-            "key_codes": (*rows, packed_bytes(extent.key_dim, self._code_bits)),
-            "key_shared": (extent.heads, blocks, packed_bytes(extent.key_dim, width)),
-            "value_codes": (*rows, packed_bytes(extent.value_dim, self._code_bits)),
-            "value_shared": (extent.heads, packed_bytes(extent.tokens, width)),
+            "key_codes": (*rows, packed_bytes(part_shape.key_dim, self._code_bits)),
+            "key_shared": (
+                part_shape.heads,
+                blocks,
+                packed_bytes(part_shape.key_dim, width),
+            ),
+            "value_codes": (*rows, packed_bytes(part_shape.value_dim, self._code_bits)),
+            "value_shared": (part_shape.heads, packed_bytes(part_shape.tokens, width)),
         }
         return {field: (torch.uint8, shape) for field, shape in shapes.items()}
 
-    def residual_layout(self, extent: Extent) -> Layout:
-        """See ``Codec.residual_layout``; grows with ``extent.escapes``."""
-        rows = (extent.heads, extent.tokens)
-        form = FORMATS[extent.dtype]
+    def residual_layout(self, part_shape: PartShape) -> Layout:
+        """See ``Codec.residual_layout``; grows with ``part_shape.escapes``."""
+        rows = (part_shape.heads, part_shape.tokens)
+        form = FORMATS[part_shape.dtype]
         rest = form.mantissa - self.mantissa_bits
         shapes: dict[str, tuple[int, ...]] = {
-            "key_rest": (*rows, packed_bytes(extent.key_dim, rest)),
-            "value_rest": (*rows, packed_bytes(extent.value_dim, rest)),
-            "escapes": (packed_bytes(extent.escapes, form.exponent),),
+            "key_rest": (*rows, packed_bytes(part_shape.key_dim, rest)),
+            "value_rest": (*rows, packed_bytes(part_shape.value_dim, rest)),
+            "escapes": (packed_bytes(part_shape.escapes, form.exponent),),
         }
         return {field: (torch.uint8, shape) for field, shape in shapes.items()}
 
@@ -172,8 +176,8 @@ class SplitPlanes(Codec):
     def _escape(self) -> int:
         return (1 << self.exponent_bits) - 1
 
-    def _encode(self, source: Source) -> tuple[Extent, Tensors, Tensors]:
-        form = FORMATS[source.extent.dtype]
+    def _encode(self, source: Source) -> tuple[PartShape, Tensors, Tensors]:
+        form = FORMATS[source.part_shape.dtype]
         draft, residual, escapes = {}, {}, []
         for field, side in self.sides(source.keys, source.values):
             draft.update(self._high(field, side, form))
@@ -181,14 +185,14 @@ class SplitPlanes(Codec):
             escapes.append(side.exponent[side.escaped].to(torch.uint8))
         exponents = torch.cat(escapes)
         residual["escapes"] = pack(exponents, form.exponent)
-        extent = dataclasses.replace(source.extent, escapes=exponents.numel())
-        return extent, draft, residual
+        part_shape = dataclasses.replace(source.part_shape, escapes=exponents.numel())
+        return part_shape, draft, residual
 
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
-        form, draft = FORMATS[source.extent.dtype], {}
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
+        form, draft = FORMATS[source.part_shape.dtype], {}
         for field, side in self.sides(source.keys, source.values):
             draft.update(self._high(field, side, form))
-        return source.extent, draft
+        return source.part_shape, draft
 
     def sides(
         self, keys: torch.Tensor, values: torch.Tensor
@@ -208,7 +212,9 @@ class SplitPlanes(Codec):
             escaped = (distance < 0) | (distance >= self._escape)
             yield field, Side(*numbers, shared, distance, escaped)
 
-    def _high(self, field: str, side: Side, form: Format) -> dict[str, torch.Tensor]:
+    def _high(
+        self, field: str, side: Side, form: FloatFormat
+    ) -> dict[str, torch.Tensor]:
         """Return a side's fields of the draft part."""
         codes = side.sign << self.exponent_bits
         codes |= side.distance.masked_fill(side.escaped, self._escape)
@@ -219,18 +225,18 @@ class SplitPlanes(Codec):
             f"{field}_codes": pack(codes.to(torch.uint8), self._code_bits),
         }
 
-    def low_bits(self, side: Side, form: Format) -> torch.Tensor:
+    def low_bits(self, side: Side, form: FloatFormat) -> torch.Tensor:
         """Return the mantissa bits [H, T, *] uint8 that the codes leave out."""
         rest = form.mantissa - self.mantissa_bits
         return pack_wide(side.mantissa & (1 << rest) - 1, rest)
 
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._shared(draft)
         # To look would have the host wait for a GPU.
         on_host = not keys.is_cuda
         if on_host and min(int(keys.min()), int(values.min())) >= self._escape:
             return self._decode_normal(draft, keys, values)
-        form = FORMATS[draft.extent.dtype]
+        form = FORMATS[draft.part_shape.dtype]
         rest = form.mantissa - self.mantissa_bits
         results = []
         for plane in self._planes(draft):
@@ -238,11 +244,11 @@ class SplitPlanes(Codec):
             mantissa = (plane.top << rest).masked_fill(plane.escaped, 0)
             mantissa |= (exponent > 0).to(form.integer) << rest - 1
             numbers = Numbers(plane.sign, exponent, mantissa)
-            results.append(put_together(numbers, draft.extent.dtype))
+            results.append(put_together(numbers, draft.part_shape.dtype))
         return results[0], results[1]
 
     def _decode_normal(
-        self, draft: Part, keys: torch.Tensor, values: torch.Tensor
+        self, draft: PartSpec, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode a part without subnormal numbers: a table of codes times a power of 2.
 
@@ -253,18 +259,22 @@ class SplitPlanes(Codec):
             keys: [H, blocks, D] shared exponents of the keys, each at least the escape.
             values: [H, T] shared exponents of the values, likewise.
         """
-        extent, tensors = draft.extent, draft.tensors
-        powers = self._over_tokens(_powers(keys, extent.dtype), extent.tokens)
+        part_shape, tensors = draft.part_shape, draft.tensors
+        powers = self._over_tokens(_powers(keys, part_shape.dtype), part_shape.tokens)
         fields = (
-            ("key_codes", extent.key_dim, powers),
-            ("value_codes", extent.value_dim, _powers(values, extent.dtype)[..., None]),
+            ("key_codes", part_shape.key_dim, powers),
+            (
+                "value_codes",
+                part_shape.value_dim,
+                _powers(values, part_shape.dtype)[..., None],
+            ),
         )
         table = self._factors()
         results = []
         for field, dim, scale in fields:
             codes = unpack(tensors[field], self._code_bits, dim)
             factors = table.index_select(0, codes.to(torch.int32).flatten())
-            results.append((factors.view(codes.shape) * scale).to(extent.dtype))
+            results.append((factors.view(codes.shape) * scale).to(part_shape.dtype))
         return results[0], results[1]
 
     def _factors(self) -> torch.Tensor:
@@ -278,18 +288,20 @@ class SplitPlanes(Codec):
         factors: torch.Tensor = sign * size
         return factors.to(torch.float32)
 
-    def _join(self, draft: Part, residual: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        extent, tensors = draft.extent, residual.tensors
-        form = FORMATS[extent.dtype]
+    def _join(
+        self, draft: PartSpec, residual: PartSpec
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        part_shape, tensors = draft.part_shape, residual.tensors
+        form = FORMATS[part_shape.dtype]
         rest = form.mantissa - self.mantissa_bits
         planes = self._planes(draft)
         counts = [int(plane.escaped.count_nonzero()) for plane in planes]
-        if sum(counts) != extent.escapes:
+        if sum(counts) != part_shape.escapes:
             raise CompressionError(
                 f"{self.name} draft: field 'key_codes' or 'value_codes' has "
-                f"{sum(counts)} escapes, the residual lists {extent.escapes}"
+                f"{sum(counts)} escapes, the residual lists {part_shape.escapes}"
             )
-        exponents = unpack(tensors["escapes"], form.exponent, extent.escapes)
+        exponents = unpack(tensors["escapes"], form.exponent, part_shape.escapes)
         results = []
         for field, plane, listed in zip(
             ("key", "value"), planes, exponents.split(counts), strict=True
@@ -301,28 +313,28 @@ class SplitPlanes(Codec):
                 tensors[f"{field}_rest"], rest, exponent.shape[2], form.integer
             )
             numbers = Numbers(plane.sign, exponent, plane.top << rest | low)
-            results.append(put_together(numbers, extent.dtype))
+            results.append(put_together(numbers, part_shape.dtype))
         return results[0], results[1]
 
-    def _planes(self, draft: Part) -> tuple[Plane, Plane]:
+    def _planes(self, draft: PartSpec) -> tuple[Plane, Plane]:
         """Read the draft part: keys, then values."""
-        extent, tensors = draft.extent, draft.tensors
-        form = FORMATS[extent.dtype]
+        part_shape, tensors = draft.part_shape, draft.tensors
+        form = FORMATS[part_shape.dtype]
         key_shared, value_shared = self._shared(draft)
-        keys = self._over_tokens(key_shared, extent.tokens).to(form.integer)
+        keys = self._over_tokens(key_shared, part_shape.tokens).to(form.integer)
         values = value_shared[..., None].to(form.integer)
         return (
-            self._plane(tensors["key_codes"], keys, extent.key_dim),
-            self._plane(tensors["value_codes"], values, extent.value_dim),
+            self._plane(tensors["key_codes"], keys, part_shape.key_dim),
+            self._plane(tensors["value_codes"], values, part_shape.value_dim),
         )
 
-    def _shared(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shared(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the shared exponents: of keys [H, blocks, D], of values [H, T]."""
-        extent, tensors = draft.extent, draft.tensors
-        width = FORMATS[extent.dtype].exponent
+        part_shape, tensors = draft.part_shape, draft.tensors
+        width = FORMATS[part_shape.dtype].exponent
         return (
-            unpack(tensors["key_shared"], width, extent.key_dim),
-            unpack(tensors["value_shared"], width, extent.tokens),
+            unpack(tensors["key_shared"], width, part_shape.key_dim),
+            unpack(tensors["value_shared"], width, part_shape.tokens),
         )
 
     def _plane(self, packed: torch.Tensor, shared: torch.Tensor, dim: int) -> Plane:

@@ -12,9 +12,9 @@ from vericache_sglang.compression.about import About
 from vericache_sglang.compression.codecs.base import (
     CODECS,
     Codec,
-    Extent,
     Layout,
-    Part,
+    PartShape,
+    PartSpec,
     Source,
     Tensors,
 )
@@ -96,24 +96,24 @@ class TurboQuant(Codec):
         if not 1 <= self.bits <= 8:
             raise CompressionError(f"turboquant: bits must be 1 to 8, got {self.bits}")
 
-    def draft_layout(self, extent: Extent) -> Layout:
+    def draft_layout(self, part_shape: PartShape) -> Layout:
         """See ``Codec.draft_layout``; fixed by the shape.
 
         Raises:
             CompressionError: A head has fewer than 3 dimensions.
         """
-        rows = (extent.heads, extent.tokens)
+        rows = (part_shape.heads, part_shape.tokens)
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
+        for part, dim in (("key", part_shape.key_dim), ("value", part_shape.value_dim)):
             if dim < 3:
                 raise CompressionError(f"turboquant: {part} dim {dim} is below 3")
             width = packed_bytes(dim, self.bits)
             layout[f"{part}_codes"] = (torch.uint8, (*rows, width))
-            layout[f"{part}_norm"] = (extent.dtype, (*rows, 1))
+            layout[f"{part}_norm"] = (part_shape.dtype, (*rows, 1))
         return layout
 
-    def _encode_draft(self, source: Source) -> tuple[Extent, Tensors]:
-        self.draft_layout(source.extent)
+    def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
+        self.draft_layout(source.part_shape)
         draft: dict[str, torch.Tensor] = {}
         for part, entries in (("key", source.keys), ("value", source.values)):
             rows = entries.to(torch.float32)
@@ -123,16 +123,16 @@ class TurboQuant(Codec):
             codes = nearest(rows / norm @ rotation, book)
             draft[f"{part}_codes"] = pack(codes, self.bits)
             draft[f"{part}_norm"] = norm.to(entries.dtype)
-        return source.extent, draft
+        return source.part_shape, draft
 
-    def _decode(self, draft: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        extent, tensors, results = draft.extent, draft.tensors, []
-        for part, dim in (("key", extent.key_dim), ("value", extent.value_dim)):
+    def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        part_shape, tensors, results = draft.part_shape, draft.tensors, []
+        for part, dim in (("key", part_shape.key_dim), ("value", part_shape.value_dim)):
             packed = tensors[f"{part}_codes"]
             rotation, book = self._tables(dim, packed.device)
             codes = unpack(packed, self.bits, dim).to(torch.int64)
             rows = book[codes] @ rotation.t() * tensors[f"{part}_norm"]
-            results.append(rows.to(extent.dtype))
+            results.append(rows.to(part_shape.dtype))
         return results[0], results[1]
 
     def _tables(

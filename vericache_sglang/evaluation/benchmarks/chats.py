@@ -18,7 +18,7 @@ from vericache_sglang.evaluation.workload import (
     load_tokenizer,
     record_prompts,
 )
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 
 if TYPE_CHECKING:
     import argparse

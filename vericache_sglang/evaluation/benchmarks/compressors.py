@@ -18,7 +18,11 @@ from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.altered import LONGEST, LOSSY, TIMED
 from vericache_sglang.evaluation.benchmark import DEMO, REPOSITORY, Benchmark
 from vericache_sglang.evaluation.benchmarks.tool_calls import exact
-from vericache_sglang.evaluation.compressor_lines import DEFAULT, lines, packed_extent
+from vericache_sglang.evaluation.compressor_lines import (
+    DEFAULT,
+    lines,
+    packed_part_shape,
+)
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import answer, compare, greedy
 from vericache_sglang.evaluation.report import markdown_table
@@ -183,7 +187,7 @@ def sizes(
     parts: Counter[str] = Counter()
     for each in sums:
         parts.update(each.split)
-    packed = packed_extent(heads, head_dim)
+    packed = packed_part_shape(heads, head_dim)
     brought = sum(part["prompt_reads"] for part in cycles.values()) * token_bytes
     seconds = sum(each.compressing("cpu") for each in sums)
     return {

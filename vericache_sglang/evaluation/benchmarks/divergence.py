@@ -174,7 +174,7 @@ def prepare(options: argparse.Namespace) -> Study:
         ConfigError: An option is out of bounds, a task is unknown, or its data is
             missing or malformed.
     """
-    from vericache_sglang.engine.torchvision_ops import define_missing_ops
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()  # before transformers looks for torchvision
     from transformers import AutoConfig, AutoTokenizer

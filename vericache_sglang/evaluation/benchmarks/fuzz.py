@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.evaluation.attack import Target, attack, references, streams
+from vericache_sglang.evaluation.attack import AttackTarget, attack, references, streams
 from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.fuzzing import draw, require_schemathesis
@@ -85,7 +85,7 @@ async def _fuzz(options: argparse.Namespace, servers: list[Server]) -> dict[str,
     openapi = servers[0].ask("/openapi.json")
     bodies = draw(openapi, prompts, options.bodies, options.seed)
     probes = references(servers[-1], prompts)
-    targets = [Target(server) for server in servers]
+    targets = [AttackTarget(server) for server in servers]
     ours, began = targets[0], time.monotonic()
     tally = await attack(targets, bodies, probes)
     held = await ours.settle()

@@ -21,12 +21,12 @@ from vericache_sglang.evaluation.benchmark import Benchmark
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
+    Compress,
     Draft,
     Plain,
     Plan,
     Residency,
     Shape,
-    Split,
     Verify,
     World,
 )
@@ -64,14 +64,14 @@ class Drill:
     ) -> None:
         self._random = Random(seed)
         rounds = max(1.0, requests / (DRAFT_LENGTH + 1))
-        self._reload_bytes = LINK_BYTES_PER_S * ITERATION_S / rounds
-        self._reload_bytes *= 1.5 if contended else 0.5
+        self._prefetch_bytes = LINK_BYTES_PER_S * ITERATION_S / rounds
+        self._prefetch_bytes *= 1.5 if contended else 0.5
         settings = RuntimeSettings(
             residency=residency,
             draft_length=DRAFT_LENGTH,
             max_verifies=int(2 * rounds) + 1,
             staging_slots=int(4 * rounds + 2) * DROPPED,
-            token_bytes=max(1, int(self._reload_bytes / DROPPED)),
+            token_bytes=max(1, int(self._prefetch_bytes / DROPPED)),
         )
         self.runtime = Runtime(settings, Estimates())
         self._arrivals: deque[tuple[int, str]] = deque()
@@ -83,7 +83,7 @@ class Drill:
         self.spent_ns = 0
         for _ in range(requests):
             # Split as plans would within some iterations, two at a time.
-            self.runtime.moved(Split(self._arrive(), Residency.HOST))
+            self.runtime.moved(Compress(self._arrive(), Residency.HOST))
 
     def iteration(self) -> int:
         """Run one iteration; return the nanoseconds spent in the runtime."""
@@ -135,7 +135,7 @@ class Drill:
 
     def _perform(self, plan: Plan) -> None:
         link = self.runtime.estimates.link
-        size = int(self._reload_bytes)
+        size = int(self._prefetch_bytes)
         for stage_in in plan.stage_ins:
             seconds = size / LINK_BYTES_PER_S
             now = float(plan.iteration)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from vericache_sglang.evaluation.attack import HELD, Target
+from vericache_sglang.evaluation.attack import HELD, AttackTarget
 from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
 from vericache_sglang.evaluation.client import open_session
 from vericache_sglang.evaluation.fleet import served
@@ -161,12 +161,12 @@ def _soak(
             settings["draft_length"] = 8
         system = described("vericache", settings, engine)
         with served(system, options.model, checked=True) as server:
-            return asyncio.run(_asked(options, Target(server), requests, wanted))
+            return asyncio.run(_asked(options, AttackTarget(server), requests, wanted))
 
 
 async def _asked(
     options: argparse.Namespace,
-    target: Target,
+    target: AttackTarget,
     requests: Iterator[Asked],
     wanted: dict[tuple[str, int], Answers],
 ) -> dict[str, Any]:

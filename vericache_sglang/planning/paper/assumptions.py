@@ -8,7 +8,7 @@ from vericache_sglang.planning.acceptance import (
     Geometric,
 )
 from vericache_sglang.planning.hardware import MEMORY_SHARE, gpu_named, machine_of
-from vericache_sglang.planning.intra import Server
+from vericache_sglang.planning.intra import ServerModel
 from vericache_sglang.planning.models import find_model
 
 CONTEXT_TOKENS = 24_414
@@ -45,11 +45,11 @@ def server(
     devices: int = 1,
     context_tokens: int = CONTEXT_TOKENS,
     printed_transfer: bool = False,
-) -> Server:
+) -> ServerModel:
     """Return the server of a figure under the shared assumptions."""
     shape = find_model(model)
     survival = PUBLISHED_LLAMA_70B if model == LLAMA else PUBLISHED_QWEN_32B
-    return Server(
+    return ServerModel(
         machine=machine_of(gpu_named(gpu), devices),
         weight_bytes=shape.weight_bytes,
         kv_bytes=context_tokens * shape.kv_bytes_per_token,

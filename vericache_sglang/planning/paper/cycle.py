@@ -47,7 +47,7 @@ def draft_s(batch: Batch, machine: Machine, verifies: int = 0) -> float:
     return (read + verifies * batch.kv_full_bytes) / machine.hbm_bytes_per_s
 
 
-def reload_s(batch: Batch, machine: Machine) -> float:
+def prefetch_s(batch: Batch, machine: Machine) -> float:
     """Return the time one full KV takes over the link, in s."""
     return batch.kv_full_bytes / machine.link_bytes_per_s
 
@@ -58,7 +58,7 @@ def staggered(batch: Batch, machine: Machine) -> Cycle:
     Only what the link cannot move while x iterations of drafts run is exposed.
     """
     compressed = batch.requests * batch.keep * batch.kv_full_bytes
-    total_s = batch.requests * reload_s(batch, machine)
+    total_s = batch.requests * prefetch_s(batch, machine)
     hidden_s = batch.draft_length * draft_s(batch, machine)
     return Cycle(
         peak_bytes=batch.weight_bytes + compressed + batch.kv_full_bytes,
@@ -70,7 +70,7 @@ def lock_step(batch: Batch, machine: Machine) -> Cycle:
     """All requests verify at once; drafts' KV is offloaded to make room for it."""
     return Cycle(
         peak_bytes=batch.weight_bytes + batch.requests * batch.kv_full_bytes,
-        exposed_transfer_s=batch.requests * reload_s(batch, machine),
+        exposed_transfer_s=batch.requests * prefetch_s(batch, machine),
     )
 
 

@@ -10,7 +10,7 @@ from vericache_sglang.planning.paper.cycle import (
     Batch,
     draft_s,
     lock_step,
-    reload_s,
+    prefetch_s,
     sequential,
     staggered,
 )
@@ -59,7 +59,7 @@ def worked_example() -> tuple[Claim, ...]:
         Claim(
             what="one reload (4.1)",
             paper=80,
-            ours=1e3 * reload_s(batch, machine),
+            ours=1e3 * prefetch_s(batch, machine),
             unit="ms",
             open="printed 64 GB/s would give 62.5 ms",
         ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from vericache_sglang.planning.hardware import gpu_named
 from vericache_sglang.planning.intra import (
-    Server,
+    ServerModel,
     full_kv,
     resident_drafts,
     search,
@@ -25,14 +25,14 @@ LENGTHS = range(1, 51)
 
 
 def speedup(
-    on: Server, *, keep: float = KEEP, draft_length: int = DRAFT_LENGTH
+    on: ServerModel, *, keep: float = KEEP, draft_length: int = DRAFT_LENGTH
 ) -> float:
     """Return the best throughput over the full-KV server's, with B_c free."""
     found = search(on, [keep], [draft_length])
     return found.tokens_per_s / full_kv(on).tokens_per_s
 
 
-def peak(on: Server) -> tuple[float, int]:
+def peak(on: ServerModel) -> tuple[float, int]:
     """Return height and draft length of the highest point of the curve at c = 1/4."""
     return max(
         ((speedup(on, keep=0.25, draft_length=x), x) for x in LENGTHS),

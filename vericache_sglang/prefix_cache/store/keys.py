@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from vericache_sglang.errors import StoreError
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.store.keys import Seal
 from vericache_sglang.prefix_cache.store.objects import memory_of, parse_object
 

@@ -42,7 +42,7 @@ ALIGN = 64
 MOST_HEADER_BYTES = 1 << 20
 
 
-class Field(NamedTuple):
+class TensorField(NamedTuple):
     """A tensor that an object may hold."""
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Field(NamedTuple):
 
 def layout(
     fingerprint: Fingerprint, part: Part, tokens: int, kept: int
-) -> dict[str, Field]:
+) -> dict[str, TensorField]:
     """Return the tensors that one part of a segment consists of, by name.
 
     Args:
@@ -74,17 +74,19 @@ def layout(
     dtype: torch.dtype = getattr(torch, fingerprint.kv_dtype)
     layers, heads = fingerprint.layers, fingerprint.kv_heads
     fields = {
-        "keys": Field(dtype, (layers, count, heads, fingerprint.head_dim)),
-        "values": Field(dtype, (layers, count, heads, fingerprint.v_head_dim)),
+        "keys": TensorField(dtype, (layers, count, heads, fingerprint.head_dim)),
+        "values": TensorField(dtype, (layers, count, heads, fingerprint.v_head_dim)),
     }
     if part == "draft":
-        fields["kept"] = Field(torch.int32, (layers, heads, kept))
+        fields["kept"] = TensorField(torch.int32, (layers, heads, kept))
     if part != "residual":
-        fields["noted"] = Field(torch.float32, (layers, heads, tokens), required=False)
+        fields["noted"] = TensorField(
+            torch.float32, (layers, heads, tokens), required=False
+        )
     return fields
 
 
-def most_bytes(fields: Mapping[str, Field]) -> int:
+def most_bytes(fields: Mapping[str, TensorField]) -> int:
     """Return the bytes that no object of these tensors exceeds."""
     header = LENGTH.size + MOST_HEADER_BYTES
     return header + sum(field.nbytes for field in fields.values())
@@ -132,7 +134,7 @@ def encode(tensors: Tensors, salt: int = 0) -> torch.Tensor:
 
 
 def decode(
-    data: torch.Tensor, fields: Mapping[str, Field], tokens: int
+    data: torch.Tensor, fields: Mapping[str, TensorField], tokens: int
 ) -> dict[str, torch.Tensor]:
     """Read an object that holds these tensors and nothing else.
 
@@ -194,7 +196,9 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.numpy().data
 
 
-def _view(name: str, row: object, field: Field, body: torch.Tensor) -> torch.Tensor:
+def _view(
+    name: str, row: object, field: TensorField, body: torch.Tensor
+) -> torch.Tensor:
     """Return one tensor of an object's body.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.memory.geometry import KVGeometry
+    from vericache_sglang.kv.geometry import KVGeometry
 
 DISTRIBUTION = "vericache-sglang"
 

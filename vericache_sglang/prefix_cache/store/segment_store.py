@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
     from vericache_sglang.prefix_cache.store.objects import Part, Tensors
 
-    Split: TypeAlias = Callable[["Found"], tuple[Tensors, Tensors]]
+    Compress: TypeAlias = Callable[["Found"], tuple[Tensors, Tensors]]
 
 BATCH = 64
 """Segments looked up in one bounded call: 32,768 tokens."""
@@ -55,7 +55,7 @@ class Found:
 
 
 @dataclass(slots=True, eq=False)
-class Prefetch:
+class StoreFetch:
     """Segments that are read in the background, up to the first that is missing.
 
     Attributes:
@@ -238,13 +238,13 @@ class SegmentStore:
 
     def prefetch(
         self, names: Sequence[str], compressors: Sequence[str] = ()
-    ) -> Prefetch:
+    ) -> StoreFetch:
         """Restore segments in the reader's thread, up to the first that is missing.
 
         Returns:
             Done at once, with nothing found, where too many wait or the store closed.
         """
-        prefetch = Prefetch(names)
+        prefetch = StoreFetch(names)
         if len(self._reads) < self._most_waiting:
             try:
                 future = self._reader.submit(self._prefetch, prefetch, compressors)
@@ -263,7 +263,7 @@ class SegmentStore:
 
     # -- what is stored already -------------------------------------------------
 
-    def compress(self, names: Sequence[str], split: Split, compressor: str) -> int:
+    def compress(self, names: Sequence[str], split: Compress, compressor: str) -> int:
         """Upgrade stored segments to the draft KV and residual KV of a compressor.
 
         Until both are there, and for ever where that fails, readers see what was
@@ -450,7 +450,7 @@ class SegmentStore:
             self.counters.warn("a segment cannot be stored", error)
             return False
 
-    def _prefetch(self, prefetch: Prefetch, compressors: Sequence[str]) -> None:
+    def _prefetch(self, prefetch: StoreFetch, compressors: Sequence[str]) -> None:
         for name in prefetch.names:
             found = None if prefetch.cancelled else self.restore(name, compressors)
             if found is None:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vericache_sglang.memory.segments import SEGMENT
+from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.store.manifest import Recent
 from vericache_sglang.prefix_cache.store.objects import layout
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.store.objects import Part, Tensors
     from vericache_sglang.prefix_cache.store.segment_store import (
         Found,
-        Prefetch,
         SegmentStore,
+        StoreFetch,
     )
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Fetch:
     parent: str | None
     start: int
     deadline: float
-    reading: Prefetch | None
+    reading: StoreFetch | None
     tokens: int = 0
 
 
@@ -236,7 +236,7 @@ class StoredSegments:
         """Return the store's counters, by their names in the worker's report."""
         return self._store.counters.report(self._store.waiting)
 
-    def _read(self, names: Sequence[str]) -> Prefetch:
+    def _read(self, names: Sequence[str]) -> StoreFetch:
         return self._store.prefetch(names[: self._ahead], self._usable)
 
     def _take_in(self, name: str, parent: str | None, found: Found) -> bool:

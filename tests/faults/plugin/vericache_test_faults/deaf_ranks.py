@@ -2,18 +2,18 @@
 
 from torch import distributed
 
-from vericache_sglang.engine.agreement import Agreement, Heard
-from vericache_sglang.engine.reloads import Progress
+from vericache_sglang.kv.prefetch import Progress
+from vericache_sglang.runtime.tp_sync import Agreed, TensorParallelSync
 
 
 def install():
     """Send nothing; rank 1 takes every second look at its copies away."""
     looks = [0]
 
-    def hear(self, host_slots, reloads):
+    def hear(self, host_slots, prefetches):
         looks[0] += 1
         if distributed.get_rank() == 1 and looks[0] % 2:
-            reloads = [Progress.TRAVELLING] * len(reloads)
-        return Heard(host_slots, tuple(reloads))
+            prefetches = [Progress.TRAVELLING] * len(prefetches)
+        return Agreed(host_slots, tuple(prefetches))
 
-    Agreement.hear = hear
+    TensorParallelSync.hear = hear

@@ -1,6 +1,6 @@
 """A reload is reported complete before it has begun."""
 
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
 
 
 class Arrived:

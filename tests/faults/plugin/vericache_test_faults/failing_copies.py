@@ -3,7 +3,7 @@
 from collections import Counter
 
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
 
 
 class Broken:
@@ -25,10 +25,10 @@ def install():
     right = ThreadTransfers.start
     calls = Counter()
 
-    def start(self, complement, lease, drafts):
-        calls[id(complement)] += 1
-        if calls[id(complement)] % 3 == 2:
+    def start(self, residual, lease, drafts):
+        calls[id(residual)] += 1
+        if calls[id(residual)] % 3 == 2:
             return Broken()
-        return right(self, complement, lease, drafts)
+        return right(self, residual, lease, drafts)
 
     ThreadTransfers.start = start

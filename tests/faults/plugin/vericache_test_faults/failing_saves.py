@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from vericache_sglang.memory.thread_transfers import ThreadTransfers
+from vericache_sglang.kv.thread_transfers import ThreadTransfers
 
 
 def install():

@@ -2,12 +2,12 @@
 
 import torch
 
-from vericache_sglang.memory.complement import Complement
+from vericache_sglang.kv.residual import HostResidual
 
 
 def install():
     """Flip the lowest bit of one byte of a part once the last layer is sealed."""
-    right = Complement.seal
+    right = HostResidual.seal
 
     def seal(self, layer):
         right(self, layer)
@@ -16,4 +16,4 @@ def install():
             element = part.view(-1).view(torch.uint8)[7:8]
             element ^= 1
 
-    Complement.seal = seal
+    HostResidual.seal = seal

@@ -4,7 +4,7 @@ One wrong slot of a thousand changes no token; that is for the row's own test
 (``tests/engine/test_rows.py``), which checks every slot.
 """
 
-from vericache_sglang.engine.rows import MixedRows
+from vericache_sglang.runtime.forward.rows import MixedRows
 
 
 def install():
@@ -12,9 +12,9 @@ def install():
     right = MixedRows._whole_row
 
     def wrong(self, own, state):
-        shadow = right(self, own, state)
+        draft_row = right(self, own, state)
         exact, staged = state.parts.budget.exact, state.parts.budget.staged
-        self._table[shadow][exact : exact + staged // 2] = 1
-        return shadow
+        self._table[draft_row][exact : exact + staged // 2] = 1
+        return draft_row
 
     MixedRows._whole_row = wrong

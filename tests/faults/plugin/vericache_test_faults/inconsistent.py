@@ -8,20 +8,20 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from vericache_sglang.engine.arrival import Arrivals
-from vericache_sglang.engine.cached_segments import CachedSegments
-from vericache_sglang.engine.common_host import CommonHost
-from vericache_sglang.engine.flights import Flights
-from vericache_sglang.engine.mover import Mover
-from vericache_sglang.engine.reloads import Reloads
-from vericache_sglang.engine.rows import MixedRows
-from vericache_sglang.engine.sampling.sampler import RowSampler
-from vericache_sglang.engine.segment_splitter import SegmentSplitter
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.memory.host_store import HostStore
-from vericache_sglang.memory.ledger import Ledger
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.ledger import Ledger
+from vericache_sglang.kv.offload import KVOffloader
+from vericache_sglang.kv.prefetch import StagingPrefetcher
+from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+from vericache_sglang.prefix_cache.compress_segments import SegmentCompressor
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.runtime.arrival import Arrivals
+from vericache_sglang.runtime.forward.rows import MixedRows
+from vericache_sglang.runtime.in_flight import InFlightQueue
+from vericache_sglang.runtime.tp_host import TensorParallelHost
+from vericache_sglang.sampling.sampler import RowSampler
 from vericache_sglang.scheduling.runtime import Runtime
-from vericache_sglang.tiers.index import SegmentIndex
 
 ENV = "VERICACHE_TEST_WHERE"
 
@@ -30,17 +30,17 @@ WHERE = {
     "look-up": (CachedSegments, "reach", 2, 2),
     "ledger": (Ledger, "check", 3, 2),
     # What concerns one request.
-    "reload": (Reloads, "start", 5, 2),
+    "prefetch": (StagingPrefetcher, "start", 5, 2),
     "arrival": (Arrivals, "state_of", 3, 1),
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
-    "split": (SegmentSplitter, "split", 2, 1),
-    "move": (CommonHost, "settles", 4, 2),
+    "split": (SegmentCompressor, "split", 2, 1),
+    "move": (TensorParallelHost, "settles", 4, 2),
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
     "sampling": (RowSampler, "targets", 15, 2),
-    "outcome": (Flights, "land_reported", 20, 1),
-    "end": (Mover, "join", 1, 1),
+    "outcome": (InFlightQueue, "land_reported", 20, 1),
+    "end": (KVOffloader, "join", 1, 1),
     "release": (HostStore, "drop", 2, 2),
     # Again and again: the second time a request is aborted.
     "always": (Runtime, "plan", 1, 10**9),

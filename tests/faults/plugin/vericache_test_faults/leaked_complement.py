@@ -1,6 +1,6 @@
 """A released request's complement stays in host memory."""
 
-from vericache_sglang.memory.host_store import HostStore
+from vericache_sglang.kv.host_store import HostStore
 
 
 def install():

@@ -2,8 +2,8 @@
 
 import os
 
-from vericache_sglang.engine.decoding import Decoding
-from vericache_sglang.engine.flights import Flight, Flights
+from vericache_sglang.runtime.in_flight import InFlightForward, InFlightQueue
+from vericache_sglang.runtime.iteration import Decoding
 
 LOG = "VERICACHE_TEST_LOG"
 
@@ -12,8 +12,8 @@ def install():
     """Log one line per event to the file the environment names."""
     log = open(os.environ[LOG], "a", buffering=1)  # noqa: SIM115, lives on
     numbers = {}
-    run, launch = Decoding.run, Flights.launch
-    make_moves, outcome = Decoding._make_moves, Flight.outcome
+    run, launch = Decoding.run, InFlightQueue.launch
+    make_moves, outcome = Decoding._make_moves, InFlightForward.outcome
 
     def logged_run(self, batch):
         log.write("begin\n")
@@ -21,11 +21,11 @@ def install():
         log.write("end\n")
         return result
 
-    def logged_launch(self, flight):
-        if flight.decode and flight.passengers:  # the others say nothing new
-            numbers[id(flight)] = len(numbers), flight
+    def logged_launch(self, entry):
+        if entry.decode and entry.pending_rows:  # the others say nothing new
+            numbers[id(entry)] = len(numbers), entry
             log.write(f"launch {len(numbers) - 1}\n")
-        launch(self, flight)
+        launch(self, entry)
 
     def logged_moves(self, plan, batch):
         if plan.moves:
@@ -37,5 +37,5 @@ def install():
             log.write(f"hear {numbers[id(self)][0]}\n")
         return outcome(self)
 
-    Decoding.run, Flights.launch = logged_run, logged_launch
-    Decoding._make_moves, Flight.outcome = logged_moves, logged_outcome
+    Decoding.run, InFlightQueue.launch = logged_run, logged_launch
+    Decoding._make_moves, InFlightForward.outcome = logged_moves, logged_outcome

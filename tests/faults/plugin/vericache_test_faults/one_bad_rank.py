@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from vericache_sglang.errors import TransferError
-from vericache_sglang.memory.complement import Complement
-from vericache_sglang.memory.thread_transfers import ThreadTransfer, ThreadTransfers
+from vericache_sglang.kv.residual import HostResidual
+from vericache_sglang.kv.thread_transfers import ThreadTransfer, ThreadTransfers
 
 LATE_S = 0.02
 
@@ -33,18 +33,18 @@ class Broken:
 
 def install():
     """Break rank 1; which rank this is, is known once the ranks have met."""
-    start, done, seal = ThreadTransfers.start, ThreadTransfer.done, Complement.seal
+    start, done, seal = ThreadTransfers.start, ThreadTransfer.done, HostResidual.seal
     calls = Counter()
     began = {}
 
     def bad():
         return distributed.is_initialized() and distributed.get_rank() == 1
 
-    def losing(self, complement, lease, drafts):
+    def losing(self, residual, lease, drafts):
         calls["start"] += 1
         if bad() and calls["start"] % 5 == 4:
             return Broken()
-        transfer = start(self, complement, lease, drafts)
+        transfer = start(self, residual, lease, drafts)
         began[id(transfer)] = time.perf_counter()
         return transfer
 
@@ -64,4 +64,4 @@ def install():
 
     ThreadTransfers.start = losing
     ThreadTransfer.done = late
-    Complement.seal = flipping
+    HostResidual.seal = flipping

@@ -22,10 +22,10 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_spec
 
-from vericache_sglang.engine.attention_backend import SlotRunAttnBackend
-from vericache_sglang.engine.attention_layer import BACKEND_NAME
-from vericache_sglang.engine.cuda_arguments import RAGGED_MODE
-from vericache_sglang.engine.cuda_attention_backend import RaggedAttnBackend
+from vericache_sglang.attention.cpu_backend import SlotRunAttnBackend
+from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
+from vericache_sglang.attention.layer import BACKEND_NAME
+from vericache_sglang.runtime.cuda_arguments import RAGGED_MODE
 
 LOG = "VERICACHE_TEST_LOG"
 WARM_UPS = 2

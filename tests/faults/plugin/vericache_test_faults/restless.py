@@ -4,13 +4,13 @@ import random
 
 from vericache_sglang.scheduling.pacing import StagedRoom
 from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
     Offload,
-    Park,
-    Pin,
     Residency,
-    Resume,
-    Split,
-    Unsplit,
+    Restore,
+    SwapIn,
+    SwapOut,
 )
 from vericache_sglang.scheduling.residency import SETTLED, ResidencyPolicy
 
@@ -18,17 +18,17 @@ from vericache_sglang.scheduling.residency import SETTLED, ResidencyPolicy
 def legal(track, now):
     """Return the moves that make sense for one request; a park has to be waited for."""
     rid = track.rid
-    if track.residency is Residency.PARKED:
-        return [Resume(rid)]
+    if track.residency is Residency.SWAPPED:
+        return [SwapIn(rid)]
     if track.remaining < 2:
         return []
     if track.residency is Residency.HOST:
-        return [Pin(rid)]
+        return [Load(rid)]
     if track.split:
-        return [Offload(rid), Unsplit(rid)]
+        return [Offload(rid), Restore(rid)]
     if now < track.settled_at:
         return []
-    return [Split(rid, Residency.DEVICE), Split(rid, Residency.HOST)]
+    return [Compress(rid, Residency.DEVICE), Compress(rid, Residency.HOST)]
 
 
 class Parking:
@@ -75,11 +75,11 @@ def install():
     parking = Parking(rng)
     parking.install()
 
-    def moves(self, tracks, parked, candidates, now, *rest):
+    def moves(self, tracks, swapped, candidates, now, *rest):
         possible = [move for track in tracks.values() for move in legal(track, now)]
         chosen = parking.choose(tracks, now)
         if chosen is not None:
-            return (Park(chosen.rid),)
+            return (SwapOut(chosen.rid),)
         return (rng.choice(possible),) if possible and rng.random() < 0.5 else ()
 
     ResidencyPolicy.moves = moves

@@ -1,20 +1,20 @@
 """Every draft is accepted, whatever the full KV says: a lossy server."""
 
 from vericache_kernels.board_commit import EMIT, board_commit
-from vericache_sglang.engine import token_board
+from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
 
 
-def trusting(board, rows, target):
+def trusting(draft_tokens, rows, target):
     """Put the drafts where the full KV's tokens stand, but for each row's last."""
     ends = zip(rows.first[:-1].tolist(), rows.first[1:].tolist(), strict=True)
-    for seat, kind, (start, stop) in zip(
-        rows.seat.tolist(), rows.kind.tolist(), ends, strict=True
+    for pool_idx, kind, (start, stop) in zip(
+        rows.pool_idx.tolist(), rows.kind.tolist(), ends, strict=True
     ):
         if kind == EMIT:
-            target[start : stop - 1] = board.tokens[seat, 1 : stop - start]
-    return board_commit(board, rows, target)
+            target[start : stop - 1] = draft_tokens.tokens[pool_idx, 1 : stop - start]
+    return board_commit(draft_tokens, rows, target)
 
 
 def install():
     """Emit the drafts and the target's last token."""
-    token_board.board_commit = trusting
+    draft_tokens.board_commit = trusting

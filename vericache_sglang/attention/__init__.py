@@ -1,0 +1,1 @@
+"""Attention backends for CPU and CUDA, and packed draft rows."""

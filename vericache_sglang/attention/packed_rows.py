@@ -1,0 +1,321 @@
+"""Draft rows that begin with codes, as the GPU's packed attention reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_kernels.packed_attention import (
+    DecodedStep,
+    ExactRows,
+    packed_attention,
+)
+from vericache_sglang.attention.codec_steps import codec_step
+from vericache_sglang.attention.packed_readers import DecodedRows, Images
+from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import CompressionError
+from vericache_sglang.kv.calibration import TIMED_ROWS, seconds_of
+from vericache_sglang.kv.segment_length import SEGMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_kernels.ragged_attention import RaggedRows
+    from vericache_sglang.attention.forward_row import ForwardRow
+    from vericache_sglang.attention.packed_readers import KV, CodeReader
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.packed_drafts import Codes
+    from vericache_sglang.kv.request import RequestState
+
+TIMED_SEGMENTS = 1, 8
+"""Segments of a row whose reading is timed at boot."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedRows:
+    """Which of R rows begin with codes; on ``spec_info.coded``.
+
+    A coded row has one query token.
+
+    Attributes:
+        codes: What they begin with.
+        begin: [R] int32, slots of codes a row begins with; 0: it has none.
+        first: [R + 1] int32; row r has the segments ``first[r]`` to ``first[r + 1]``.
+        exact: At least as many as the coded rows have entries behind their codes, all
+            rows together.
+    """
+
+    codes: CodeReader
+    begin: torch.Tensor
+    first: torch.Tensor
+    exact: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedForward:
+    """The coded rows of one forward, in the kernel's terms; the same for every layer.
+
+    Attributes:
+        codes: What is coded.
+        segments: [R + 1] int32, first segment of every row.
+        slots: [exact] int32, exact slots of the coded rows, row after row.
+        first_slot: [R + 1] int32, where each row's begin among them.
+        query: [R] int64, first token of every row.
+        row_of: [T] int64, row of every token.
+        coded: [T] bool, whether that row is coded.
+    """
+
+    codes: CodeReader
+    segments: torch.Tensor
+    slots: torch.Tensor
+    first_slot: torch.Tensor
+    query: torch.Tensor
+    row_of: torch.Tensor
+    coded: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        kv: KV,
+        scaling: float,
+        others: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend the coded rows; the tokens of other rows keep what they have.
+
+        Args:
+            layer: Layer index.
+            queries: [T, Hq, D].
+            kv: Of the layer.
+            scaling: Factor on the scores.
+            others: [T, Hq, D], of the rows without codes.
+        """
+        asked = queries[self.query].unsqueeze(1)
+        found = torch.zeros_like(asked)
+        step = self.codes.step
+        for rows, packed in self.codes.rows(layer, kv, self.segments):
+            exact = ExactRows(
+                *kv, self.slots, self.first_slot[rows.start : rows.stop + 1]
+            )
+            found[rows] = packed_attention(asked[rows], packed, exact, step, scaling)
+        return torch.where(self.coded[:, None, None], found[self.row_of, 0], others)
+
+
+class DraftCodes:
+    """Lists the codes of a forward's draft rows; nothing waits for the device.
+
+    Args:
+        codes: Of split requests.
+        handles: Pool and row table.
+        positions: Positions that tokens can stand at.
+
+    Raises:
+        CompressionError: K and V differ in width.
+    """
+
+    def __init__(self, codes: Codes, handles: KVHandles, positions: int) -> None:
+        self._codes, self._handles = codes, handles
+        geometry = handles.geometry
+        if geometry.head_dim != geometry.v_head_dim:
+            raise CompressionError(
+                f"{codes.codec.name}: the kernel needs K and V of one width, got "
+                f"{geometry.head_dim} and {geometry.v_head_dim}"
+            )
+        self._step = codec_step(codes.codec, geometry, positions, handles.device)
+        self._slot_bytes = (
+            geometry.kv_heads * geometry.head_dim * geometry.element_bytes
+        )
+        self._fields = cache(self._fields_of)
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the attention decodes, rather than torch before it."""
+        return not isinstance(self._step.step, DecodedStep)
+
+    def of(self, rows: Sequence[ForwardRow]) -> CodedRows | None:
+        """Return the codes that rows begin with, for ``spec_info.coded``.
+
+        Args:
+            rows: Of a mixed forward; those with ``packed`` are drafts whose table row
+                lists the code slots first.
+
+        Returns:
+            None where no row has codes.
+        """
+        begins, counts, exact = [], [], 0
+        states: dict[int, RequestState] = {}
+        for i, row in enumerate(rows):
+            if row.packed is None:
+                begins.append(0)
+                counts.append(0)
+                continue
+            states[i] = row.packed
+            budget = row.packed.split.budget
+            begins.append(budget.code_slots)
+            counts.append(len(self._codes.layout(budget.coded).segments))
+            length = row.prefix + row.pending_max + len(row.columns)
+            exact += length - budget.code_slots
+        if not states:
+            return None
+        if self.in_kernel:
+            parts = [state.split for state in states.values()]
+            codes: CodeReader = self._images(
+                [part.budget.coded for part in parts],
+                [self._handles.table[rows[i].table_row] for i in states],
+                [part.coded for part in parts],
+            )
+        else:
+            codes = self._decoded(states)
+        first = accumulate(counts, initial=0)
+        sent = upload(self._handles.device, begins, list(first))
+        begin, firsts = (column.to(torch.int32) for column in sent)
+        return CodedRows(codes, begin, firsts, exact)
+
+    def seconds_per_token(self) -> float:
+        """Time attention over codes in one layer; per coded token, in seconds.
+
+        What lies in the pool is taken for codes; it is only read. For codes that a
+        kernel decodes.
+        """
+        few, many = (self._seconds(count) for count in TIMED_SEGMENTS)
+        tokens = TIMED_ROWS * SEGMENT * (TIMED_SEGMENTS[1] - TIMED_SEGMENTS[0])
+        return max(0.0, many - few) / tokens
+
+    def _seconds(self, segments: int) -> float:
+        """Time attention of rows of whole segments, and one exact slot."""
+        geometry, device = self._handles.geometry, self._handles.device
+        heads, dim, rows = geometry.kv_heads, geometry.head_dim, TIMED_ROWS
+        coded = segments * SEGMENT
+        slots = torch.arange(rows * self._codes.layout(coded).slots, device=device)
+        pool = self._handles.pool
+        kv = pool.k_buffer[0], pool.v_buffer[0]
+        where = torch.arange(coded, dtype=torch.int32, device=device)
+        row = torch.arange(rows + 1, device=device)
+        forward = CodedForward(
+            codes=self._images(
+                [coded] * rows,
+                (slots % len(kv[0])).chunk(rows),
+                [where.expand(geometry.layers, heads, coded)] * rows,
+            ),
+            segments=(row * segments).to(torch.int32),
+            slots=row[:-1].to(torch.int32),
+            first_slot=row.to(torch.int32),
+            query=row[:-1],
+            row_of=row[:-1],
+            coded=row[:-1] >= 0,
+        )
+        q = torch.zeros(rows, heads, dim, dtype=kv[0].dtype, device=device)
+        return seconds_of(lambda: forward.attend(0, q, kv, 1.0, q), device)
+
+    def _images(
+        self,
+        coded: Sequence[int],
+        slots: Sequence[torch.Tensor],
+        positions: Sequence[torch.Tensor],
+    ) -> Images:
+        """List codes that a kernel decodes.
+
+        Args:
+            coded: Coded tokens of each row.
+            slots: Slots of each row, those of its codes first.
+            positions: Of each row [L, H, coded] int32.
+        """
+        offsets: list[int] = []
+        tokens: list[int] = []
+        starts: list[int] = []
+        lengths: list[int] = []
+        for count, before in zip(coded, accumulate(coded, initial=0), strict=False):
+            segments = self._codes.layout(count).segments
+            at = sum(lengths) * self._slot_bytes
+            for segment, handles in zip(segments, self._fields(count), strict=True):
+                offsets += [at + place for place in handles]
+                tokens.append(segment.tokens)
+                starts.append(before + segment.start)
+            lengths.append(sum(segment.slots for segment in segments))
+        device = self._handles.device
+        sent = upload(device, offsets, tokens, starts)
+        used = [row[:length] for row, length in zip(slots, lengths, strict=True)]
+        made = Images(
+            codec=self._step,
+            offsets=sent[0].view(-1, len(self._step.step.fields)),
+            tokens=sent[1].to(torch.int32),
+            slots=torch.cat(used).to(torch.int64),
+        )
+        if "positions" not in self._step.step.wants:
+            return made
+        heads = self._handles.geometry.kv_heads
+        alike = all(each.stride(1) == 0 for each in positions)  # views of one head's
+        head = torch.arange(heads, device=device) * (0 if alike else sum(coded))
+        return replace(
+            made,
+            positions=[each[:, : 1 if alike else heads] for each in positions],
+            places=sent[2][:, None] + head,
+        )
+
+    def _decoded(self, states: dict[int, RequestState]) -> DecodedRows:
+        """List codes that torch decodes; by row, the request it is of."""
+        offsets: list[int] = []
+        tokens: list[int] = []
+        for state in states.values():
+            at = 0
+            for segment in self._codes.layout(state.split.budget.coded).segments:
+                size = segment.tokens * self._slot_bytes
+                offsets += [at, at + size]
+                tokens.append(segment.tokens)
+                at += 2 * size
+        sent = upload(self._handles.device, offsets, tokens)
+        decode = {row: self._codes.segments(state) for row, state in states.items()}
+        return DecodedRows(decode, sent[0].view(-1, 2), sent[1].to(torch.int32))
+
+    def _fields_of(self, coded: int) -> list[list[int]]:
+        """Return where fields lie among the codes of a row, in the step's order."""
+        found, layout = [], self._codes.layout(coded)
+        for segment in layout.segments:
+            at, offsets = segment.first * self._slot_bytes, layout.offsets(segment)
+            found.append([at + offsets[name] for name in self._step.step.fields])
+        return found
+
+
+def coded_forward(
+    coded: CodedRows, rows: RaggedRows, tokens: int
+) -> tuple[CodedForward, RaggedRows]:
+    """Part the coded rows of a forward from the others; waits for nothing.
+
+    Args:
+        coded: Of the first rows; those behind it are not coded.
+        rows: All rows of the forward, from their first entry on.
+        tokens: T, query tokens, those of no row included.
+
+    Returns:
+        The coded rows, and all rows with nothing to see in coded ones.
+    """
+    count, device = len(rows.row), rows.row.device
+    begin = torch.zeros(count, dtype=torch.int64, device=device)
+    begin[: len(coded.begin)] = coded.begin
+    segments = coded.first[-1:].expand(count + 1).clone()
+    segments[: len(coded.first)] = coded.first
+    is_coded = begin > 0
+    exact = torch.where(is_coded, rows.end - begin, 0)
+    first = torch.nn.functional.pad(exact.cumsum(0), (1, 0))
+    place = torch.arange(coded.exact, device=device)
+    owner = torch.searchsorted(first[1:], place, right=True).clamp(max=count - 1)
+    entry = begin[owner] + place - first[owner]
+    entry = entry.clamp(max=rows.table.shape[1] - 1)
+    token = torch.arange(tokens, device=device)
+    bounds = rows.first.to(torch.int64)
+    row_of = torch.searchsorted(bounds[1:], token, right=True).clamp(max=count - 1)
+    forward = CodedForward(
+        codes=coded.codes,
+        segments=segments.to(torch.int32),
+        slots=rows.table[rows.row[owner].to(torch.int64), entry],
+        first_slot=first.to(torch.int32),
+        query=bounds[:-1].clamp(max=tokens - 1),
+        row_of=row_of,
+        coded=is_coded[row_of] & (token < bounds[-1]),
+    )
+    end = torch.where(is_coded, rows.begin, rows.end)
+    return forward, replace(rows, end=end)

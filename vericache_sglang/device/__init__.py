@@ -1,0 +1,1 @@
+"""Numbers and pinned memory between host and device."""

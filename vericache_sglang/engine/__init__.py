@@ -1,1 +1,0 @@
-"""Does what the plan says, inside SGLang's speculative worker."""

@@ -1,1 +1,0 @@
-"""The next token of every row, drafted, verified or plain, by SGLang's own sampler."""

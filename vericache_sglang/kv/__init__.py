@@ -1,0 +1,1 @@
+"""Where the KV of every request is: device slots, staging buffer, host memory."""

@@ -1,0 +1,82 @@
+"""Host images one behind the other, so that one transfer fills or reads them all."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from vericache_sglang.kv.host_image import HostImage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from vericache_sglang.kv.host_image import Blocks
+
+
+class JoinedImages(HostImage):
+    """Images of equally many layers, seen as one; it owns no memory.
+
+    Args:
+        parts: In the order of their entries; at least one.
+    """
+
+    noun = "host image of several"
+
+    def __init__(self, parts: Sequence[HostImage]) -> None:
+        super().__init__(parts[0].layers)
+        self._joined = tuple(parts)
+
+    @property
+    def slots(self) -> int:
+        """See ``HostImage.slots``."""
+        return sum(part.slots for part in self._joined)
+
+    @property
+    def members(self) -> tuple[HostImage, ...]:
+        """See ``HostImage.members``."""
+        return tuple(member for part in self._joined for member in part.members)
+
+    def sides(self, layer: int) -> Blocks:
+        """See ``HostImage.sides``."""
+        return one_behind_the_other(part.sides(layer) for part in self._joined)
+
+    @property
+    def nbytes_layer(self) -> int:
+        """See ``HostImage.nbytes_layer``."""
+        return sum(part.nbytes_layer for part in self._joined)
+
+    @property
+    def nbytes(self) -> int:
+        """See ``HostImage.nbytes``; the parts' own."""
+        return sum(part.nbytes for part in self._joined)
+
+    @property
+    def checksums(self) -> tuple[int | None, ...]:
+        """Of every layer of every part."""
+        return tuple(value for part in self._joined for value in part.checksums)
+
+    @property
+    def sealed(self) -> bool:
+        """Every layer of every part is sealed."""
+        return all(part.sealed for part in self._joined)
+
+    def seal(self, layer: int) -> None:
+        """See ``HostImage.seal``."""
+        for part in self._joined:
+            part.seal(layer)
+
+    def verify(self, layer: int) -> None:
+        """See ``HostImage.verify``."""
+        for part in self._joined:
+            part.verify(layer)
+
+    def _parts(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return tuple(part for each in self._joined for part in each._parts(layer))
+
+
+def one_behind_the_other(found: Iterable[Blocks]) -> Blocks:
+    """Return the blocks of several images as those of one."""
+    keys, values = zip(*found, strict=True)
+    return list(chain(*keys)), list(chain(*values))

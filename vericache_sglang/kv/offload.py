@@ -1,0 +1,313 @@
+"""Moves a split request between residencies, and makes finished rows whole again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_kernels.split_segment import Cut, join_segment
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
+from vericache_sglang.kv.host_image import CopyTarget
+from vericache_sglang.kv.request import Layout, Parts, RequestState
+from vericache_sglang.kv.row_edit import (
+    allocate,
+    cached_prefix,
+    free,
+    leave_tree,
+    relist,
+)
+from vericache_sglang.kv.split_layers import dropped_by_layer
+from vericache_sglang.kv.swapped import gathered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.transfers import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class KVOffloader:
+    """Carries out every move but the first split; rows and pool stay in step.
+
+    Args:
+        handles: Pool, row table, host memory.
+        drafts: Returns a reader of a request's packed draft part.
+        watch: Knows the scores of tokens by slot.
+    """
+
+    def __init__(
+        self,
+        handles: KVHandles,
+        drafts: Callable[[RequestState], DraftParts | None],
+        watch: PromptWatch,
+    ) -> None:
+        self._drafts = drafts
+        self._watch = watch
+        # Of parked requests, the scores of what lies behind their prompts' parts.
+        self._noted: dict[str, list[torch.Tensor]] = {}
+        self._handles = handles
+        self._geometry = handles.geometry
+        self._pool = handles.pool
+        self._host = handles.host
+        self._transfers = handles.transfers
+
+    def offload(self, state: RequestState, tree_cache: Any) -> Transfer | None:
+        """Move the complement from the device to the host; see ``Layout``.
+
+        Returns:
+            The copy; None when the host budget does not allow it.
+
+        Raises:
+            TransferError: It could not be made; nothing changed.
+        """
+        parts, row = state.split, self._handles.row(state)
+        budget = parts.budget
+        if not self._host.fits_residual(budget):
+            return None
+        residual = self._host.open(state.rid, budget)
+        body = row[: budget.offered].to(torch.int64).clone()
+        residual.describe(parts.kept, parts.coded)
+        if parts.layout is Layout.PERMUTED:
+            out = body[budget.slots :]
+            blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, out)
+        else:
+            away = dropped_by_layer(parts.kept, budget.offered)
+            blocks = (
+                self._handles.pick(layer, body, index)
+                for layer, index in enumerate(away)
+            )
+        try:
+            transfer = self._transfers.save(blocks, residual)
+        except TransferError:
+            self._host.drop(state.rid)
+            raise
+        self.give_up_residual(state, tree_cache)
+        return transfer
+
+    def give_up_residual(self, state: RequestState, tree_cache: Any) -> None:
+        """Free the slots of a complement that the host has; the draft part stays."""
+        parts, row, kv = state.split, self._handles.row(state), state.req.kv
+        budget = parts.budget
+        body = row[: budget.offered].to(torch.int64).clone()
+        if parts.layout is Layout.PERMUTED:
+            free(tree_cache, body[budget.slots :])
+            relist(row, kv, parts.head, body[: budget.slots])
+        else:
+            owned = kv.cache_protected_len
+            leave_tree(state.req, tree_cache)
+            free(tree_cache, body[owned:])
+            head = body[:0] if parts.shared_slots is None else parts.shared_slots
+            relist(row, kv, budget.offered, head)
+        parts.layout = Layout.KEPT
+        kv.cache_protected_len = parts.shared_count
+
+    def pin(self, state: RequestState, tree_cache: Any) -> bool:
+        """Bring the complement back into slots of the pool, for good.
+
+        Returns:
+            False when there is no room.
+
+        Raises:
+            LostKVError: The host copy is damaged.
+        """
+        parts, row = state.split, self._handles.row(state)
+        budget = parts.budget
+        packed = budget.code_slots > 0
+        fresh = allocate(tree_cache, budget.offered if packed else budget.staged)
+        if fresh is None:
+            return False
+        draft = row[: budget.slots].to(torch.int64).clone()
+        try:
+            if packed:  # codes stay codes, so the whole KV goes beside them
+                self._write_whole(state, draft[budget.code_slots :], fresh)
+            else:
+                residual = self._host.residual(state.rid)
+                self._transfers.place(residual, CopyTarget(fresh))
+        except TransferError as error:
+            free(tree_cache, fresh)
+            raise LostKVError(str(error)) from error
+        head = [fresh, draft] if packed else [draft, fresh]
+        relist(row, state.req.kv, budget.slots, torch.cat(head))
+        parts.layout = Layout.BESIDE if packed else Layout.PERMUTED
+        self._host.drop(state.rid)
+        return True
+
+    def unsplit(self, state: RequestState, tree_cache: Any) -> None:
+        """Give the copies beside a whole prompt back; the choice is remembered."""
+        parts, row = state.split, self._handles.row(state)
+        if parts.layout is not Layout.BESIDE:
+            return
+        body = row[: parts.budget.offered].to(torch.int64).clone()
+        copies = row[parts.budget.offered : parts.head].to(torch.int64).clone()
+        relist(row, state.req.kv, parts.head, body)
+        free(tree_cache, copies)
+        parts.layout, parts.shared_slots = Layout.WHOLE, None
+        state.req.skip_radix_cache_insert = not parts.insertable
+
+    def swap_out(self, state: RequestState, tree_cache: Any) -> Transfer | None:
+        """Move what a request on the host still holds on the device there too.
+
+        Returns:
+            The copy; None when the host budget does not allow it, or no page is free
+            for a row that has none of its own.
+
+        Raises:
+            TransferError: It could not be made; nothing changed.
+        """
+        parts, row, kv = state.split, self._handles.row(state), state.req.kv
+        held = state.row_length + state.pending_max + state.drafted
+        own = row[parts.shared_count : kv.kv_allocated_len].to(torch.int64).clone()
+        taken = own[:0]
+        if not len(own):  # a shared draft part, and nothing decoded yet
+            page = allocate(tree_cache, self._page)
+            if page is None:
+                return None
+            own = taken = page
+        # Only now: what an allocation evicts may go to the host.
+        if not self._host.fits(self._host.swapped_bytes(held)):
+            free(tree_cache, taken)
+            return None
+        image = self._host.swap_out(state.rid, held)
+        slots = row[:held].to(torch.int64).clone()
+        self._noted[state.rid] = self._watch.noted(slots[parts.head :])
+        blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
+        try:
+            transfer = self._transfers.save(blocks, image)
+        except TransferError:
+            self._host.drop_swapped(state.rid)
+            self._noted.pop(state.rid)
+            free(tree_cache, taken)
+            raise
+        # SGLang takes a row without slots for one it has released already, and a parked
+        # request may be aborted: the first page of its own stays.
+        free(tree_cache, own[self._page :])
+        row[: self._page] = own[: self._page].to(row.dtype)
+        kv.kv_committed_len -= state.row_length
+        kv.kv_allocated_len, kv.cache_protected_len = self._page, 0
+        parts.layout, parts.swapped_slots = Layout.SWAPPED, held
+        parts.shared_slots = None
+        return transfer
+
+    def resume(self, state: RequestState, tree_cache: Any) -> bool:
+        """Bring a parked request's slots back.
+
+        Returns:
+            False when there is no room.
+
+        Raises:
+            LostKVError: The host copy is damaged.
+        """
+        parts, row, kv = state.split, self._handles.row(state), state.req.kv
+        pages = -(-parts.swapped_slots // self._page) * self._page
+        fresh = allocate(tree_cache, pages - self._page)
+        if fresh is None:
+            return False
+        image = self._host.swapped(state.rid)
+        if image is None:
+            raise InvariantError(f"{state.rid} is not parked")
+        slots = torch.cat([row[: self._page].to(torch.int64), fresh])
+        try:
+            self._transfers.place(image, CopyTarget(slots[: parts.swapped_slots]))
+        except TransferError as error:
+            free(tree_cache, fresh)
+            raise LostKVError(str(error)) from error
+        committed = kv.kv_committed_len
+        relist(row, kv, self._page, slots)
+        parts.layout = Layout.KEPT
+        kv.kv_committed_len = committed + state.row_length
+        self._host.drop_swapped(state.rid)
+        behind = slots[parts.head : parts.swapped_slots]
+        self._watch.note(behind, self._noted.pop(state.rid, []))
+        return True
+
+    def forget(self, rid: str) -> None:
+        """Drop what is kept of a parked request; nothing happens where there is none.
+
+        Its image is the host store's.
+        """
+        self._noted.pop(rid, None)
+
+    def join(self, state: RequestState, tree_cache: Any) -> bool:
+        """Make a finished request's row list every token in order, for the tree.
+
+        Returns:
+            False when the row stays as it is: no prefix cache, the user asked for no
+            insertion, no room, or a damaged host copy. The scheduler then releases
+            the row uncached.
+        """
+        parts = state.parts
+        if parts is None or parts.layout is Layout.WHOLE or parts.shared_count:
+            return False
+        if parts.layout is Layout.BESIDE:
+            self.unsplit(state, tree_cache)
+            return True
+        if parts.layout is Layout.SWAPPED or tree_cache.disable or not parts.insertable:
+            return False
+        if not self._in_order(state, parts, tree_cache):
+            return False
+        parts.layout = Layout.WHOLE
+        state.req.skip_radix_cache_insert = False
+        return True
+
+    def _in_order(self, state: RequestState, parts: Parts, tree_cache: Any) -> bool:
+        budget, row, kv = parts.budget, self._handles.row(state), state.req.kv
+        own = row[: parts.head].to(torch.int64).clone()
+        cached = cached_prefix(state.req, budget.offered, tree_cache)
+        if cached is not None:
+            free(tree_cache, own)
+            relist(row, kv, parts.head, cached)
+            kv.cache_protected_len = budget.offered
+            return True
+        whole, exact = own, own[budget.code_slots : budget.slots]
+        taken = own[:0]
+        if parts.layout is Layout.KEPT:
+            fresh = allocate(tree_cache, budget.offered - budget.slots)
+            if fresh is None:
+                return False
+            taken = fresh
+            whole = torch.cat([own, taken])
+        try:
+            self._write_whole(state, exact, whole)
+        except TransferError as error:
+            logger.error("VeriCache: %s is not cached: %s", state.rid, error)
+            free(tree_cache, taken)
+            return False
+        relist(row, kv, parts.head, whole)
+        return True
+
+    def _write_whole(
+        self, state: RequestState, exact: torch.Tensor, whole: torch.Tensor
+    ) -> None:
+        """Write a prompt's entries in order.
+
+        Args:
+            state: Split; its complement is on the host or behind its exact entries.
+            exact: [n] int64, slots of the exact entries.
+            whole: [B] int64, where the entries go; may be slots they come from.
+
+        Raises:
+            TransferError: The host copy is damaged.
+        """
+        parts, pool = state.split, self._pool
+        if parts.layout is Layout.KEPT:
+            residual = self._host.residual(state.rid)
+            target = CopyTarget(whole, parts.kept, exact)
+            self._transfers.place(residual, target, self._drafts(state))
+            return
+        away = self._handles.row(state)[parts.budget.slots : parts.head]
+        blocks = gathered(pool.k_buffer, pool.v_buffer, away.to(torch.int64).clone())
+        dropped = dropped_by_layer(parts.kept, len(whole))
+        for layer, others in enumerate(blocks):
+            cut = Cut(whole, parts.kept[layer].contiguous(), next(dropped))
+            buffers = (pool.k_buffer[layer], pool.v_buffer[layer])
+            join_segment(buffers, cut, exact, others, in_place=True)
+
+    @property
+    def _page(self) -> int:
+        return self._geometry.page_size

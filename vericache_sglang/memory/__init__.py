@@ -1,1 +1,0 @@
-"""Where KV bytes are and who holds them."""

@@ -1,0 +1,1 @@
+"""Platforms that SGLang does not have itself."""

@@ -1,0 +1,1 @@
+"""SGLang on a machine without a GPU."""

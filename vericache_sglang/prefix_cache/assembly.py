@@ -1,0 +1,133 @@
+"""Puts together what keeps cached prefixes below SGLang's tree."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.compression.about import UNKNOWN
+from vericache_sglang.compression.base import SELECTORS, Selector
+from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+from vericache_sglang.prefix_cache.compress_segments import SegmentCompressor
+from vericache_sglang.prefix_cache.host_pool import SegmentPool
+from vericache_sglang.prefix_cache.restore_costs import Prices
+from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
+from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
+from vericache_sglang.prefix_cache.segment_room import Identity
+from vericache_sglang.prefix_cache.store.opening import (
+    fingerprint_of,
+    identity_of,
+    open_store,
+)
+from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from vericache_sglang.compression.compressor import Compressor
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.scheduling.estimates import Estimates
+
+PRICED = 4 << 20
+"""Bytes of a copy whose speed prices moves: about a segment of a large model."""
+
+
+def open_segments(
+    config: VeriCacheConfig,
+    compressor: Compressor,
+    handles: KVHandles,
+    estimates: Estimates,
+    free: Callable[[torch.Tensor], None],
+    server_args: Any = None,
+) -> tuple[CachedSegments, SegmentCompressor]:
+    """Return what is cached, empty, and what splits prompts so that they share it.
+
+    Args:
+        config: Frozen settings.
+        compressor: Bound to the model.
+        handles: Pool, row table, host memory.
+        estimates: Price moves and prefills.
+        free: Gives slots back to SGLang's allocator.
+        server_args: SGLang's, for the model's identity and the store; None: segments
+            are nobody else's.
+
+    Raises:
+        ConfigError: The store does not open.
+    """
+    geometry, host = handles.geometry, handles.host
+    page_pool = host.page_pool
+
+    def make(slots: int, kept: int) -> RawResidual:
+        return RawResidual(geometry, slots, kept, host.dtype, page_pool)
+
+    residuals = SegmentResiduals(make, RawResidual.free)
+    copies = SegmentCopies(handles, SegmentPool(page_pool), residuals)
+    backend = getattr(server_args, "hicache_storage_backend", None)
+    identity = Identity(
+        fingerprint_of(geometry, host.dtype, config, server_args if backend else None),
+        identity_of(config.compressor, config),
+    )
+    selector = compressor.selector
+    tail = 0 if selector is None else selector.needs.q_tail
+    segments = CachedSegments(
+        copies, handles, identity, free, lambda: _prices(estimates, segments), tail
+    )
+    shared = selector if compressor.codec is None and _may_be_shared(selector) else None
+    if backend:
+        store = open_store(server_args, config, identity.model)
+        segments.stored = StoredSegments(
+            store, identity.compressor, segments.take_in, _better(config)
+        )
+    host.evictor = segments.make_room
+    return segments, SegmentCompressor(config, shared, handles, segments)
+
+
+def _better(config: VeriCacheConfig) -> list[str]:
+    """Return whose draft KV is taken from a store before that of running requests.
+
+    ``python -m vericache_sglang.compress`` makes them with further forwards, whatever
+    that costs: a prefix is upgraded when it next comes from the store.
+    """
+    lines = [name for name in SELECTORS.names() if _mode(name) == "offline"]
+    return [
+        identity_of(line, config)
+        for line in lines
+        if _mode(config.compressor.partition(":")[0]) != "offline"
+    ]
+
+
+def _mode(line: str) -> str:
+    """Return whether a selector of ours is chosen ``online`` or ``offline``."""
+    if line not in SELECTORS:
+        return UNKNOWN.mode
+    return getattr(SELECTORS[line], "about", UNKNOWN).mode
+
+
+def _may_be_shared(selector: Selector | None) -> bool:
+    """Say whether a choice serves other prompts with the same prefix.
+
+    Not so where it depends on the last queries, or where the prompt decides how much
+    of it is kept.
+    """
+    if selector is None or selector.needs.q_tail:
+        return False
+    return type(selector).keep_share is Selector.keep_share
+
+
+def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
+    """Return what the server has measured."""
+    stored = segments.stored
+    iteration, link = estimates.iteration.coefficients, estimates.link
+    return Prices(
+        link_in_s_per_byte=1 / link.bytes_per_s(PRICED, "in"),
+        link_out_s_per_byte=1 / link.bytes_per_s(PRICED, "out"),
+        store_latency_s=0.0,
+        store_s_per_byte=inf if stored is None else stored.s_per_byte,
+        prefill_s_per_token=iteration.per_token_s,
+        # Every token is multiplied with half of those before it.
+        prefill_s_per_square=iteration.per_product_s / 2,
+    )

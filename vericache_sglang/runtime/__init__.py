@@ -1,0 +1,1 @@
+"""The speculative worker inside SGLang: executes what the scheduler plans."""

@@ -1,0 +1,101 @@
+"""VERICACHE as SGLang's speculative algorithm: what it is and what it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from vericache_sglang.config.files import active_config, is_disabled
+from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.prefix_cache import tiered_cache
+from vericache_sglang.runtime import cuda_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+NAME = "VERICACHE"
+
+
+def served_config() -> VeriCacheConfig | None:
+    """Return the settings this process serves with; None where VeriCache is off."""
+    if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
+        return None
+    return active_config() or VeriCacheConfig()
+
+
+class EmptyRelay(FutureMap):
+    """A ``FutureMap`` that relays lengths only; our worker keeps its tokens itself.
+
+    Upstream's ``_resolve_spec_extras`` calls ``record_stream``, which CPU tensors
+    refuse, and ``stash`` copies a payload that lies on the device. Ours is empty.
+    """
+
+    def stash(self, future_indices: Any, payload: Any) -> None:
+        """Take nothing."""
+
+    def _resolve_spec_extras(self, batch: ScheduleBatch) -> None:
+        """Relay nothing."""
+
+
+class VeriCacheAlgorithm(CustomSpecAlgo):
+    """See ``CustomSpecAlgo``; 0.5.21 calls three methods its base class lacks."""
+
+    refuse: Callable[[Any], None]
+    """Checks server arguments; set by the plugin before registration."""
+
+    draft_length: int
+    """``VeriCacheConfig.draft_length``; set by the plugin before registration."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        """No hidden states travel (called by ``Scheduler``, missing upstream)."""
+        return False
+
+    def need_topk(self) -> bool:
+        """No top-k is relayed (called by ``FutureMap``, missing upstream)."""
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        """Build the overlap relay (called by ``Scheduler``, missing upstream).
+
+        Lengths come to the host only where it is the device. Elsewhere that would wait
+        for the forward that runs, and our worker makes lists of its own.
+        """
+        here = str(device).startswith("cpu")
+        return EmptyRelay(device, self, pool, here, needs_confidence_relay)
+
+    def supports_ragged_verify(self) -> bool:
+        """Rows of a verification have lengths of their own (``graph_runner.py``)."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """Drafts use the request's own slots; no second pool."""
+        return False
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Refuse what we cannot serve and tell SGLang how wide a round is.
+
+        On a GPU this is also where the attention backend and the sizes of graphs are
+        chosen, where the user has not.
+
+        Raises:
+            UnsupportedError: A flag or the model is on the refusal list.
+        """
+        if str(server_args.device).startswith("cuda"):
+            cuda_arguments.settle(server_args)
+        type(self).refuse(server_args)
+        if not server_args.disable_radix_cache:
+            server_args.radix_cache_backend = tiered_cache.NAME
+        server_args.speculative_num_steps = self.draft_length
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = self.draft_length + 1

@@ -1,0 +1,112 @@
+"""The state of a request whose prompt has just been prefilled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.kv.request import RequestState
+from vericache_sglang.observability.request_stats import KEY, RequestStats
+from vericache_sglang.runtime.eligibility import draftable, end_tokens, stop_tokens
+from vericache_sglang.runtime.request_options import read_options
+from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
+from vericache_sglang.sampling.penalties import Penalties
+from vericache_sglang.sampling.profile import (
+    SamplingRule,
+    looks_at_tokens,
+    penalised,
+    profile_of,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+
+class Arrivals:
+    """Makes the state of requests as their prefills end.
+
+    Args:
+        config: Frozen settings.
+        vocab_size: Width of the logits.
+        device: Where the logits are.
+        overlap: SGLang runs its overlap schedule.
+        deterministic: SGLang runs with ``--enable-deterministic-inference``.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        vocab_size: int,
+        device: Any,
+        *,
+        overlap: bool,
+        deterministic: bool,
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._device = device
+        self._overlap = overlap
+        self._deterministic = deterministic
+
+    def state_of(self, req: Req, length: int, fits: bool) -> RequestState:
+        """Return the state of a request whose prefill was launched.
+
+        Its first token is certain to come, and has not been heard.
+
+        Args:
+            req: SGLang's request; its ``customized_info`` gets the figures.
+            length: Tokens prefilled.
+            fits: The prompt is long enough to be split.
+        """
+        options = read_options(
+            req.sampling_params.custom_params, self._config.draft_length
+        )
+        longest = options.draft_length
+        if req.grammar is not None:
+            longest = min(longest, MOST_DRAFTS)
+        eligible = (
+            fits
+            and options.enabled
+            and draftable(req)
+            # Host memory that lost its KV once is not asked again.
+            and not getattr(req, "vericache_distrusted", False)
+        )
+        figures = RequestStats(eligible, longest, options.report)
+        req.customized_info = {**(req.customized_info or {}), KEY: figures}
+        outputs = list(req.output_ids)
+        profile = profile_of(
+            req,
+            deterministic=self._deterministic,
+            rejection=self._config.acceptance == "rejection",
+        )
+        return RequestState(
+            req=req,
+            prompt=length,
+            verified=length,
+            pending=-1,
+            outputs=outputs,
+            profile=profile,
+            eligible=eligible,
+            stops=stop_tokens(req),
+            longest=longest,
+            figures=figures,
+            penalties=self._penalties(req, outputs),
+            cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
+            late=profile.rule is not SamplingRule.REJECTION
+            and not looks_at_tokens(req),
+            sure=1,
+        )
+
+    def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:
+        if not penalised(req.sampling_params):
+            return None
+        penalties = Penalties(
+            req.sampling_params,
+            end_tokens(req),
+            self._vocab_size,
+            self._device,
+            req.origin_input_ids[-1] if self._overlap else None,
+        )
+        penalties.note(outputs)
+        return penalties

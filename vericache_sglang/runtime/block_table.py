@@ -1,0 +1,90 @@
+"""SGLang's block table, allocated with room for draft and verification rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from vericache_sglang.compression.base import Selector
+from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.planning.block_table import BlockTableShape, block_table_shape
+from vericache_sglang.runtime.algorithm import served_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_sglang.compression.compressor import Compressor
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+
+class BlockTablePool(ReqToTokenPool):
+    """SGLang's pool of block-table rows; those behind its own are VeriCache's.
+
+    The table has its size from the start: what SGLang builds from it beforehand
+    (``KVIndexTranslator``) reads the rows that are written later. ``size`` and
+    ``max_context_len`` stay what SGLang asked for, so admission and leak checks never
+    see the other rows and columns.
+
+    Args:
+        shape: Rows and columns in all.
+        max_context_len: Columns SGLang asked for, in KV slots.
+        device: Where the table is.
+        enable_memory_saver: As in ``ReqToTokenPool``.
+
+    Attributes:
+        shape: See above.
+        on_free: Called with the request whose row was freed: finished, aborted or
+            retracted. Set by the worker.
+        segments: Cached segments of prompts, for the radix cache (``TieredCache``); set
+            by the worker.
+    """
+
+    def __init__(
+        self,
+        shape: BlockTableShape,
+        max_context_len: int,
+        device: str,
+        enable_memory_saver: bool,
+    ) -> None:
+        # SGLang's pool adds the padding row itself.
+        super().__init__(shape.rows - 1, shape.width, device, enable_memory_saver)
+        self.shape = shape
+        self.size, self._alloc_size = shape.requests, shape.requests + 1
+        self.max_context_len = max_context_len
+        self.clear()
+        self.on_free: Callable[[Any], None] | None = None
+        self.segments: Any = None
+
+    def free(self, req: Any) -> None:
+        """Free a request's row and report it."""
+        super().free(req)
+        if self.on_free is not None:
+            self.on_free(req)
+
+
+def block_table_pool(requests: int, max_context_len: int, **options: Any) -> Any:
+    """Build the pool for ``KVCacheConfigurator``; None where VeriCache is off.
+
+    Args:
+        requests: Running requests at most.
+        max_context_len: Columns SGLang asks for, in KV slots.
+        options: ``device`` and ``enable_memory_saver``.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    config = served_config()
+    if config is None:
+        return None
+    shape = block_table_shape(
+        config, requests, max_context_len, get_schedule().page_size, most_kept(config)
+    )
+    return BlockTablePool(shape, max_context_len, **options)
+
+
+def most_kept(config: VeriCacheConfig) -> float:
+    """Return the largest draft KV, as a share of the prompt's KV slots."""
+    compressor: Compressor = create_compressor(config.compressor, config.seed)
+    selector = compressor.selector
+    fixed = selector is not None and type(selector).keep_share is Selector.keep_share
+    return config.keep if fixed and compressor.codec is None else 1.0

@@ -1,0 +1,151 @@
+"""What SGLang's arguments become on a GPU: an attention backend, and which graphs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+from vericache_sglang.attention.layer import BACKEND_NAME
+from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.config.files import active_config
+from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.compressor import Compressor
+
+logger = logging.getLogger(__name__)
+
+STOCK_BACKENDS = ("fa3", "trtllm_mha")
+"""SGLang's own backends that serve rows of mixed lengths, in graphs and without: those
+for full attention that say so (0.5.21, ``supports_ragged_verify_graph``)."""
+
+RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
+"""SGLang's variable; "compact" has it key graphs by tokens and not by rows."""
+
+MAX_RUNNING = 64
+"""``--max-running-requests`` where the user gives none. SGLang takes 48 for its own
+speculative algorithms and thousands without one, which the block table, the graphs and
+their logits would all be sized for."""
+
+UNTRIED = (
+    "VeriCache: nothing of this has run on a GPU yet; "
+    "--vericache-consistency-check-rate 0.1 compares every tenth answer with plain "
+    "decoding"
+)
+
+_BACKEND_FIELDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+
+
+def settle(args: Any) -> None:
+    """Choose what the user has left open; waits for SGLang to have chosen first.
+
+    Args:
+        args: What ``CustomSpecAlgo.handle_server_args`` gets, resolved so far; assigned
+            fields are declared.
+
+    Raises:
+        UnsupportedError: The backend that was asked for does not read codes.
+        ConfigError: The compressor's line is refused.
+    """
+    logger.warning(UNTRIED)
+    config = active_config() or VeriCacheConfig()
+    compressor = create_compressor(config.compressor, config.seed)
+    _choose_backend(args, compressor)
+    _leave_out_graphs(args, compressor)
+    if args.max_running_requests is None:
+        args.max_running_requests = MAX_RUNNING
+    _size_graphs(args)
+
+
+def _choose_backend(args: Any, compressor: Compressor) -> None:
+    """Keep SGLang's choice where it can serve us, else take our own backend.
+
+    Raises:
+        UnsupportedError: See ``settle``.
+    """
+    given = [args._raw_input.get(field) for field in _BACKEND_FIELDS]
+    asked = next((name for name in given if name is not None), None)
+    codec = compressor.codec
+    if codec is not None and asked not in (None, BACKEND_NAME):
+        raise UnsupportedError(
+            f"--attention-backend {asked}: only {BACKEND_NAME} reads the codes of "
+            f"--vericache-compressor {codec.name}; leave --attention-backend out, or "
+            "use a compressor without a codec"
+        )
+    if asked is None and (
+        codec is not None or args.attention_backend not in STOCK_BACKENDS
+    ):
+        logger.info("VeriCache: attention backend %s", BACKEND_NAME)
+        args.attention_backend = BACKEND_NAME
+        args.prefill_attention_backend = args.decode_attention_backend = None
+
+
+def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
+    """Have run in Python what must: a replayed graph calls none of our hooks."""
+    needs = compressor.selector.needs if compressor.selector is not None else None
+    lora = args.enable_lora or bool(args.lora_paths)
+    watched = needs and (needs.q_tail or needs.q_stream or needs.hidden or needs.probes)
+    ours = BACKEND_NAME in (getattr(args, field) for field in _BACKEND_FIELDS)
+    reasons = {
+        # The hook on RadixAttention.forward is not called at a graph's break either.
+        Phase.PREFILL: "the compressor looks at queries"
+        if watched
+        else f"they are untried with attention backend {BACKEND_NAME}"
+        if ours
+        else "",
+        Phase.DECODE: "LoRA's batches have rows of one length"
+        if lora
+        else "the compressor scores tokens while they are decoded"
+        if needs and needs.hidden
+        else "",
+    }
+    for phase, reason in reasons.items():
+        if reason and args.cuda_graph_config[phase].backend != Backend.DISABLED:
+            logger.warning("VeriCache: no CUDA graphs of %s: %s", phase, reason)
+            args.cuda_graph_config = with_phase(
+                args.cuda_graph_config, phase, backend=Backend.DISABLED
+            )
+
+
+def _size_graphs(args: Any) -> None:
+    """Have graphs of decodes captured as for a server without speculation.
+
+    Their largest batch is also that of mixed batches, whose graphs follow from it
+    (``graph_runner.py``). A list of the user's is kept; so is SGLang's limit, by
+    memory, on the rows.
+
+    Raises:
+        UnsupportedError: SGLang's mode of ragged verifications is another one.
+    """
+    decode = args.cuda_graph_config.decode
+    if decode.backend == Backend.DISABLED:
+        return
+    mode = os.environ.setdefault(RAGGED_MODE, "compact")
+    if mode != "compact":
+        raise UnsupportedError(
+            f"{RAGGED_MODE}={mode}: mixed batches have graphs in mode compact only; "
+            "unset it, or use --disable-cuda-graph"
+        )
+    if (Phase.DECODE, "bs") in args._cuda_graph_config_locked:
+        return
+    rows = min(decode.max_bs, args.max_running_requests)
+    alone = SimpleNamespace(
+        disable_cuda_graph_padding=args.disable_cuda_graph_padding,
+        speculative_algorithm=None,
+    )
+    args.cuda_graph_config = with_phase(
+        args.cuda_graph_config,
+        Phase.DECODE,
+        bs=generate_decode_cuda_graph_batch_sizes(alone, rows),
+        max_bs=rows,
+    )

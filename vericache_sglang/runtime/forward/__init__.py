@@ -1,0 +1,1 @@
+"""One forward: rows of requests, CUDA graphs, tokens that stay on the device."""

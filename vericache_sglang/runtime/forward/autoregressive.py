@@ -1,0 +1,86 @@
+"""A batch in which every request decodes one token on its full KV, as SGLang does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_sglang.runtime.in_flight import InFlightForward
+from vericache_sglang.sampling.logprobs import one_token_logprobs
+from vericache_sglang.sampling.profile import SamplingRule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.result_recorder import ResultRecorder
+
+
+def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
+    """Say whether SGLang's batch-wide sampling is right for every request.
+
+    It counts one token per step for penalties, which is wrong after a verification;
+    and in a batch of several kinds a seed gives other tokens than alone (``Group``).
+    The batch's flags outlive the request that set them, so they are looked at too.
+
+    Args:
+        states: The batch's requests.
+        info: The batch's sampling state.
+    """
+    if any(state.penalties and state.figures.rounds for state in states):
+        return False
+    kinds = {(state.profile.rule, state.profile.filtered) for state in states}
+    if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):
+        return True
+    cut = info.need_top_p_sampling or info.need_top_k_sampling
+    return kinds == {(SamplingRule.SEEDED, bool(cut or info.need_min_p_sampling))}
+
+
+def run_plain(
+    batch: ScheduleBatch,
+    states: list[RequestState],
+    target_worker: Any,
+    draft_tokens: DraftTokenBuffer,
+    recorder: ResultRecorder,
+) -> InFlightForward:
+    """Decode one token of every request exactly as SGLang does without VeriCache.
+
+    Args:
+        batch: The decode batch; altered as SGLang's own preparation would.
+        states: Its requests, in order.
+        target_worker: SGLang's ``TpModelWorker``.
+        draft_tokens: Has their pending tokens, and gets the new ones.
+        recorder: Is told of every row.
+    """
+    requests = batch.req_pool_indices.to(torch.int64)
+    batch.input_ids = draft_tokens.pending(requests)
+    # What we published as lengths is what the scheduler hands back.
+    table = batch.req_to_token_pool.req_to_token
+    batch.out_cache_loc = table[requests, batch.seq_lens].to(torch.int64)
+    batch.seq_lens = batch.seq_lens + 1
+    batch.seq_lens_cpu = _host_lengths(batch.seq_lens, states)
+    batch.seq_lens_sum = None
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.spec_info = None
+    result = target_worker.forward_batch_generation(batch)
+    draft_tokens.start(requests, result.next_token_ids)
+    one_token_logprobs(result.logits_output)
+    result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)
+    result.new_seq_lens = batch.seq_lens
+    result.speculative_output_stride = 1
+    result.num_non_draft_tokens_per_req = 1
+    launched = [
+        recorder.launch(state, i, verifies=False, emits=True)
+        for i, state in enumerate(states)
+    ]
+    return InFlightForward(result, 1, launched)
+
+
+def _host_lengths(lengths: torch.Tensor, states: list[RequestState]) -> torch.Tensor:
+    """Return the rows' lengths on the host; upper bounds where that would wait."""
+    if lengths.device.type == "cpu":
+        return lengths
+    return torch.tensor([state.row_length + state.pending_max + 1 for state in states])

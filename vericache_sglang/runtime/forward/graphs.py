@@ -1,0 +1,261 @@
+"""CUDA graphs of mixed batches, beside the ones SGLang decodes with.
+
+SGLang 0.5.21 captures graphs of a speculative algorithm for verifications only. In its
+ragged mode (written for DSPARK, ``speculative/ragged_verify.py``) a graph has a number
+of tokens and its rows may have any lengths; a mixed batch is one. SGLang captures as
+many tokens for every row as a verification has. Here the sizes are those that occur.
+Batches that only decode run what SGLang captures for a server without speculation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.runner import (
+    DecodeCudaGraphRunner,
+    get_batch_sizes_to_capture,
+)
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.ragged_verify import (
+    RaggedVerifyLayout,
+    build_capture_verify_lens,
+    round_up_grid,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from vericache_sglang.planning.graph_sizes import graph_tokens
+from vericache_sglang.runtime.algorithm import NAME, served_config
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+SPECULATIVE = (
+    *("speculative_algorithm", "speculative_num_steps"),
+    *("speculative_num_draft_tokens", "speculative_eagle_topk"),
+)
+"""Settings of SGLang that are None on a server without speculation."""
+
+CODES = "rows begin with codes"
+TOO_LARGE = "more rows or tokens than the largest graph"
+NO_SPARE_ROW = "no row takes the padding within the context"
+NOT_RAGGED = "the attention backend has no ragged graphs"
+NOT_CAPTURED = "SGLang captured no graph for them"
+
+
+class MixedGraphRunner(DecodeCudaGraphRunner):
+    """SGLang's graph runner for batches that draft, verify and decode.
+
+    Attributes:
+        decodes: SGLang's runner of a server without speculation; with an attention
+            backend of its own, because a backend keeps one set of static buffers.
+        replayed: Forwards that ran in a graph.
+        eager: Forwards that did not, by reason.
+    """
+
+    captured_req_width: int
+    capture_bs: list[int]
+    compile_bs: list[int]
+
+    def __init__(self, model_runner: ModelRunner, **options: Any) -> None:
+        self.replayed = 0
+        self.eager: Counter[str] = Counter()
+        super().__init__(model_runner, **options)
+        with _without_speculation(model_runner):
+            backend = model_runner._get_attention_backend()
+            model_runner.kv_index_translator.bind_and_verify_backends([backend])
+            self.decodes = DecodeCudaGraphRunner(model_runner, attn_backend=backend)
+        logger.info(
+            "VeriCache: CUDA graphs of %s tokens, and of decodes of %s rows",
+            self.capture_num_tokens,
+            self.decodes.capture_bs,
+        )
+
+    # -- capture ------------------------------------------------------------------
+
+    def _build_ragged_verify_token_buckets(self) -> list[int]:
+        """List the tokens of every graph; ``max_bs`` is the most rows of a batch."""
+        self.capture_bs = list(_sizes(self.max_bs, self.captured_req_width))
+        self.compile_bs = []
+        return self.capture_bs
+
+    def capture_one_shape(self, size: int, *args: Any, **kwargs: Any) -> None:
+        """Capture a graph of ``size`` tokens, which SGLang takes for rows."""
+        width, self.captured_req_width = self.captured_req_width, 1
+        try:
+            super().capture_one_shape(size, *args, **kwargs)
+        finally:
+            self.captured_req_width = width
+
+    def get_spec_info(self, num_tokens: int) -> VeriCacheSpecInput:
+        """Return the spec input a graph is captured with."""
+        rows = self._ragged_capture_slots(num_tokens)
+        layout = RaggedVerifyLayout.from_verify_lens(
+            verify_lens_cpu=build_capture_verify_lens(
+                num_tokens=num_tokens,
+                num_slots=rows,
+                num_draft_tokens=self.speculative_num_draft_tokens,
+            ),
+            device=self.device,
+            grid=self.capture_num_tokens,
+        )
+        self._captured_ragged_layouts[num_tokens] = layout
+        spec_info = VeriCacheSpecInput(rows)
+        spec_info.ragged_verify_layout = layout
+        return spec_info
+
+    # -- replay -------------------------------------------------------------------
+
+    def tokens_of(self, forward: ForwardBatch) -> int | str:
+        """Return the tokens of the smallest graph that serves a mixed forward.
+
+        Rows that begin with codes are read by kernels that no graph has. Where a graph
+        has no row to spare, SGLang's backends count the tokens of no row to the last
+        one, which must not grow past the longest row they can list.
+
+        Args:
+            forward: Not presented yet: ``seq_lens_cpu`` are whole rows, or more.
+
+        Returns:
+            The tokens, or why there is no such graph.
+        """
+        lengths = forward.extend_seq_lens_cpu
+        tokens, grid = sum(lengths), self.capture_num_tokens
+        if forward.spec_info.coded is not None or forward.spec_info.packed:
+            return CODES
+        if not self.attn_backend.supports_ragged_verify_graph:
+            return NOT_RAGGED
+        if tokens > grid[-1] or len(lengths) > self.max_bs:
+            return TOO_LARGE
+        graph: int = round_up_grid(tokens, grid)
+        spare = graph - tokens
+        if spare and len(lengths) == self._ragged_capture_slots(graph):
+            longest = self.model_runner.model_config.context_len
+            if int(forward.seq_lens_cpu[-1]) + spare > longest:
+                return NO_SPARE_ROW
+        return graph
+
+    def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
+        """Return whether a graph serves a forward; counts where none does."""
+        reason: str | None = None
+        if forward_batch.forward_mode.is_decode():
+            fits = self.decodes.can_run_graph(forward_batch)
+        else:
+            # SGLang looks at the number of tokens, which a graph may have by chance.
+            reason = getattr(forward_batch.spec_info, "eager", None)
+            fits = reason is None and super().can_run_graph(forward_batch)
+        if fits:
+            self.replayed += 1
+        else:
+            self._count_eager(reason or NOT_CAPTURED)
+        return bool(fits)
+
+    def execute(self, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward in its graph."""
+        if forward_batch.forward_mode.is_decode():
+            return self.decodes.execute(forward_batch, *args, **kwargs)
+        return super().execute(forward_batch, *args, **kwargs)
+
+    def _count_eager(self, reason: str) -> None:
+        if reason not in self.eager:
+            logger.warning("VeriCache: forwards run without CUDA graphs: %s", reason)
+        self.eager[reason] += 1
+
+
+def present(forward: ForwardBatch, model_runner: ModelRunner) -> None:
+    """Prepare a mixed forward for the backends of a GPU, in place; waits for nothing.
+
+    Its rows' lengths go to the spec input, ``seq_lens`` become what is in front of the
+    queries (``seq_lens_cpu`` stay whole rows), and where a graph serves the forward its
+    tokens are filled up to the graph's with ones of no row, whose KV goes to SGLang's
+    dummy slot 0. As SGLang's DSPARK worker does (``dspark_verify.py``,
+    ``_run_ragged``). On a CPU nothing is changed.
+
+    Args:
+        forward: A TARGET_VERIFY whose ``extend_seq_lens`` and ``extend_prefix_lens``
+            are exact on the device; of the host's lists only the first is.
+        model_runner: The target's runner.
+    """
+    runner = model_runner.decode_cuda_graph_runner
+    if runner is None and str(model_runner.device).startswith("cpu"):
+        return
+    spec_info, own = forward.spec_info, sum(forward.extend_seq_lens_cpu)
+    graph = own if runner is None else runner.tokens_of(forward)
+    if isinstance(graph, str):
+        spec_info.eager, graph = graph, own
+    # Built on the device: from a list it would wait for the forward that runs.
+    spec_info.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
+        verify_lens=forward.extend_seq_lens, graph_num_tokens=graph
+    )
+    forward.seq_lens = forward.extend_prefix_lens.to(torch.int64)
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        padded = torch.nn.functional.pad(getattr(forward, name), (0, graph - own))
+        setattr(forward, name, padded)
+
+
+def graph_figures(model_runner: ModelRunner) -> dict[str, int]:
+    """Return how many forwards ran in graphs and how many did not."""
+    runner = getattr(model_runner, "decode_cuda_graph_runner", None)
+    if runner is None:  # none were captured, or not yet
+        return {"graph_forwards": 0, "eager_forwards": 0}
+    return {
+        "graph_forwards": runner.replayed,
+        "eager_forwards": sum(runner.eager.values()),
+    }
+
+
+def eager_reasons(model_runner: ModelRunner) -> dict[str, int]:
+    """Return why forwards ran without the graphs there are, and how many each."""
+    runner = getattr(model_runner, "decode_cuda_graph_runner", None)
+    return {} if runner is None else dict(runner.eager)
+
+
+# -- called by the hooks on SGLang's model runner (patches: decode_cuda_graph) ---------
+
+
+def runner_class(original: Callable[..., Any], model_runner: ModelRunner) -> Any:
+    """Return the class of the decode graphs' runner."""
+    return MixedGraphRunner if _ours(model_runner) else original(model_runner)
+
+
+def logits_rows(original: Callable[..., int], model_runner: ModelRunner) -> int:
+    """Return the rows of the logits buffer all graphs share."""
+    if not _ours(model_runner):
+        return original(model_runner)
+    width = model_runner.decode_num_tokens_per_req()
+    sizes, _ = get_batch_sizes_to_capture(model_runner, width)
+    return _sizes(max(sizes), width)[-1]
+
+
+def _ours(model_runner: ModelRunner) -> bool:
+    return bool(model_runner.spec_algorithm.name == NAME)
+
+
+def _sizes(rows: int, width: int) -> tuple[int, ...]:
+    """Return the tokens of every graph for so many rows, of at most ``width`` each."""
+    config = served_config()
+    return graph_tokens(rows, width - 1, config.max_verifies if config else 1)
+
+
+@contextmanager
+def _without_speculation(model_runner: ModelRunner) -> Iterator[None]:
+    """Have SGLang build what it builds for a server without speculation.
+
+    An attention backend then has no buffers of verifications either.
+    """
+    algorithm = model_runner.spec_algorithm
+    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+    try:
+        with get_spec().override(**dict.fromkeys(SPECULATIVE)):
+            yield
+    finally:
+        model_runner.spec_algorithm = algorithm

@@ -1,0 +1,240 @@
+"""One forward in which some requests draft, some verify and some decode plainly."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from vericache_kernels.board_commit import DRAFT, EMIT, DraftTokenRows
+from vericache_sglang.device.upload import upload
+from vericache_sglang.runtime.forward.graphs import present
+from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
+from vericache_sglang.runtime.in_flight import InFlightForward
+from vericache_sglang.sampling.logprobs import LogprobTable
+from vericache_sglang.sampling.query import Query, RowQueries
+from vericache_sglang.sampling.sampler import RowSampler
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from vericache_sglang.attention.forward_row import ForwardRow
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.in_flight import InFlightQueue
+    from vericache_sglang.runtime.placement import KVPlacement
+    from vericache_sglang.runtime.result_recorder import ResultRecorder
+    from vericache_sglang.scheduling.iteration_model import Work
+
+
+class MixedForward:
+    """Executes row actions. What they came to stays on the device where it can.
+
+    Drafted and accepted tokens are read and written on the token board; the host hears
+    of them when the flight lands. A batch in which what comes next depends on tokens
+    in other ways (a grammar, penalties, log-probabilities, rejection sampling) is
+    concluded on the host, at once.
+
+    Args:
+        placement: Row table, reloads and counters.
+        target_worker: SGLang's ``TpModelWorker``.
+        draft_tokens: Tokens of all requests.
+        in_flight: Is told of every forward.
+        recorder: Is told what the rows came to, where that is known at once.
+        overlap: SGLang runs its overlap schedule.
+    """
+
+    def __init__(
+        self,
+        placement: KVPlacement,
+        target_worker: Any,
+        draft_tokens: DraftTokenBuffer,
+        in_flight: InFlightQueue,
+        recorder: ResultRecorder,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._placement = placement
+        self._worker = target_worker
+        self._draft_tokens = draft_tokens
+        self._in_flight = in_flight
+        self._recorder = recorder
+        self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
+        self._device = target_worker.model_runner.device
+
+    def run(
+        self,
+        batch: ScheduleBatch,
+        requests: dict[int, RequestState],
+        actions: dict[int, RowAction],
+    ) -> tuple[GenerationBatchResult, Work | None]:
+        """Draft, verify and decode plainly in one ragged forward.
+
+        Args:
+            batch: The decode batch.
+            requests: Position in the batch -> request, in order.
+            actions: Position in the batch -> what its request does.
+
+        Returns:
+            The result, whose ``accept_lens`` are right on the device; and the work
+            done, None where every request waited.
+        """
+        late = all(state.late for state in requests.values())
+        rows = MixedRows(self._placement)
+        for i, state in requests.items():
+            rows.add(i, state, actions[i])
+        if not rows.rows:
+            return self.nothing(batch), None
+        work = rows.work()
+        inputs = rows.inputs(self._draft_tokens)
+        forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
+        draft_codes = self._placement.draft_codes
+        if draft_codes is None:
+            forward.spec_info.packed = self._packed(rows.rows)
+        else:
+            forward.spec_info.coded = draft_codes.of(rows.rows)
+        present(forward, self._worker.model_runner)
+        run = self._worker.forward_batch_generation(
+            batch=None, forward_batch=forward, is_verify=True
+        )
+        # Behind them are those of the tokens that fill up a graph.
+        logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
+        asked = _queries(rows, requests, actions)
+        if late:
+            target = self._sampler.targets(batch, asked, logits, inputs.positions)
+            result = self._leave_on_device(batch, rows, asked, target)
+        else:
+            chosen = self._sampler.choose(
+                batch, asked, logits, inputs.positions, waited=self._in_flight.land_all
+            )
+            result = self._settle(batch, asked, *chosen)
+        self._placement.counters.note_forward(actions.values())
+        return result, work
+
+    def nothing(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Return the result of an iteration in which every request waited."""
+        result = self._result(batch)
+        self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
+        return result
+
+    def _leave_on_device(
+        self,
+        batch: ScheduleBatch,
+        rows: MixedRows,
+        asked: Sequence[RowQueries[RequestState]],
+        target: torch.Tensor,
+    ) -> GenerationBatchResult:
+        """Draft and accept on the board; the host hears of it later."""
+        at, pool_idx, kind, drafts, first = upload(
+            self._device,
+            [row.batch_index for row in rows.rows],
+            [row.own for row in rows.rows],
+            [EMIT if row.emits else DRAFT for row in asked],
+            [row.columns.start for row in rows.rows],
+            [*rows.starts(), len(target)],
+        )
+        emission = self._draft_tokens.commit(
+            DraftTokenRows(pool_idx, first, kind, drafts), target
+        )
+        result = self._result(batch)
+        places = result.next_token_ids.view(-1, self._draft_tokens.most)
+        places[at] = emission.tokens
+        # No token of a drafting request is accepted; the host reads its draft here.
+        places[at, 0] = torch.where(
+            kind == EMIT, emission.tokens[:, 0], target[first[:-1]]
+        )
+        result.accept_lens[at] = emission.counts
+        pending_rows = [
+            self._recorder.launch(
+                row.state, row.batch_index, verifies=row.verifies, emits=row.emits
+            )
+            for row in asked
+        ]
+        self._in_flight.launch(
+            InFlightForward(result, self._draft_tokens.most, pending_rows)
+        )
+        return result
+
+    def _settle(
+        self,
+        batch: ScheduleBatch,
+        asked: Sequence[RowQueries[RequestState]],
+        chosen: Sequence[list[int]],
+        table: LogprobTable,
+    ) -> GenerationBatchResult:
+        """Conclude every row at once, with tokens chosen on the host."""
+        emitted: dict[int, list[int]] = {}
+        for row, tokens in zip(asked, chosen, strict=True):
+            pending_row = self._recorder.launch(
+                row.state, row.batch_index, verifies=row.verifies, emits=row.emits
+            )
+            self._recorder.land(pending_row, tokens)
+            if row.emits:
+                emitted[row.batch_index] = tokens
+        self._draft_tokens.put([row.state for row in asked])
+        result = self._result(batch, emitted, table)
+        self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
+        return result
+
+    def _packed(self, rows: Sequence[ForwardRow]) -> dict[int, Any]:
+        """Return, by row, its code slots and what decodes them; for the attention."""
+        codes = self._placement.codes
+        if codes is None:
+            return {}
+        return {
+            i: (row.packed.split.budget.code_slots, codes.segments(row.packed))
+            for i, row in enumerate(rows)
+            if row.packed is not None
+        }
+
+    def _result(
+        self,
+        batch: ScheduleBatch,
+        emitted: dict[int, list[int]] | None = None,
+        table: LogprobTable | None = None,
+    ) -> GenerationBatchResult:
+        """Return a result in which requests emit what is given, nothing without."""
+        requests, stride = len(batch.reqs), self._draft_tokens.most
+        logprobs = None
+        if batch.return_logprob:  # SGLang reads it also where nobody emits
+            logprobs = (table or LogprobTable()).pack(requests)
+        padded, counts = [0] * (requests * stride), [0] * requests
+        for i, tokens in (emitted or {}).items():
+            padded[i * stride : i * stride + len(tokens)] = tokens
+            counts[i] = len(tokens)
+        ids, lengths = upload(self._device, padded, counts)
+        return GenerationBatchResult(
+            logits_output=logprobs,
+            next_token_ids=ids,
+            accept_lens=lengths.to(torch.int32),
+            speculative_num_draft_tokens=stride,
+            num_non_draft_tokens_per_req=0,
+        )
+
+
+def _queries(
+    rows: MixedRows, requests: dict[int, RequestState], actions: dict[int, RowAction]
+) -> list[RowQueries[RequestState]]:
+    """Say which positions of the forward ask for a token."""
+    asked = []
+    for row, start in zip(rows.rows, rows.starts(), strict=True):
+        batch_index = row.batch_index
+        state, action = requests[batch_index], actions[batch_index]
+        drafts = state.drafted if isinstance(action, Draft) else 0
+        queries = tuple(
+            Query(batch_index, state, start + j, drafts + j)
+            for j in range(len(row.columns))
+        )
+        asked.append(
+            RowQueries(
+                queries,
+                verifies=isinstance(action, Verify),
+                emits=not isinstance(action, Draft),
+            )
+        )
+    return asked

@@ -1,0 +1,248 @@
+"""The rows of one mixed forward, and the ``ForwardBatch`` made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from vericache_sglang.attention.forward_row import ForwardRow
+from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.kv.request import Layout
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+from vericache_sglang.scheduling.iteration_model import Work
+from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.placement import KVPlacement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardInputs:
+    """What a ragged forward over rows of the row table needs; T queries of R rows.
+
+    Attributes:
+        batch_indices: R positions in the schedule batch.
+        lengths: R numbers of queries.
+        bounds: R lengths of rows without their queries, or more.
+        table_rows: [R] int64.
+        prefixes: [R] int64, lengths of rows without their queries, exactly.
+        tokens: [T] int64.
+        slots: [T] int64, where their KV is written.
+        positions: [T] int64, true positions in the text.
+    """
+
+    batch_indices: list[int]
+    lengths: list[int]
+    bounds: list[int]
+    table_rows: torch.Tensor
+    prefixes: torch.Tensor
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+class MixedRows:
+    """Collects the rows of one forward; lists shadow rows where two rows are needed.
+
+    A request on the host drafts on its own row and is verified on a shadow row; on the
+    device it is the other way round, or both are shadow rows.
+
+    Args:
+        placement: Owns the row table and its shadow rows.
+    """
+
+    def __init__(self, placement: KVPlacement) -> None:
+        self.rows: list[ForwardRow] = []
+        self._placement = placement
+        self._table = placement.table
+        self._draft_rows = iter(placement.verify_rows)
+
+    def add(self, batch_index: int, state: RequestState, action: RowAction) -> bool:
+        """Add what ``action`` asks of a request; returns False where it is to wait."""
+        if isinstance(action, Wait):
+            return False
+        own, drafted = state.req_pool_idx, state.drafted
+        at, position = state.row_length + drafted, state.verified
+        columns = range(1)
+        if isinstance(action, Verify):
+            at -= drafted
+            columns = range(drafted + 1)
+            row, prefix = self._whole_row(own, state), state.verified
+        elif isinstance(action, Draft):
+            columns = range(drafted, drafted + 1)
+            position += drafted
+            row, prefix = self._draft_row(own, state)
+        else:
+            row, prefix = own, at
+        coded = isinstance(action, Draft) and state.split.budget.coded
+        self.rows.append(
+            ForwardRow(
+                batch_index,
+                own,
+                row,
+                prefix,
+                at,
+                columns,
+                position,
+                state.pending_max,
+                state if coded else None,
+            )
+        )
+        return True
+
+    def starts(self) -> list[int]:
+        """Return where each row's first token is among all tokens of the forward."""
+        lengths = (len(row.columns) for row in self.rows)
+        return list(accumulate(lengths, initial=0))[:-1]
+
+    def work(self) -> Work:
+        """Return what this forward has to do."""
+        tokens = reads = products = 0
+        for row in self.rows:
+            n = len(row.columns)
+            slots = row.prefix + n
+            if row.packed is not None:
+                budget = row.packed.split.budget
+                slots += self._placement.draft_reads(budget) - budget.slots
+            tokens += n
+            reads += slots
+            products += n * slots
+        return Work(tokens, reads, products)
+
+    def inputs(self, draft_tokens: DraftTokenBuffer) -> ForwardInputs:
+        """Gather what the forward runs on; nothing waits for the device."""
+        rows = self.rows
+        queries = [(i, row, j) for i, row in enumerate(rows) for j in row.columns]
+        of_row, offset, column, own, table_row, prefix, at, position, pending_max = (
+            upload(
+                draft_tokens.device,
+                [i for i, _, _ in queries],
+                [j - row.columns.start for _, row, j in queries],
+                [j for _, _, j in queries],
+                [row.own for row in rows],
+                [row.table_row for row in rows],
+                [row.prefix for row in rows],
+                [row.at for row in rows],
+                [row.position for row in rows],
+                [row.pending_max for row in rows],
+            )
+        )
+        extra = draft_tokens.extra(own, pending_max)
+        further = extra[of_row] + offset
+        requests = own[of_row]
+        return ForwardInputs(
+            batch_indices=[row.batch_index for row in rows],
+            lengths=[len(row.columns) for row in rows],
+            bounds=[row.prefix + row.pending_max for row in rows],
+            table_rows=table_row,
+            prefixes=prefix + extra,
+            tokens=draft_tokens.tokens(requests, column),
+            slots=self._table[requests, at[of_row] + further].to(torch.int64),
+            positions=position[of_row] + further,
+        )
+
+    def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
+        """Return the row that lists the draft part, and its length."""
+        parts = state.split
+        if parts.layout is Layout.KEPT:
+            return own, state.row_length + state.drafted
+        decoded = state.verified - parts.budget.offered + state.drafted
+        draft_row = self._table[parts.draft_row]
+        if decoded + state.pending_max >= parts.listed:
+            # Decode slots are listed once; two rounds ahead are allocated already.
+            known = state.req.kv.kv_allocated_len - parts.head
+            slots = parts.budget.slots
+            draft_row[slots + parts.listed : slots + known] = self._table[
+                own, parts.head + parts.listed : parts.head + known
+            ]
+            parts.listed = known
+        return parts.draft_row, parts.budget.slots + decoded
+
+    def _whole_row(self, own: int, state: RequestState) -> int:
+        """Return the row that lists both parts, for a verification."""
+        parts = state.split
+        if parts.layout is Layout.PERMUTED:
+            return own
+        source = self._table[own]
+        end = state.row_length + state.drafted + state.pending_max + 1
+        draft_row = next(self._draft_rows)
+        row = self._table[draft_row]
+        offered = parts.budget.offered
+        if parts.layout is Layout.BESIDE:
+            row[:offered] = source[:offered]
+        else:
+            codes, at = parts.budget.code_slots, parts.budget.exact
+            row[:at] = source[codes : codes + at]
+            for span in self._placement.prefetches.spans(state.rid):
+                row[at : at + span.slots] = torch.arange(
+                    span.start, span.end, device=row.device
+                )
+                at += span.slots
+        row[offered : offered + end - parts.head] = source[parts.head : end]
+        return draft_row
+
+
+def build_forward(
+    batch: ScheduleBatch, inputs: ForwardInputs, model_runner: Any
+) -> ForwardBatch:
+    """Present ragged rows of 1 and d + 1 tokens as one target-verify forward.
+
+    TARGET_VERIFY makes SGLang's ``LogitsProcessor`` return every position; the extend
+    lengths make it a ragged extend for the attention backend.
+
+    Args:
+        batch: A shallow copy of the decode batch, ours to alter.
+        inputs: Of at least one row.
+        model_runner: The target's runner.
+
+    Returns:
+        A batch whose ``positions`` are true positions and whose ``seq_lens`` are row
+        lengths with the query tokens included. Tensors on the device are exact; its
+        lists of lengths on the host are, too, where the device is the host, and upper
+        bounds elsewhere.
+
+    Raises:
+        InvariantError: A row is longer than the model's context. SGLang's backends give
+            every row as many columns of their page tables and write them by its length
+            (``build_trtllm_mha_page_table``): the next row's would be overwritten.
+    """
+    device, lengths, prefixes = batch.device, inputs.lengths, inputs.bounds
+    if inputs.prefixes.device.type == "cpu":
+        prefixes = inputs.prefixes.tolist()
+    totals = [prefix + n for prefix, n in zip(prefixes, lengths, strict=True)]
+    if max(totals) > model_runner.model_config.context_len:
+        raise InvariantError(
+            f"a block-table row of {max(totals)} KV slots, the context holds "
+            f"{model_runner.model_config.context_len}"
+        )
+    (queries,) = upload(device, lengths)
+    batch.reqs = [batch.reqs[i] for i in inputs.batch_indices]
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    batch.input_ids = inputs.tokens
+    batch.req_pool_indices = inputs.table_rows
+    batch.seq_lens_cpu = torch.tensor(totals, dtype=torch.int64)
+    batch.seq_lens = inputs.prefixes + queries
+    batch.seq_lens_sum = sum(totals)
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.out_cache_loc = inputs.slots
+    batch.return_logprob = False
+    batch.has_grammar = False
+    batch.spec_info = VeriCacheSpecInput(len(lengths), inputs.positions, lengths)
+    forward = ForwardBatch.init_new(
+        batch, model_runner, return_hidden_states_before_norm=False
+    )
+    forward.extend_seq_lens_cpu = lengths
+    forward.extend_prefix_lens_cpu = prefixes
+    forward.extend_seq_lens = queries.to(torch.int32)
+    forward.extend_prefix_lens = inputs.prefixes.to(torch.int32)
+    forward.extend_num_tokens = sum(lengths)
+    return forward

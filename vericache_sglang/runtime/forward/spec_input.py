@@ -1,0 +1,66 @@
+"""The ``SpecInput`` SGLang carries between iterations and into a mixed forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_kernels.packed_attention import Segment
+    from vericache_sglang.attention.packed_rows import CodedRows
+
+
+class VeriCacheSpecInput(SpecInput):
+    """Positions into the forward; an empty relay between iterations.
+
+    The engine's own states are the truth about pending and drafted tokens, so nothing
+    is relayed. ``RelayPayload.from_draft_input`` (overlap_utils.py) reads the five
+    attributes below all the same.
+
+    Args:
+        rows: Requests of the batch.
+        positions: [tokens] int64 true positions of a mixed forward; None in a relay.
+        row_lengths: Tokens of every row of a mixed forward; None in a relay.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        positions: torch.Tensor | None = None,
+        row_lengths: list[int] | None = None,
+    ) -> None:
+        # The enum is closed; this member is the one with the fewest special cases.
+        super().__init__(SpecInputType.NGRAM_VERIFY)
+        self.positions = positions
+        # Read by the hook on LoRA batches (patches: lora_utils).
+        self.row_lengths = row_lengths
+        # By row: slots of codes it begins with, and what decodes them, by layer.
+        # SGLang copies a ForwardBatch field by field, so it cannot carry them itself.
+        self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
+        # The same on a GPU; None where no row begins with codes.
+        self.coded: CodedRows | None = None
+        # Why no CUDA graph serves the forward; None where one does.
+        self.eager: str | None = None
+        self.future_indices: torch.Tensor | None = None
+        self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
+        self.topk_p = None
+        self.topk_index = None
+        self.hidden_states = None
+        self.num_tokens_per_req = 1
+        self.num_tokens_for_logprob_per_req = 1
+
+    def filter_batch(
+        self, new_indices: torch.Tensor, new_indices_cpu: Any = None
+    ) -> None:
+        """Keep the rows SGLang keeps; called by ``ScheduleBatch.filter_batch``."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+
+    def merge_batch(self, other: VeriCacheSpecInput) -> None:
+        """Append another batch's rows; called by ``ScheduleBatch.merge_batch``."""
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat((self.future_indices, other.future_indices))

@@ -1,0 +1,255 @@
+"""One decode iteration: plan, launch one forward, make the plan's moves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import CompressionError, LostKVError
+from vericache_sglang.kv.request import Layout, RequestState
+from vericache_sglang.kv.row_edit import room
+from vericache_sglang.observability.counters import move_name
+from vericache_sglang.runtime.departure import last_action
+from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
+from vericache_sglang.scheduling.iteration_model import Work
+from vericache_sglang.scheduling.plan import Draft, Move, Plain, Plan, Wait, World
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    from vericache_sglang.observability.iteration_reporter import IterationReporter
+    from vericache_sglang.runtime.admission import Entrance
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.forward.mixed import MixedForward
+    from vericache_sglang.runtime.in_flight import InFlightQueue
+    from vericache_sglang.runtime.placement import KVPlacement
+    from vericache_sglang.runtime.recovery import Recovery
+    from vericache_sglang.runtime.result_recorder import ResultRecorder
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
+    from vericache_sglang.scheduling.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 2e-4
+"""Pause of an iteration in which every request waits for its reload."""
+
+OBSERVE_EVERY = 8
+"""Iterations between two samples of the iteration's time while nobody drafts."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Decoding:
+    """Decides and launches; nothing here waits for the device but moves.
+
+    Under SGLang's overlap schedule an iteration is launched while the last one's
+    forward runs, so it knows the outcome of the one before that. Moves copy KV whose
+    place depends on lengths, so they are made with every outcome known.
+
+    Attributes:
+        states: Requests that live, by rid.
+        target_worker: SGLang's ``TpModelWorker``.
+        placement: Where the parts are, and moves.
+        runtime: Plans.
+        tp_sync: Of the ranks; what it measures learns of iterations.
+        entrance: Hands requests over.
+        mixed: Runs planned rows.
+        draft_tokens: Tokens of all requests.
+        in_flight: Forwards in the air.
+        recorder: Is told of plain rows.
+        recovery: Decides what an error costs.
+        watch: Is told of every iteration.
+        max_running: Most requests SGLang runs.
+    """
+
+    states: dict[str, RequestState]
+    target_worker: Any
+    placement: KVPlacement
+    runtime: Runtime
+    tp_sync: TensorParallelSync
+    entrance: Entrance
+    mixed: MixedForward
+    draft_tokens: DraftTokenBuffer
+    in_flight: InFlightQueue
+    recorder: ResultRecorder
+    recovery: Recovery
+    watch: IterationReporter
+    max_running: int
+    _launched: float = field(default=0.0, init=False)
+    _work: Work | None = field(default=None, init=False)
+
+    def interrupt(self) -> None:
+        """Say that a prefill runs: the time until the next decode is not one's."""
+        self._work = None
+
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Run one iteration of SGLang's decode batch.
+
+        After an error every request of it is prefilled again: of a plan that was
+        carried out in part nobody knows what holds.
+        """
+        launched = self.in_flight.launched
+        try:
+            return self._run(batch)
+        except Exception as error:  # noqa: BLE001 (raised again where it has to be)
+            self.recovery.all_lost(error)
+        last = self.in_flight.last
+        if last is None or self.in_flight.launched == launched:
+            result = self.mixed.nothing(batch)
+        else:
+            result = last.result
+        self._work = None
+        # Nobody reads them: no request of the batch is decoded from them.
+        result.new_seq_lens = batch.seq_lens
+        self.target_worker.model_runner.shared_read_done_event = None
+        return result
+
+    def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._observe_last()
+        self.in_flight.land_all_but_last()
+        self.placement.counters.note_iteration(len(batch.reqs))
+        # A batch with a grammar processes the last result between choosing the batch
+        # and running it, so a request may have ended, and lost its row, already.
+        requests = {
+            i: self.states[req.rid]
+            for i, req in enumerate(batch.reqs)
+            if req.rid in self.states
+        }
+        states = list(requests.values())
+        all_here = len(states) == len(batch.reqs)
+        self.entrance.pass_on(batch, requests)
+        as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
+        if as_sglang and not self.runtime.tracks:
+            # Nothing to plan and nothing to draft: no slower than plain SGLang.
+            self.watch.begin(requests, None)
+            result = self._run_plain(batch, states)
+            self.watch.end(())
+            return result
+        plan = self._plan(batch, len(states))
+        actions = {
+            i: last_action(state) or plan.rows.get(state.rid) or Plain(state.rid)
+            for i, state in requests.items()
+        }
+        if any(
+            state.pending_max and not isinstance(actions[i], (Draft, Wait))
+            for i, state in requests.items()
+        ):  # the board knows one unheard emission of a request, not two
+            self.in_flight.land_all()
+        self.watch.begin(requests, actions)
+        if as_sglang and all(isinstance(action, Plain) for action in actions.values()):
+            result = self._run_plain(batch, states)
+        else:
+            result, self._work = self.mixed.run(batch, requests, actions)
+            if self._work is None:
+                time.sleep(IDLE_SECONDS)
+        moves = self._make_moves(plan, batch)
+        if plan.moves:
+            # They edit rows and the free list behind the event at which SGLang takes
+            # them for read, also those that are given up half way; without the event
+            # the scheduler's stream waits for all that was launched.
+            self.target_worker.model_runner.shared_read_done_event = None
+        self._publish(result, requests, len(batch.reqs))
+        self.watch.end(moves)
+        return result
+
+    def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
+        prefetches = self.placement.prefetches
+        self.placement.poll_outgoing()
+        reported = self.tp_sync.hear(self.placement.host_slots, prefetches.progress())
+        arrived, failed = prefetches.poll(reported.prefetches)
+        for rid in failed:
+            self._note_failure(rid)
+        world = World(
+            free_slots=room(batch.tree_cache),
+            host_slots=reported.host_slots,
+            rows=rows,
+            blocked=bool(batch.batch_is_full) and rows < self.max_running,
+            arrived=tuple(arrived),
+            failed=tuple(failed),
+        )
+        plan = self.runtime.plan(world)
+        self.tp_sync.check(world, plan)
+        for stage_in in plan.stage_ins:
+            state = self.states[stage_in.rid]
+            with self.recovery.of_request(state):
+                state.figures.staged_bytes += self.placement.start_prefetch(state)
+        self.placement.counters.note_drafting(self.runtime.drafting)
+        return plan
+
+    def _note_failure(self, rid: str) -> None:
+        """Count a failed reload; the second in a row costs the request its KV."""
+        if self.runtime.gives_up(rid):
+            self.recovery.lose(self.states[rid])
+
+    def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
+        """Carry out what a plan moves; return what was moved."""
+        done: list[Move] = []
+        if plan.moves:
+            self.in_flight.land_all()
+        for move in plan.moves:
+            state = self.states.get(move.rid)
+            if state is None or state.lost:
+                continue
+            try:
+                made = self.placement.make(move, state, batch.tree_cache)
+            except (LostKVError, CompressionError) as error:
+                logger.error("VeriCache: %s: %s", state.rid, error)
+                if isinstance(error, CompressionError):
+                    self.placement.guard.give_up(state.rid)
+                self.recovery.lose(state)
+                continue
+            if not made:
+                self.runtime.refused(move)
+                continue
+            state.figures.moves[move_name(move)] += 1
+            on_host = state.layout is Layout.KEPT
+            group = self.placement.staging_key(state.rid) if on_host else ""
+            self.runtime.moved(move, group)
+            batch.batch_is_full = False  # ask again whether somebody fits
+            done.append(move)
+        return done
+
+    def _publish(
+        self,
+        result: GenerationBatchResult,
+        requests: dict[int, RequestState],
+        rows: int,
+    ) -> None:
+        """Tell SGLang how long every row is, on the device."""
+        lengths, own, pending_max = [1] * rows, [0] * rows, [0] * rows
+        for i, state in requests.items():
+            lengths[i], pending_max[i] = state.row_length, state.pending_max
+            own[i] = state.req_pool_idx
+        certain, batch_index, unreported = upload(
+            self.draft_tokens.device, lengths, own, pending_max
+        )
+        result.new_seq_lens = certain + self.draft_tokens.extra(batch_index, unreported)
+
+    def _observe_last(self) -> None:
+        """Learn from the last iteration, launch to launch, if it was a decode too."""
+        now = time.perf_counter()
+        if self._work is not None:
+            self.tp_sync.measured.iteration.observe(self._work, now - self._launched)
+            self._work = None
+        self._launched = now
+
+    def _run_plain(
+        self, batch: ScheduleBatch, states: list[RequestState]
+    ) -> GenerationBatchResult:
+        """Decode every request plainly; learn from it now and then."""
+        counted = self.placement.counters.iterations
+        if self.runtime.tracks or counted % OBSERVE_EVERY == 0:
+            reads = sum(state.verified for state in states) + len(states)
+            self._work = Work(len(states), reads, reads)
+        self.placement.counters.plain_rows += len(states)
+        launched = run_plain(
+            batch, states, self.target_worker, self.draft_tokens, self.recorder
+        )
+        self.in_flight.launch(launched)
+        if not all(state.late for state in states):
+            self.in_flight.land_all()
+        result: GenerationBatchResult = launched.result
+        return result

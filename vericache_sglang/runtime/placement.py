@@ -1,0 +1,492 @@
+"""Where the two parts of every request are, and the moves that change it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_sglang.attention.packed_rows import DraftCodes
+from vericache_sglang.compression.guard import CompressorGuard
+from vericache_sglang.errors import (
+    CompressionError,
+    InvariantError,
+    LostKVError,
+    TransferError,
+)
+from vericache_sglang.kv.calibration import measure_link
+from vericache_sglang.kv.compress import PromptCompressor
+from vericache_sglang.kv.geometry import KVGeometry
+from vericache_sglang.kv.handles import KVHandles
+from vericache_sglang.kv.host_memory import open_page_pool
+from vericache_sglang.kv.host_store import HostStore
+from vericache_sglang.kv.ledger import Account, Ledger
+from vericache_sglang.kv.offload import KVOffloader
+from vericache_sglang.kv.packed_drafts import Codes
+from vericache_sglang.kv.prefetch import StagingPrefetcher
+from vericache_sglang.kv.prefill_observer import PromptWatch
+from vericache_sglang.kv.request import Layout, RequestState
+from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.transfers import open_transfers
+from vericache_sglang.observability.counters import Counters
+from vericache_sglang.observability.link_log import LinkLog
+from vericache_sglang.prefix_cache.assembly import open_segments
+from vericache_sglang.runtime.tp_host import TensorParallelHost
+from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
+    Move,
+    Offload,
+    Residency,
+    SwapIn,
+    SwapOut,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.compression.compressor import Compressor
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.transfers import Transfer
+    from vericache_sglang.runtime.block_table import BlockTablePool
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
+
+logger = logging.getLogger(__name__)
+
+PLAIN_ROOM = 3
+"""Slots a plain row uses before the next allocation: a late token and two more."""
+
+
+class KVPlacement:
+    """Owns every resource VeriCache takes, and books it.
+
+    Args:
+        config: Frozen settings.
+        tp_sync: Of the ranks; its measurements learn the speed of link and splits.
+        req_to_token_pool: The pool of block-table rows.
+        allocator: SGLang's slot allocator over a pool with a staging region.
+        compressor: Bound to the model.
+        runner: SGLang's ``ModelRunner``: its arguments, for the store, and the stream
+            of its forwards; None: there is no store, and one stream.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        tp_sync: TensorParallelSync,
+        req_to_token_pool: BlockTablePool,
+        allocator: Any,
+        compressor: Compressor,
+        runner: Any = None,
+    ) -> None:
+        pool = allocator.get_kvcache()
+        server_args = getattr(runner, "server_args", None)
+        page = allocator.page_size
+        self._config = config
+        self._tp_sync = tp_sync
+        estimates = tp_sync.measured
+        self.counters = Counters()
+        self.geometry = KVGeometry(
+            layers=pool.layer_num,
+            kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            v_head_dim=pool.v_head_dim,
+            element_bytes=pool.store_dtype.itemsize,
+            page_size=page,
+        )
+        self.table: torch.Tensor = req_to_token_pool.req_to_token
+        self.verify_rows = req_to_token_pool.shape.verify_rows
+        self._every_draft_row = req_to_token_pool.shape.draft_rows
+        self._draft_rows = list(self._every_draft_row)
+        self.ledger = Ledger()
+        selector, codec = compressor.selector, compressor.codec
+        if codec is not None:
+            codec = codec.without_tail()  # recent tokens are kept exact by the splitter
+        self.guard = CompressorGuard(compressor.line, self.geometry.kv_heads)
+        for part in (selector, codec):
+            if part is not None:
+                self.guard.watch(part)
+        ranks = getattr(server_args, "tp_size", 1)
+        self.page_pool = open_page_pool(config, self.geometry, ranks)
+        self.host = HostStore(self.geometry, pool.store_dtype, self.page_pool, codec)
+        self._common = TensorParallelHost(self._tp_sync, self.host, self.budget)
+        self.link_log = LinkLog(estimates.link)
+        transfers = open_transfers(
+            pool.k_buffer,
+            pool.v_buffer,
+            config.link_gbps,
+            getattr(runner, "forward_stream", None),
+        )
+        self.handles = KVHandles(self.geometry, pool, self.table, self.host, transfers)
+        self.segments, self.shared = open_segments(
+            config,
+            compressor,
+            self.handles,
+            tp_sync.estimates,
+            allocator.free,
+            server_args,
+        )
+        self.watch = self.segments.copies.scores = PromptWatch(selector, self.handles)
+        self.codes = None if codec is None else Codes(codec, self.handles)
+        # What reads codes in a forward; None: the CPU's attention decodes them.
+        self.draft_codes: DraftCodes | None = None
+        if self.codes is not None and self.handles.device.type != "cpu":
+            longest = req_to_token_pool.max_context_len
+            self.draft_codes = DraftCodes(self.codes, self.handles, longest)
+        self.splitter = PromptCompressor(config, selector, self.codes, self.handles)
+        self._offloader = KVOffloader(self.handles, self.drafts, self.watch)
+        self._read_weight = self._tp_sync.first(self._weigh_codes())
+        self.prefetches = StagingPrefetcher(
+            StagingRegion(pool.staging_start, pool.staging_tokens, page),
+            transfers,
+            self.host,
+            self.ledger,
+            self.counters,
+            self.link_log,
+        )
+        measure_link(self.handles, self.prefetches.region, estimates.link)
+        self._outgoing: list[tuple[str, Transfer]] = []
+
+    @property
+    def host_slots(self) -> int:
+        """Slots of a complement that still fit the host budget."""
+        room = self.host.free_bytes + self.segments.evictable_bytes
+        return room // self.geometry.token_bytes
+
+    def draft_reads(self, budget: Budget) -> int:
+        """Return the exact slots that cost as much to read as a draft part."""
+        return budget.exact + round(budget.coded * self._read_weight)
+
+    def carried(self, budget: Budget) -> int:
+        """Return the bytes of a complement, in slots; escapes are not counted."""
+        if self.codes is None:
+            return budget.staged
+        return budget.dropped + round(budget.coded * self.codes.transfer_fraction)
+
+    def make(self, move: Move, state: RequestState, tree_cache: Any) -> bool:
+        """Carry out one move of a plan.
+
+        Returns:
+            False when there is no room for it after all, or a copy to the host could
+            not be made; nothing changed.
+
+        Raises:
+            LostKVError: The host copy it needs is damaged, on this rank or another.
+            CompressionError: The compressor failed for it, on this rank or another.
+        """
+        lost = False
+        made = self._common.permits(move, state)
+        if made:
+            try:
+                with self.guard.request(state.rid):
+                    made = self._make(move, state, tree_cache)
+            except TransferError as error:
+                logger.error("VeriCache: %s: %s", state.rid, error)
+                made, lost = False, isinstance(error, LostKVError)
+            made = self._common.settles(made, lost)
+        self.counters.note_move(move, made)
+        if made:
+            self._book(state)
+            self._tell_scheduler(state)
+            self.counters.peak_host_bytes = max(
+                self.counters.peak_host_bytes, self.host.used_bytes
+            )
+        if not self._tp_sync.every(self.guard.sound(state.rid)):
+            raise CompressionError("its compressor failed")
+        return made
+
+    def staging_key(self, rid: str) -> str:
+        """Return what a request's staging is known by; equal for those who share."""
+        return self.host.group_of(rid)
+
+    def start_prefetch(self, state: RequestState) -> int:
+        """Start staging a request's complement; see ``StagingPrefetcher.start``."""
+        key = self.staging_key(state.rid)
+        return self.prefetches.start(state.rid, key, self.drafts(state))
+
+    def drafts(self, state: RequestState) -> DraftParts | None:
+        """Return a reader of a request's packed draft part; None: nothing is packed."""
+        return None if self.codes is None else self.codes.drafts(state)
+
+    def join(self, state: RequestState, tree_cache: Any) -> None:
+        """Make a finished row whole for the prefix tree; see ``KVOffloader.join``."""
+        if state.parts is not None and state.parts.shared_count:
+            if state.layout is Layout.KEPT:
+                self.shared.finish(state)
+            return
+        if state.layout is Layout.KEPT and not self._common.joins(state):
+            return
+        if not self._offloader.join(state, tree_cache):
+            return
+        self.counters.joins += 1
+        body = self._body(state, state.split.budget)
+        self.watch.note(body, state.split.noted)
+
+    def release(
+        self, state: RequestState, each_of: Callable[..., None] | None = None
+    ) -> None:
+        """Give back all a request holds; its row itself is SGLang's to free.
+
+        Args:
+            state: The request.
+            each_of: Makes steps, see ``Recovery.each_of``; None: one after another.
+        """
+        rid = state.rid
+        steps: tuple[Callable[[], object], ...] = (
+            *(
+                partial(holder.forget, rid)
+                for holder in (self.watch, self._offloader, self._common, self.guard)
+            ),
+            partial(self.prefetches.end, rid),
+            partial(self.host.drop, rid),
+            partial(self.segments.release, rid),
+            partial(self.ledger.give, Account.KEPT_SLOTS, rid),
+            partial(self._free_draft_row, state),
+        )
+        if each_of is not None:
+            each_of(*steps)
+            return
+        for step in steps:
+            step()
+
+    def distrust(self, state: RequestState) -> None:
+        """Have nobody else use the shared parts of a request that lost its KV."""
+        if state.parts is not None:
+            self.segments.distrust(state.parts.segments)
+
+    def forget_all(self) -> None:
+        """Hold nothing any more, whatever is booked; no request has KV.
+
+        SGLang has forgotten every slot, and the prefix cache all that it held.
+        """
+        self.prefetches.forget_all()
+        self.segments.forget_users()
+        self.host.clear()
+        self.ledger.clear()
+        self._outgoing.clear()
+        self._common = TensorParallelHost(self._tp_sync, self.host, self.budget)
+        self._draft_rows = list(self._every_draft_row)
+
+    def poll_outgoing(self) -> None:
+        """Learn from copies to the host that have ended."""
+        travelling = []
+        for rid, transfer in self._outgoing:
+            try:
+                done = transfer.done()
+            except TransferError as error:
+                # What it was to bring is not sealed, so its reload fails.
+                logger.error("VeriCache: a copy of %s to the host: %s", rid, error)
+                continue
+            if not done:
+                travelling.append((rid, transfer))
+                continue
+            self.link_log.note(rid, "out", transfer)
+            self.counters.offloaded_bytes += transfer.nbytes
+            self.host.settle(rid)
+        self._outgoing = travelling
+
+    def close(self) -> None:
+        """End what copies, and unlock host memory; the process ends."""
+        self.handles.transfers.close()
+        self.page_pool.close()
+
+    def check(self, living: Collection[str]) -> None:
+        """Balance the ledger against the region and recount host store and segments.
+
+        Raises:
+            InvariantError: Something does not balance, and ``segments.strict``.
+        """
+        with self.segments.cache_only():
+            self.ledger.check(
+                {*living, *self.prefetches.keys}, self.prefetches.region.used
+            )
+            self.host.check(living, self.segments.copies.held_bytes)
+            self.segments.check()
+
+    def report(self) -> dict[str, int | float | str]:
+        """Return counters and current holdings."""
+        held = {account.value: self.ledger.total(account) for account in Account}
+        return {
+            **self.counters.report(),
+            **self.segments.report(),
+            **self.guard.report(),
+            **held,
+            "staging_bytes": self.prefetches.region.used * self.geometry.token_bytes,
+            "host_bytes": self.host.held_bytes,
+            "host_used_bytes": self.host.used_bytes,
+            "host_pinned_bytes": self.host.used_bytes - self.segments.evictable_bytes,
+            "host_budget_bytes": self.host.budget_bytes,
+            "query_tails": len(self.watch),
+            "staging_tokens": self.prefetches.region.slots,
+        }
+
+    def _make(self, move: Move, state: RequestState, tree_cache: Any) -> bool:
+        if isinstance(move, Compress):
+            return self._split(state, move.residency, tree_cache)
+        if isinstance(move, Offload):
+            return self._offload(state, tree_cache)
+        if isinstance(move, Load):
+            made = self._offloader.pin(state, tree_cache)
+            if made:
+                self.prefetches.end(state.rid)
+                self.segments.let_go(state.rid)
+                self._common.forget(state.rid)
+                self._take_draft_row(state)
+            return made
+        if isinstance(move, SwapOut):
+            transfer = self._offloader.swap_out(state, tree_cache)
+            if transfer is None:
+                return False
+            self.prefetches.end(state.rid)
+            self.segments.stop_listing(state.rid)
+            self._outgoing.append((state.rid, transfer))
+            return True
+        if isinstance(move, SwapIn):
+            return self._offloader.resume(state, tree_cache)
+        self._offloader.unsplit(state, tree_cache)
+        if state.split.shared_slots is None:
+            self.segments.stop_listing(state.rid)
+        self.watch.note(self._body(state, state.split.budget), state.split.noted)
+        self._free_draft_row(state)
+        state.drop_drafts()
+        return True
+
+    def budget(self, state: RequestState) -> Budget | None:
+        """Return the counts of a prompt whose row is whole; None: it is not split."""
+        shared = self.shared.budget(state)
+        if shared is not None:
+            return shared
+        plain = self.splitter.budget(state.prompt)
+        if plain is None:
+            return None
+        with self.guard.request(state.rid):
+            share = self.watch.share(self._body(state, plain))
+        # Every rank has as many heads, so the mean is theirs of all.
+        return self.splitter.budget(state.prompt, self._tp_sync.mean_of_all(share))
+
+    def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
+        """Return the slots of the prompt's whole pages, where the row is whole."""
+        row = self.table[state.req.kv.req_pool_idx]
+        return row[: budget.offered].to(torch.int64).clone()
+
+    def _split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
+        if state.layout is Layout.PERMUTED:  # both parts are there already
+            if to is Residency.HOST:
+                return self._offload(state, tree_cache)
+            made = True
+        else:
+            made = self._first_split(state, to, tree_cache)
+        if made and to is Residency.DEVICE:
+            self._take_draft_row(state)
+        return made
+
+    def _first_split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
+        known = state.parts
+        if known is None and not self.watch.ready(state.rid):
+            return False
+        budget = known.budget if known else self.budget(state)
+        if budget is None:
+            raise InvariantError(f"{state.rid} is too short to be split")
+        body = self._body(state, budget)
+        look = partial(self.watch.seen, state.rid, slots=body)
+        began = time.perf_counter()
+        if self.shared.takes(state, budget):
+            made, transfer = self.shared.split(state, to, tree_cache, budget, look)
+            self._note_saved(state, transfer)
+        elif to is Residency.HOST:
+            transfer = self.splitter.to_host(state, tree_cache, budget, look)
+            made = transfer is not None
+            if transfer is not None:
+                self._note_offload(state, transfer)
+        else:
+            made = self.splitter.on_device(state, tree_cache, budget, look)
+        if made:
+            if known is None:
+                state.split.noted = self.watch.noted(body)
+            self.watch.forget(state.rid)
+            elapsed = time.perf_counter() - began
+            self._tp_sync.measured.split_s.observe(elapsed / state.prompt)
+        return made
+
+    def _offload(self, state: RequestState, tree_cache: Any) -> bool:
+        if state.split.shared_slots is not None:
+            made, saved = self.shared.offload(state, tree_cache)
+            if not made:
+                return False
+            self._offloader.give_up_residual(state, tree_cache)
+            self._free_draft_row(state)
+            self._note_saved(state, saved)
+            return True
+        transfer = self._offloader.offload(state, tree_cache)
+        if transfer is None:
+            return False
+        self._free_draft_row(state)
+        self._note_offload(state, transfer)
+        return True
+
+    def _note_saved(self, state: RequestState, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._outgoing.append((state.rid, transfer))
+
+    def _note_offload(self, state: RequestState, transfer: Transfer) -> None:
+        self._note_saved(state, transfer)
+        self._common.share(state.rid)
+
+    def _book(self, state: RequestState) -> None:
+        self.ledger.give(Account.KEPT_SLOTS, state.rid)
+        if state.parts is None or state.parts.shared_slots is not None:
+            return
+        if state.layout in (Layout.KEPT, Layout.BESIDE):
+            self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.slots)
+
+    def _tell_scheduler(self, state: RequestState) -> None:
+        """Leave on SGLang's request what our hooks read of a split one.
+
+        ``vericache_room``: slots it uses before the next allocation
+        (patches: speculative_eagle_utils). ``vericache_swapped_slots``: what it will
+        want back (patches: managers_schedule_policy).
+        """
+        parts, req = state.parts, state.req
+        if parts is None:
+            return
+        req.vericache_room = PLAIN_ROOM
+        req.vericache_swapped_slots = 0
+        if parts.layout is Layout.SWAPPED:
+            req.vericache_room, req.vericache_swapped_slots = 0, parts.swapped_slots
+        elif parts.layout is Layout.KEPT or parts.draft_row >= 0:
+            # One round may be committed late (overlap), the next one is written.
+            req.vericache_room = 2 * (self._config.draft_length + 1)
+
+    def _weigh_codes(self) -> float:
+        """Time what reading a coded token takes, in exact slots."""
+        if self.codes is None:
+            return 1.0
+        slot_s = self._tp_sync.measured.iteration.coefficients
+        exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
+        if self.draft_codes is not None and self.draft_codes.in_kernel:
+            return self.draft_codes.seconds_per_token() / exact_s
+        return 1.0 + self.codes.seconds_per_token() / exact_s
+
+    def _take_draft_row(self, state: RequestState) -> None:
+        """List the draft part in a row of its own; the own row lists more."""
+        parts = state.parts
+        if parts is None:
+            return
+        parts.draft_row, parts.listed = self._draft_rows.pop(), 0
+        budget = parts.budget
+        own = self.table[state.req.kv.req_pool_idx]
+        start = budget.offered if parts.layout is Layout.BESIDE else 0
+        slots = own[start : start + budget.slots]
+        if parts.shared_slots is not None:
+            slots = parts.shared_slots.to(own.dtype)
+        self.table[parts.draft_row, : budget.slots] = slots
+
+    def _free_draft_row(self, state: RequestState) -> None:
+        if state.parts is not None and state.parts.draft_row >= 0:
+            self._draft_rows.append(state.parts.draft_row)
+            state.parts.draft_row = -1

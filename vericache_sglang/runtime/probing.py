@@ -1,0 +1,187 @@
+"""Further forwards over a finished prompt, for selectors that ask the model (KVzip)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from vericache_sglang.compression.base import Probe, ProbeLayer
+from vericache_sglang.device.upload import upload
+from vericache_sglang.kv.row_edit import allocate, free
+from vericache_sglang.kv.swapped import gathered
+from vericache_sglang.runtime.forward.rows import ForwardInputs, build_forward
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from vericache_sglang.compression.base import Selector
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.request import RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class Probing:
+    """Runs a selector's probes, one an iteration, while their request decodes plainly.
+
+    A probe's tokens stand behind the prompt, in slots of their own that are freed after
+    the forward; the prompt's KV is read and stays as it is. The last layer's queries
+    and keys are all that is wanted of it: what it attends to is not computed.
+
+    Args:
+        selector: Bound; None, or one without ``Needs.probes``, runs nothing.
+        watch: Owns the selector's requests.
+        handles: Pool and row table.
+        model_runner: The target's runner.
+        row: Row of the table that nobody lists outside a forward.
+    """
+
+    def __init__(
+        self,
+        selector: Selector | None,
+        watch: PromptWatch,
+        handles: KVHandles,
+        model_runner: Any,
+        row: int,
+    ) -> None:
+        wanted = selector is not None and selector.needs.probes
+        self._selector = selector if wanted else None
+        self._watch = watch
+        self._handles = handles
+        self._runner = model_runner
+        self._row = row
+        self._waiting: dict[str, deque[Probe]] = {}
+        self.forwards = 0
+
+    def done(self, state: RequestState) -> bool:
+        """Say whether every probe of a prompt ran, or there is none to run."""
+        if self._selector is None:
+            return True
+        if state.rid not in self._waiting:
+            self._watch.open(state.rid)
+            tokens = [*state.req.origin_input_ids, *state.req.output_ids]
+            probes = self._selector.probes(state.rid, tokens[: state.prompt])
+            self._waiting[state.rid] = deque(
+                probe for probe in probes if self._fits(state, probe)
+            )
+        return not self._waiting[state.rid]
+
+    def step(self, state: RequestState, batch_index: int, batch: ScheduleBatch) -> bool:
+        """Run the next probe of a request.
+
+        Args:
+            state: A request of the batch whose prompt is whole and not ``done``.
+            batch_index: Its position in the batch.
+            batch: The decode batch; not modified.
+
+        Returns:
+            False where no slots are free for it now; nothing happened.
+        """
+        probe = self._waiting[state.rid][0]
+        page = self._handles.geometry.page_size
+        slots = allocate(batch.tree_cache, -(-len(probe.tokens) // page) * page)
+        if slots is None:
+            return False
+        try:
+            self._run(state, batch_index, batch, probe, slots[: len(probe.tokens)])
+        finally:
+            free(batch.tree_cache, slots)
+        self._waiting[state.rid].popleft()
+        self.forwards += 1
+        return True
+
+    def forget(self, rid: str) -> None:
+        """Drop the probes of a request; nothing happens when there are none."""
+        self._waiting.pop(rid, None)
+
+    def _run(
+        self,
+        state: RequestState,
+        batch_index: int,
+        batch: ScheduleBatch,
+        probe: Probe,
+        slots: torch.Tensor,
+    ) -> None:
+        table, prompt = self._handles.table, state.prompt
+        row = table[self._row]
+        own = self._handles.row(state)[:prompt]
+        row[:prompt] = own
+        row[prompt : prompt + len(slots)] = slots.to(row.dtype)
+        tokens, positions, table_row, prefix = upload(
+            table.device,
+            probe.tokens,
+            range(prompt, prompt + len(probe.tokens)),
+            [self._row],
+            [prompt],
+        )
+        inputs = ForwardInputs(
+            batch_indices=[batch_index],
+            lengths=[len(probe.tokens)],
+            bounds=[prompt],
+            table_rows=table_row,
+            prefixes=prefix,
+            tokens=tokens,
+            slots=slots,
+            positions=positions,
+        )
+        forward = build_forward(copy.copy(batch), inputs, self._runner)
+        # As an extend SGLang computes the logits of the last token only.
+        forward.forward_mode = ForwardMode.EXTEND
+        forward.spec_info = None
+        body = own.to(torch.int64)
+        self._watch.probe = self._observer(state.rid, probe, body)
+        try:
+            self._runner.forward(forward)
+        finally:
+            self._watch.probe = None
+
+    def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
+        pool, selector = self._handles.pool, self._selector
+        last = self._handles.geometry.layers - 1
+
+        def observe(
+            layer: int,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            hidden: torch.Tensor | None,
+        ) -> bool:
+            at = slice(layer, layer + 1)
+            blocks = gathered(pool.k_buffer[at], pool.v_buffer[at], body)
+            prompt_keys, prompt_values = next(blocks)
+            if selector is None:
+                return True
+            read = ProbeLayer(
+                layer=layer,
+                queries=queries.transpose(0, 1),
+                probe_keys=keys.transpose(0, 1),
+                keys=prompt_keys.transpose(0, 1),
+                values=prompt_values.transpose(0, 1),
+                hidden=hidden,
+            )
+            selector.observe(rid, probe, read)
+            return layer < last
+
+        return observe
+
+    def _fits(self, state: RequestState, probe: Probe) -> bool:
+        """Say whether a probe fits behind the prompt; positions are limited."""
+        end = state.prompt + len(probe.tokens)
+        context: int = self._runner.model_config.context_len
+        fits = end <= min(self._handles.table.shape[1], context)
+        if not fits:
+            logger.warning(
+                "VeriCache: %s: a probe to token %d does not fit the context of %d; "
+                "tokens %d to %d are not scored",
+                state.rid,
+                end,
+                context,
+                probe.start,
+                probe.stop,
+            )
+        return fits

@@ -1,0 +1,63 @@
+"""What the runtime is told of the server once, and of a request when it arrives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vericache_sglang.scheduling.plan import Shape
+from vericache_sglang.scheduling.settings import RuntimeSettings
+
+if TYPE_CHECKING:
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.placement import KVPlacement
+
+
+def runtime_settings(
+    config: VeriCacheConfig, placement: KVPlacement
+) -> RuntimeSettings:
+    """Return what the runtime has to know; sizes are the pool's."""
+    return RuntimeSettings(
+        pacing=config.pacing,
+        residency=config.residency,
+        draft_length=config.draft_length,
+        max_verifies=config.max_verifies,
+        staging_slots=placement.prefetches.region.slots,
+        token_bytes=placement.geometry.token_bytes,
+        horizon=config.horizon,
+        page=placement.geometry.page_size,
+    )
+
+
+def shape_of(
+    state: RequestState,
+    budget: Budget,
+    placement: KVPlacement,
+    *,
+    cached: bool,
+    overlap: bool,
+) -> Shape:
+    """Return what the runtime plans a request by.
+
+    Args:
+        state: The request; its prompt is whole on the device.
+        budget: Counts of its prompt.
+        placement: Prices its draft part.
+        cached: There is a prefix tree, whose slots are never permuted.
+        overlap: The prefill's result (the tree insertion) is processed only after the
+            first decode was launched.
+    """
+    return Shape(
+        rid=state.rid,
+        prompt=state.prompt,
+        kept=budget.slots,
+        dropped=budget.offered - budget.slots,
+        copies=budget.slots if cached or budget.coded else 0,
+        staged=budget.staged,
+        carried=placement.carried(budget),
+        reads=placement.draft_reads(budget),
+        remaining=state.remaining,
+        longest=state.longest,
+        ready_in=1 if overlap else 0,
+    )

@@ -1,0 +1,171 @@
+"""Host memory as tensor-parallel ranks use it: what one may do, all do.
+
+Ranks hold different KV heads, so a host copy may be damaged, a residual larger, or two
+complements equal on one of them only. What follows from that is agreed on first.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import InvariantError, LostKVError, TransferError
+from vericache_sglang.runtime.tp_sync import EXACT
+from vericache_sglang.scheduling.plan import (
+    Compress,
+    Load,
+    Offload,
+    Residency,
+    SwapIn,
+    SwapOut,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.kv.host_image import HostImage
+    from vericache_sglang.kv.host_store import HostStore
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
+    from vericache_sglang.scheduling.plan import Move
+
+
+class Obstacle(IntEnum):
+    """What stands in a move's way on one rank; the largest of all ranks' counts."""
+
+    NONE = 0
+    NO_ROOM = 1
+    DAMAGED = 2
+
+
+class TensorParallelHost:
+    """Asks the other ranks before this rank's host store changes.
+
+    Args:
+        tp_sync: Of the ranks.
+        host: Where this rank's complements and parked images are.
+        budget: Returns the counts of a prompt that was not split yet.
+    """
+
+    def __init__(
+        self,
+        tp_sync: TensorParallelSync,
+        host: HostStore,
+        budget: Callable[[RequestState], Budget | None],
+    ) -> None:
+        self._tp_sync = tp_sync
+        self._host = host
+        self._budget = budget
+        self._prints: dict[str, tuple[float, ...]] = {}
+        self._holders: dict[str, dict[str, None]] = {}
+        self._group_of: dict[str, str] = {}
+
+    def permits(self, move: Move, state: RequestState) -> bool:
+        """Say whether every rank has room for a move; True where this one is alone.
+
+        Raises:
+            LostKVError: A rank's host copy is damaged; raised on all of them.
+        """
+        if self._tp_sync.alone:
+            return True
+        worst = self._tp_sync.most(self._obstacle(move, state))
+        if worst == Obstacle.DAMAGED:
+            raise LostKVError("a rank's host copy is damaged")
+        return worst == Obstacle.NONE
+
+    def settles(self, made: bool, lost: bool) -> bool:
+        """Say whether a move that every rank tried was made on all of them.
+
+        Args:
+            made: It was made here; what was refused changed nothing.
+            lost: The request's KV is not whole any more here.
+
+        Raises:
+            LostKVError: It was lost on a rank, or made on some of them only.
+        """
+        ranks = self._tp_sync.gather([float(made), float(lost)])
+        if any(row[1] for row in ranks) or len({row[0] for row in ranks}) > 1:
+            raise LostKVError("a copy of its KV could not be made on every rank")
+        return made
+
+    def joins(self, state: RequestState) -> bool:
+        """Say whether every rank can make a finished row whole, or none is asked."""
+        if self._tp_sync.alone:
+            return True
+        return self._tp_sync.every(_intact(self._host.residual(state.rid)))
+
+    def share(self, rid: str) -> None:
+        """Let a request refer to an equal complement, if every rank has one.
+
+        Raises:
+            InvariantError: The host store found another one than the ranks agreed on.
+        """
+        host, own = self._host, self._host.residual(rid)
+        if self._tp_sync.alone:
+            # A CUDA copy is sealed by its thread, too late to compare it now.
+            if own.sealed:
+                host.share(rid)
+            return
+        mine = hash(own.checksums) % EXACT if own.sealed else -1
+        prints = tuple(row[0] for row in self._tp_sync.gather([mine]))
+        twin = self._twin(prints)
+        if twin is not None:
+            other = next(iter(self._holders[twin]))
+            if self._tp_sync.every(own.equals(host.residual(other))):
+                found = host.share(rid)
+                if found != twin:
+                    raise InvariantError(f"{rid} shares {found}, agreed was {twin}")
+        name = host.group_of(rid)
+        self._group_of[rid] = name
+        self._prints.setdefault(name, prints)
+        self._holders.setdefault(name, {})[rid] = None
+
+    def forget(self, rid: str) -> None:
+        """A request has let go of its complement, if it had one."""
+        name = self._group_of.pop(rid, None)
+        if name is None:
+            return
+        del self._holders[name][rid]
+        if not self._holders[name]:
+            del self._holders[name], self._prints[name]
+
+    def _twin(self, prints: tuple[float, ...]) -> str | None:
+        """Return the complement that every rank's store would find equal first."""
+        if any(min(each) < 0 for each in (prints, *self._prints.values())):
+            return None  # what was not sealed could not be compared
+        found = {
+            next((n for n, held in self._prints.items() if held[rank] == mine), None)
+            for rank, mine in enumerate(prints)
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def _obstacle(self, move: Move, state: RequestState) -> Obstacle:
+        """Say what stands in a move's way here."""
+        host, fits, intact = self._host, True, True
+        if isinstance(move, Load):
+            intact = _intact(host.residual(state.rid))
+        elif isinstance(move, SwapIn):
+            image = host.swapped(state.rid)
+            intact = image is not None and _intact(image)
+        elif isinstance(move, SwapOut):
+            held = state.row_length + state.pending_max + state.drafted
+            fits = host.fits(host.swapped_bytes(held))
+        elif isinstance(move, Offload) or (
+            isinstance(move, Compress) and move.residency is Residency.HOST
+        ):
+            budget = state.parts.budget if state.parts else self._budget(state)
+            fits = budget is None or host.fits_residual(budget)
+        if not intact:
+            return Obstacle.DAMAGED
+        return Obstacle.NONE if fits else Obstacle.NO_ROOM
+
+
+def _intact(image: HostImage) -> bool:
+    """Say whether the checksums of what is in host memory hold."""
+    try:
+        for layer in range(image.layers):
+            image.verify(layer)
+    except TransferError:
+        return False
+    return True

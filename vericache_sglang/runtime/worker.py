@@ -1,0 +1,399 @@
+"""The speculative worker SGLang calls: prefill, decode, and a request's end."""
+
+from __future__ import annotations
+
+import atexit
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.kv.calibration import starting_coefficients
+from vericache_sglang.kv.query_tails import attention_layers
+from vericache_sglang.observability.consistency_check import is_replay
+from vericache_sglang.observability.counters import Totals
+from vericache_sglang.observability.guard import Guard
+from vericache_sglang.observability.iteration_reporter import IterationReporter
+from vericache_sglang.observability.sinks import open_sinks
+from vericache_sglang.runtime.admission import Entrance
+from vericache_sglang.runtime.arrival import Arrivals
+from vericache_sglang.runtime.control_requests import ControlGate
+from vericache_sglang.runtime.departure import keep_last_token
+from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
+from vericache_sglang.runtime.forward.mixed import MixedForward
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+from vericache_sglang.runtime.in_flight import (
+    InFlightForward,
+    InFlightQueue,
+    PendingRow,
+)
+from vericache_sglang.runtime.iteration import Decoding
+from vericache_sglang.runtime.model_services import ModelServices
+from vericache_sglang.runtime.placement import PLAIN_ROOM, KVPlacement
+from vericache_sglang.runtime.probing import Probing
+from vericache_sglang.runtime.recovery import Recovery
+from vericache_sglang.runtime.result_recorder import ResultRecorder
+from vericache_sglang.runtime.scheduler_settings import runtime_settings
+from vericache_sglang.runtime.tp_sync import open_tp_sync
+from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.iteration_model import IterationModel
+from vericache_sglang.scheduling.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.request import RequestState
+
+
+class VeriCacheWorker(BaseSpecWorker):
+    """See ``BaseSpecWorker``; target and drafter are the same model runner.
+
+    Owns the truth about every decoding request (``RequestState``), as far as the host
+    has heard; the rest is on the token board. SGLang's scheduler sees rows as long as
+    the table says and accept lengths between 0 (drafting or waiting) and d + 1
+    (verified).
+
+    Args:
+        config: Frozen settings.
+        server_args: SGLang's arguments.
+        gpu_id: Device index; unused, the target worker has the device.
+        nccl_port: Unused, there is no second process group.
+        target_worker: SGLang's ``TpModelWorker``.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._server_args = server_args
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self.model_runner = target_worker.model_runner
+        self.device = self.model_runner.device
+        self._overlap = not server_args.disable_overlap_schedule
+        self._arrivals = Arrivals(
+            config,
+            self.model_runner.model_config.vocab_size,
+            self.device,
+            overlap=self._overlap,
+            deterministic=server_args.enable_deterministic_inference,
+        )
+        self._states: dict[str, RequestState] = {}
+        self._guard = Guard()
+        self._totals = Totals()
+        # Called by the hook on the scheduler (patches: managers_scheduler).
+        self.control_gate = ControlGate(self._new_weights)
+
+    @property
+    def draft_worker(self) -> None:
+        """No second worker: drafts come from the target's own draft part."""
+        return None
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        """See ``BaseSpecWorker``; runs before attention backends read the row table."""
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        layers = attention_layers(self.model_runner.model)
+        start = starting_coefficients(pool, layers, self._config.draft_length)
+        self._measured = Estimates(iteration=IterationModel(start))
+        tp_size = self._server_args.tp_size
+        self._tp_sync = open_tp_sync(self._measured, tp_size, req_to_token_pool.size)
+        services = ModelServices(self.model_runner, self._server_args)
+        compressor = create_compressor(self._config.compressor, self._config.seed)
+        compressor = compressor.bind(services)
+        self.placement = KVPlacement(
+            self._config,
+            self._tp_sync,
+            req_to_token_pool,
+            token_to_kv_pool_allocator,
+            compressor,
+            self.model_runner,
+        )
+        strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
+        self.placement.segments.strict = strict
+        self.placement.guard.vocabulary = self.model_runner.model_config.vocab_size
+        self._tp_sync.hear(self.placement.host_slots, ())
+        self.runtime = Runtime(
+            runtime_settings(self._config, self.placement), self._tp_sync.estimates
+        )
+        self._recovery = Recovery(
+            self._states,
+            self.runtime,
+            self.placement,
+            # Ranks that recover apart would not plan alike any more.
+            strict=strict or not self._tp_sync.alone,
+        )
+        probing = Probing(
+            compressor.selector,
+            self.placement.watch,
+            self.placement.handles,
+            self.model_runner,
+            self.placement.verify_rows[0],
+        )
+        self._entrance = Entrance(
+            self.placement, probing, self.runtime, overlap=self._overlap
+        )
+        leads = self._tp_sync.leads
+        sinks = open_sinks(self._config, self._figures) if leads else {}
+        self._watch = IterationReporter(
+            self.runtime, self.placement.link_log, sinks, self._guard
+        )
+        atexit.register(self._watch.close)
+        atexit.register(self.placement.close)
+        self._draft_tokens = DraftTokenBuffer(
+            self.placement.table.shape[0], self._config.draft_length, self.device
+        )
+        recorder = ResultRecorder(self.placement, self.runtime, self._states)
+        self._in_flight = InFlightQueue(recorder.land, self._watch.landed)
+        mixed = MixedForward(
+            self.placement,
+            self._target_worker,
+            self._draft_tokens,
+            self._in_flight,
+            recorder,
+            overlap=self._overlap,
+        )
+        self._decoding = Decoding(
+            states=self._states,
+            target_worker=self._target_worker,
+            placement=self.placement,
+            runtime=self.runtime,
+            tp_sync=self._tp_sync,
+            entrance=self._entrance,
+            mixed=mixed,
+            draft_tokens=self._draft_tokens,
+            in_flight=self._in_flight,
+            recorder=recorder,
+            recovery=self._recovery,
+            watch=self._watch,
+            max_running=req_to_token_pool.size,
+        )
+        req_to_token_pool.segments = self.placement.segments
+        req_to_token_pool.on_free = self.release
+
+    def init_attention_backends(self) -> None:
+        """See ``BaseSpecWorker``; from here on the layers report their queries."""
+        self.placement.watch.watch(self.model_runner.model)
+
+    # -- called by the scheduler ------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run one iteration of SGLang's batch; see the class."""
+        if batch.forward_mode.is_decode():
+            result = self._decoding.run(batch)
+        else:
+            self._decoding.interrupt()
+            result = self._prefill(batch)
+        result.next_draft_input = VeriCacheSpecInput(len(batch.reqs))
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """Hear of a decode's tokens; SGLang has them on the host now.
+
+        Called for every decode result, in order, before it is processed
+        (``batch_result_processor.py``).
+        """
+        with self._recovery.of_all():
+            self._in_flight.land_reported()
+
+    def prepare_for_kv_cache_release(self, req: Req) -> None:
+        """Make a finished request's row whole for the prefix tree, if there is room.
+
+        Looked up by name in ``batch_result_processor.py``, right before the release.
+        """
+        if is_replay(req.rid):
+            req.skip_radix_cache_insert = True
+        state = self._states.get(req.rid)
+        if state is None or state.lost:
+            return
+        known = False
+        with self._recovery.of_all():
+            if state.parts is not None:
+                self.placement.join(state, self._tree_cache)
+            keep_last_token(state)
+            known = True
+        if not known:  # what its row lists
+            req.skip_radix_cache_insert = True
+
+    def release(self, req: Req) -> None:
+        """Forget a request whose row SGLang frees: finished, aborted or retracted."""
+        each_of = self._recovery.each_of
+        each_of(
+            lambda: self.placement.watch.forget(req.rid),
+            lambda: self._entrance.forget(req.rid),
+        )
+        state = self._states.pop(req.rid, None)
+        if state is None:
+            return
+        each_of(
+            lambda: self.runtime.leave(req.rid),
+            state.drop_drafts,  # a retracted request keeps its grammar
+        )
+        if state.parts is not None:
+            # A retracted request prefills again and is an ordinary one until split.
+            req.skip_radix_cache_insert = not state.parts.insertable
+            self.placement.release(state, each_of)
+            self.placement.check(self._states)
+        if not self._states:
+            self._watch.idle()
+
+    @property
+    def forgets_all(self) -> bool:
+        """Whether every request is to give its KV back, and all is to be forgotten.
+
+        Asked for by the hook on the scheduler (patches: managers_scheduler_retraction).
+        """
+        return self._recovery.pending
+
+    def take_back(self, scheduler: Any, batch: ScheduleBatch) -> None:
+        """Take the KV of every request at once, with all that is cached and booked.
+
+        Nothing of it is freed piece by piece: what is booked is in doubt.
+
+        Args:
+            scheduler: SGLang's ``Scheduler``; the requests are queued there again.
+            batch: Its running batch, which is empty then.
+        """
+        from sglang.srt.managers.scheduler import _make_abort_req
+
+        back = [req for req in batch.reqs if not req.finished()]
+        batch.filter_batch(keep_indices=[])
+        for req in back:
+            scheduler.req_to_token_pool.free(req)
+            req.kv.mark_kv_released()
+            req.reset_for_retract()
+            req.vericache_lost = False
+        self.forget_all()
+        scheduler.tree_cache.reset()
+        scheduler.req_to_token_pool.clear()
+        scheduler.token_to_kv_pool_allocator.clear()
+        for req in back:
+            if req.to_finish is None:
+                scheduler._add_request_to_queue(req, is_retracted=True)
+            else:
+                told = _make_abort_req(req, finished_reason=req.to_finish.to_json())
+                scheduler.ipc_channels.send_to_tokenizer.send_output(told, req)
+
+    @property
+    def doubts(self) -> bool:
+        """Whether all is to be forgotten once no request runs.
+
+        Asked for by the hook on the scheduler (patches: managers_scheduler).
+        """
+        return self._recovery.doubtful or self.placement.segments.abandoned
+
+    def forget_all(self) -> None:
+        """Forget what is booked; SGLang forgets its slots and its cache with it."""
+        self._in_flight.land_all()
+        for state in list(self._states.values()):
+            self.release(state.req)
+        self.runtime.clear()
+        self.placement.forget_all()
+        self._recovery.complete()
+
+    def _new_weights(self) -> None:
+        """Leave the store alone from now on: its KV is of the weights before."""
+        self.placement.segments.leave_store()
+
+    def clear_cache_pool(self) -> None:
+        """Forget everything; SGLang has flushed its caches and nothing runs."""
+        self._in_flight.land_all()
+        for state in list(self._states.values()):
+            self.release(state.req)
+
+    def report(self) -> dict[str, Any]:
+        """Return counters and what is held now, for ``GET /get_server_info``."""
+        return self._guard.call(
+            "report",
+            lambda: {
+                **self._figures(),
+                "eager_reasons": eager_reasons(self.model_runner),
+                **self._watch.report(self._states),
+            },
+            {},
+        )
+
+    def _figures(self) -> dict[str, int | float | str]:
+        return self._totals.over(
+            {
+                **self.placement.report(),
+                **self.runtime.report(),
+                **graph_figures(self.model_runner),
+                "answer_epoch": self.control_gate.epoch,
+                "kv_read_bytes_per_s": self._read_rate(),
+                "running": len(self._states),
+            }
+        )
+
+    def _read_rate(self) -> float:
+        """Return the rate at which forwards read KV, as the iterations show it."""
+        read_s = self.runtime.estimates.iteration.coefficients.per_read_s
+        return self.placement.geometry.token_bytes / read_s if read_s else 0.0
+
+    # -- prefill ----------------------------------------------------------------
+
+    def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._tree_cache = batch.tree_cache
+        result = self._target_worker.forward_batch_generation(batch)
+        result.accept_lens = torch.ones(
+            len(batch.reqs), dtype=torch.int32, device=self.device
+        )
+        if not batch.is_prefill_only and batch.reqs:
+            requests = batch.req_pool_indices.to(torch.int64)
+            self._draft_tokens.start(requests, result.next_token_ids)
+            lengths = batch.seq_lens_cpu.tolist()
+            pending_rows = []
+            for i, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
+                with self._recovery.of_arrival(req):
+                    state = self._arrive(req, length)
+                    pending_rows.append(PendingRow(state, i, 0, state.round))
+            self._in_flight.launch(
+                InFlightForward(result, 1, pending_rows, decode=False)
+            )
+            if not all(pending_row.state.late for pending_row in pending_rows):
+                self._in_flight.land_all()
+        result.new_seq_lens = batch.seq_lens
+        result.speculative_num_draft_tokens = self._config.draft_length + 1
+        return result
+
+    def _arrive(self, req: Req, length: int) -> RequestState:
+        """Begin a request's state; a middle chunk's is replaced by the next chunk's."""
+        fits = self.placement.splitter.budget(length) is not None
+        fits = fits and not self.placement.guard.off
+        state = self._arrivals.state_of(req, length, fits)
+        self._tp_sync.same_noise(state)
+        self._states[req.rid] = state
+        req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
+        req.vericache_swapped_slots = 0
+        whole = length >= len(req.origin_input_ids) + len(req.output_ids)
+        if whole and not state.eligible:  # nobody will read its queries
+            self.placement.watch.forget(req.rid)
+        return state

@@ -1,0 +1,156 @@
+"""SGLang's sampling state of a batch, one row per position instead of per request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+
+from vericache_sglang.device.upload import send, upload
+from vericache_sglang.sampling.request_view import processor_params
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.sampling.query import Query, RowQueries, SampledRequest
+
+
+def expand(
+    info: SamplingBatchInfo, rows: Sequence[RowQueries[SampledRequest]], *, late: bool
+) -> tuple[SamplingBatchInfo, list[int]]:
+    """Repeat each request's sampling state for each of its positions.
+
+    Penalties and grammar masks are those of the position: of the verified text and the
+    drafts before it.
+
+    Args:
+        info: Of the schedule batch; not modified.
+        rows: Rows of the requests; N positions in all.
+        late: Custom processors see all output tokens but the last, as they do on
+            SGLang's overlap schedule.
+
+    Returns:
+        The state of N rows, ready for ``apply_logits_bias``; and for every row of
+        ``rows`` how many of its positions mean something (a grammar may end).
+    """
+    queries = [query for row in rows for query in row.queries]
+    batch_indices, seeds = upload(
+        info.device,
+        [query.batch_index for query in queries],
+        [query.state.profile.seed for query in queries],
+    )
+    additive, scaling = _penalties(info, rows, len(queries))
+    mask, usable = _masks(info, rows, len(queries))
+    expanded = dataclasses.replace(
+        pick(info, batch_indices),
+        sampling_seed=seeds,
+        logit_bias=None if info.logit_bias is None else info.logit_bias[batch_indices],
+        acc_additive_penalties=additive,
+        acc_scaling_penalties=scaling,
+        grammar_mask=mask,
+        **_processors(info, queries, late=late),
+    )
+    return expanded, usable
+
+
+def pick(info: SamplingBatchInfo, rows: torch.Tensor) -> SamplingBatchInfo:
+    """Return what the sampler itself reads, for some rows, in their order.
+
+    Penalties, masks, biases and processors are left out.
+
+    Args:
+        info: State of n rows.
+        rows: [m] int64.
+    """
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures[rows],
+        top_ps=info.top_ps[rows],
+        top_ks=info.top_ks[rows],
+        min_ps=info.min_ps[rows],
+        sampling_seed=None if info.sampling_seed is None else info.sampling_seed[rows],
+        grammars=None,
+        grammar_mask=None,
+        penalizer_orchestrator=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        has_custom_logit_processor=False,
+        custom_params=None,
+        custom_logit_processor=None,
+        logit_bias=None,
+        return_sampling_masks=None,
+        return_sampling_support_logprobs=None,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+    )
+
+
+def _penalties(
+    info: SamplingBatchInfo, rows: Sequence[RowQueries[SampledRequest]], count: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if all(row.state.penalties is None for row in rows):
+        return None, None
+    additive = torch.zeros(count, info.vocab_size, device=info.device)
+    scaling, scaled = torch.ones_like(additive), False
+    end = 0
+    for row in rows:
+        start, end = end, end + len(row.queries)
+        state = row.state
+        if state.penalties is None:
+            continue
+        first, last = row.queries[0].drafts, row.queries[-1].drafts
+        made = state.penalties.rows(state.emitted, state.drafts[:last], first)
+        additive[start:end] = made.additive
+        if made.scaling is not None:
+            scaling[start:end], scaled = made.scaling, True
+    return additive, scaling if scaled else None
+
+
+def _masks(
+    info: SamplingBatchInfo, rows: Sequence[RowQueries[SampledRequest]], count: int
+) -> tuple[GrammarMask | None, list[int]]:
+    usable = [len(row.queries) for row in rows]
+    grammars = [row.state.req.grammar for row in rows if row.state.cursor is not None]
+    if not grammars:
+        return None, usable
+    # On the host: what fills it on the device, row by row, waits (outlines).
+    mask = grammars[0].allocate_vocab_mask(
+        vocab_size=info.vocab_size, batch_size=count, device="cpu"
+    )
+    end = 0
+    for i, row in enumerate(rows):
+        start, end = end, end + len(row.queries)
+        cursor = row.state.cursor
+        if cursor is None:
+            continue
+        if row.verifies:
+            usable[i] = cursor.mask_verified(row.state.drafts, mask, range(start, end))
+        else:
+            cursor.mask_next(mask, start)
+    # ``move_vocab_mask`` copies from pageable memory, which waits.
+    return GrammarMask(grammars[0], send(mask, info.device)), usable
+
+
+def _processors(
+    info: SamplingBatchInfo, queries: Sequence[Query[SampledRequest]], *, late: bool
+) -> dict[str, object]:
+    if not info.has_custom_logit_processor:
+        return {}
+    entries = {}
+    for key, entry in info.custom_logit_processor.items():
+        rows = [i for i, query in enumerate(queries) if query.batch_index in entry.rows]
+        (indices,) = upload(info.device, rows)
+        entries[key] = ProcessorEntry(entry.processor, rows, indices)
+    params = []
+    for query in queries:
+        text = [*query.state.outputs, *query.state.drafts[: query.drafts]]
+        seen = text[:-1] if late else text
+        params.append(processor_params(query.state.req, seen))
+    return {
+        "has_custom_logit_processor": True,
+        "custom_logit_processor": entries,
+        "custom_params": params,
+    }

@@ -1,0 +1,237 @@
+"""The tokens of a mixed forward: drafted, verified or plain, one rule for all.
+
+The next token at a position is SGLang's own sampler applied to the logits with the
+request's noise for that position (none for greedy requests). Drafts are made with the
+same noise, so a draft is right exactly if it equals the full KV's token: output with a
+seed is plain SGLang's, output without one is distributed as plain SGLang's. Requests
+that ask for classic rejection sampling are the exception (``rejection.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import (
+    apply_custom_logit_processor,
+    multinomial_with_seed,
+)
+
+from vericache_sglang.device.upload import download, upload
+from vericache_sglang.sampling.accept import accepted_tokens
+from vericache_sglang.sampling.expand import expand
+from vericache_sglang.sampling.group import groups
+from vericache_sglang.sampling.logprobs import LogprobTable, read
+from vericache_sglang.sampling.profile import SamplingRule
+from vericache_sglang.sampling.rejection import filtered_probs, reject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from vericache_sglang.sampling.group import Group
+    from vericache_sglang.sampling.query import RowQueries, SampledRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sampled:
+    """A group after its call of SGLang's sampler.
+
+    Attributes:
+        group: The group.
+        output: Log-probabilities, as far as they are asked for.
+        counts: [rows] int64, how many tokens a row emits where rejection sampling chose
+            them; else None.
+    """
+
+    group: Group
+    output: LogitsProcessorOutput
+    counts: torch.Tensor | None = None
+
+
+class RowSampler:
+    """Chooses tokens for rows of different lengths and of different requests.
+
+    Args:
+        model_runner: The target's runner; its sampler is used.
+        overlap: SGLang runs its overlap schedule.
+    """
+
+    def __init__(self, model_runner: Any, *, overlap: bool) -> None:
+        self._sampler = model_runner.sampler
+        self._overlap = overlap
+
+    def choose(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries[SampledRequest]],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        waited: Callable[[], None],
+    ) -> tuple[list[list[int]], LogprobTable]:
+        """Choose the tokens of every row.
+
+        Args:
+            batch: The decode batch.
+            rows: The rows of the forward.
+            logits: [T, V]; not modified.
+            positions: [T] int64, true positions in the text.
+            waited: Called once the device was waited for: all earlier tokens are known
+                from then on.
+
+        Returns:
+            For each row the token it drafts, the token it decodes, or the 1 to d + 1
+            tokens its verification emits; and log-probabilities of what is emitted.
+        """
+        target, sampled = self._sample(batch, rows, logits, positions)
+        told = [each for each in sampled if each.group.logprobs]
+        drawn = [(s.group, s.counts) for s in sampled if s.counts is not None]
+        # The only wait: whatever the host has to know of this forward comes at once.
+        numbers, *more = download(
+            target,
+            *(each.output.next_token_logprobs for each in told),
+            *(count for _, count in drawn),
+        )
+        waited()
+        values, counts = more[: len(told)], more[len(told) :]
+        predicted = numbers.tolist()
+        usable = {row.batch_index: len(row.queries) for row in rows}
+        for each in sampled:
+            group = each.group
+            for row, count in zip(group.rows, group.usable, strict=True):
+                usable[row.batch_index] = count
+        runs = {}
+        for row in rows:
+            asked = row.queries[: usable[row.batch_index]]
+            runs[row.batch_index] = _run(row, [predicted[query.at] for query in asked])
+        for (group, _), emitted in zip(drawn, counts, strict=True):
+            for row, count in zip(group.rows, emitted.tolist(), strict=True):
+                runs[row.batch_index] = [predicted[q.at] for q in row.queries[:count]]
+        table = LogprobTable()
+        for each, own in zip(told, values, strict=True):
+            each.output.next_token_logprobs = own
+            entries = read(each.output)
+            for start, row in each.group.spans():
+                if row.emits and row.state.req.return_logprob:
+                    table.rows[row.batch_index] = entries[
+                        start : start + len(runs[row.batch_index])
+                    ]
+        return [runs[row.batch_index] for row in rows], table
+
+    def targets(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries[SampledRequest]],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Choose the token at every position without waiting for the device.
+
+        Args:
+            batch: The decode batch.
+            rows: The rows of the forward; of late requests only.
+            logits: [T, V]; not modified.
+            positions: [T] int64, true positions in the text.
+
+        Returns:
+            [T] int64, each what the request's next token would be there.
+        """
+        target, _ = self._sample(batch, rows, logits, positions)
+        return target
+
+    def _sample(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries[SampledRequest]],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[_Sampled]]:
+        """Choose [T] tokens on the device; also returns what they were drawn in."""
+        target = torch.argmax(logits, dim=-1)
+        sampled = []
+        needs_sampling = [row for row in rows if not row.state.profile.greedy_fast]
+        parts = (
+            self._grouped(batch, needs_sampling, logits, positions)
+            if needs_sampling
+            else ()
+        )
+        for group in parts:
+            tokens, one = self._tokens(group)
+            (at,) = upload(
+                logits.device, [query.at for row in group.rows for query in row.queries]
+            )
+            target[at] = tokens.to(target.dtype)
+            sampled.append(one)
+        return target, sampled
+
+    def _grouped(
+        self,
+        batch: ScheduleBatch,
+        rows: Sequence[RowQueries[SampledRequest]],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> Iterator[Group]:
+        """Part rows that are more than an argmax; their logits are ready to sample."""
+        queries = (query for row in rows for query in row.queries)
+        (at,) = upload(logits.device, [query.at for query in queries])
+        picked = logits[at]  # a copy
+        # With a grammar in the batch SGLang samples after the last result is known.
+        late = self._overlap and not batch.has_grammar
+        info, usable = expand(batch.sampling_info, rows, late=late)
+        info.apply_logits_bias(picked)
+        if info.has_custom_logit_processor:
+            apply_custom_logit_processor(picked, info)
+        yield from groups(batch, rows, usable, info, picked, positions[at])
+
+    def _tokens(self, group: Group) -> tuple[torch.Tensor, _Sampled]:
+        """Choose [n] tokens, one at every position, each for itself."""
+        if group.rule in (SamplingRule.GREEDY, SamplingRule.SEEDED):
+            output = LogitsProcessorOutput(next_token_logits=group.logits)
+            tokens = self._sampler(
+                output,
+                group.info,
+                group.logprobs,
+                group.top_logprobs_nums,
+                group.token_ids_logprobs,
+                group.positions,
+            )
+            return tokens, _Sampled(group, output)
+        probs, cut = _distributions(group)
+        if group.rule is SamplingRule.REJECTION:
+            tokens, counts = reject(group, cut)
+            return tokens, _Sampled(group, self._logprobs(group, probs, tokens), counts)
+        tokens = multinomial_with_seed(
+            torch.log(cut), group.info.sampling_seed, group.positions
+        ).view(-1)
+        return tokens, _Sampled(group, self._logprobs(group, probs, tokens))
+
+    def _logprobs(
+        self, group: Group, probs: torch.Tensor, tokens: torch.Tensor
+    ) -> LogitsProcessorOutput:
+        """Return log-probabilities of drawn tokens, as far as they are asked for."""
+        output = LogitsProcessorOutput(next_token_logits=None)
+        if group.logprobs:
+            # As SGLang's: of the whole distribution, not of the cut one.
+            self._sampler.output_logprob_processor.compute_logprobs(
+                torch.log(probs),
+                group.top_logprobs_nums,
+                group.token_ids_logprobs,
+                tokens,
+            ).write_output_to(output)
+        return output
+
+
+def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [n, V] probabilities after temperature, and after cutting."""
+    info = group.info
+    probs = torch.softmax(group.logits / info.temperatures, dim=-1)
+    if not group.filtered:
+        return probs, probs
+    return probs, filtered_probs(probs, info.top_ks, info.top_ps, info.min_ps)
+
+
+def _run(row: RowQueries[SampledRequest], tokens: list[int]) -> list[int]:
+    return accepted_tokens(row.state.drafts, tokens) if row.verifies else tokens

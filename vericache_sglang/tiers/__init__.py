@@ -1,1 +1,0 @@
-"""Where every cached segment's parts are, and which of them leaves next."""
