@@ -22,7 +22,7 @@ from vericache_sglang.scheduling.plan import (
     SwapOut,
     World,
 )
-from vericache_sglang.scheduling.throughput import Share
+from vericache_sglang.scheduling.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

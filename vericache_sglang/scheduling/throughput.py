@@ -7,7 +7,6 @@ yield; each request contributes its average over a round of x drafts and a verif
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.draft_length import (
@@ -16,6 +15,7 @@ from vericache_sglang.scheduling.draft_length import (
     best_length,
 )
 from vericache_sglang.scheduling.plan import Residency
+from vericache_sglang.scheduling.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.estimates import Estimates
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.track import Track
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One request's average part of an iteration.
-
-    Attributes:
-        seconds: Forward time it adds, in seconds.
-        tokens: Tokens it emits.
-        link_s: Link time it takes, in seconds.
-    """
-
-    seconds: float
-    tokens: float
-    link_s: float = 0.0
 
 
 class Throughput:

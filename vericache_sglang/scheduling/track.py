@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.acceptance import Acceptance
     from vericache_sglang.scheduling.draft_length import Patience
     from vericache_sglang.scheduling.reservation import PrefetchDemand
-    from vericache_sglang.scheduling.throughput import Share
+    from vericache_sglang.scheduling.share import Share
 
 
 @dataclass(slots=True, eq=False)

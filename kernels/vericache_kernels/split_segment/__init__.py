@@ -7,35 +7,20 @@ NaN payloads too. ``split_segment`` and ``join_segment`` undo each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vericache_kernels.split_segment.cut import Cut
 from vericache_kernels.split_segment.ref import join_entries, split_entries
 
 if TYPE_CHECKING:
     import torch
 
-    Pair = tuple[torch.Tensor, torch.Tensor]
+    from vericache_kernels.split_segment.cut import Pair
 
 __all__ = ["Cut", "bytes_moved", "join_segment", "split_segment"]
 
 SLOT_BYTES = 8
 """Of a slot id."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Which tokens of a segment stay and which leave; T tokens, H KV heads.
-
-    Attributes:
-        slots: [T] int64, the pool slot of every token, in token order, unique.
-        kept: [H, n] int32 or int64 in [0, T), the tokens that stay, unique per head.
-        rest: [H, m] as ``kept``, the tokens that leave, none of them kept.
-    """
-
-    slots: torch.Tensor
-    kept: torch.Tensor
-    rest: torch.Tensor
 
 
 def split_segment(

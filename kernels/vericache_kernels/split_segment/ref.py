@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from vericache_kernels.split_segment import Cut, Pair
+    from vericache_kernels.split_segment.cut import Cut, Pair
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By element size: torch's gather rewrites NaN payloads of bfloat16."""

@@ -17,7 +17,7 @@ from vericache_kernels.split_segment.ref import as_integers
 if TYPE_CHECKING:
     import torch
 
-    from vericache_kernels.split_segment import Cut, Pair
+    from vericache_kernels.split_segment.cut import Cut, Pair
 
 MOST_TILE = 32
 """Entries of a program: with D = 128 and 2 bytes, 4 pieces of 16 bytes a thread."""
