@@ -10,7 +10,7 @@ import pytest
 from live_server import faulty, run
 
 from vericache_sglang.evaluation.lossless import compare, waves
-from vericache_sglang.evaluation.matrix import PLAIN, system
+from vericache_sglang.evaluation.matrix import METHODS, PLAIN, system
 from vericache_sglang.evaluation.server import ServerError
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import load_tokenizer
@@ -18,6 +18,12 @@ from vericache_sglang.evaluation.workload import load_tokenizer
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 TWO = {"tp_size": 2}
+
+BY_HEAD = [
+    next(line for line in METHODS if line.startswith(name))
+    for name in ("kvquant", "rotatekv")
+]
+"""Codecs with calibrated tables, a row of them for every KV head."""
 
 pytestmark = pytest.mark.server
 
@@ -85,6 +91,20 @@ def test_tokens_are_identical_while_everything_moves(requests, plain):
     moves = ("splits", "unsplits", "offloads", "pins", "parks", "resumes")
     made = {name: state[name] for name in moves}
     assert all(made.values()), str(made)
+    assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("line", BY_HEAD, ids=["kvquant", "rotatekv"])
+def test_tables_of_a_codec_are_cut_by_head(line, requests, plain):
+    """Each rank packs and reads its own heads with its own part of the tables."""
+    ours = run(
+        system(line, engine=TWO, compressor=line, draft_length=8), MODEL, requests
+    )
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    assert state["splits"] > 0
+    assert state["accepted"] > 0.3 * state["drafted"]
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from vericache_sglang.runtime.in_flight import InFlightForward, InFlightQueue
+from vericache_sglang.runtime.in_flight import InFlightQueue
 from vericache_sglang.runtime.iteration import Decoding
 
 LOG = "VERICACHE_TEST_LOG"
@@ -13,7 +13,7 @@ def install():
     log = open(os.environ[LOG], "a", buffering=1)  # noqa: SIM115, lives on
     numbers = {}
     run, launch = Decoding.run, InFlightQueue.launch
-    make_moves, outcome = Decoding._make_moves, InFlightForward.outcome
+    make_moves, conclude = Decoding._make_moves, InFlightQueue._conclude_all
 
     def logged_run(self, batch):
         log.write("begin\n")
@@ -32,10 +32,10 @@ def install():
             log.write("moves\n")
         return make_moves(self, plan, batch)
 
-    def logged_outcome(self):
-        if id(self) in numbers:
-            log.write(f"hear {numbers[id(self)][0]}\n")
-        return outcome(self)
+    def logged_conclude(self, ended, outcome):
+        if id(ended) in numbers:
+            log.write(f"hear {numbers[id(ended)][0]}\n")
+        conclude(self, ended, outcome)
 
     Decoding.run, InFlightQueue.launch = logged_run, logged_launch
-    Decoding._make_moves, InFlightForward.outcome = logged_moves, logged_outcome
+    Decoding._make_moves, InFlightQueue._conclude_all = logged_moves, logged_conclude
