@@ -9,7 +9,7 @@ from vericache_patches.record import Hook, Patch
 
 def running_request_offset(original: Hook, adder: Any, req: Any) -> Any:
     """Add the slots a parked request will want back before anyone new gets them."""
-    return original(adder, req) + getattr(req, "vericache_parked_slots", 0)
+    return original(adder, req) + getattr(req, "vericache_swapped_slots", 0)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
