@@ -41,7 +41,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @contextmanager
 def step(label: str) -> Iterator[None]:
-    """Say what is being waited for, every ten seconds, and how long it took."""
+    """Print the current step every ten seconds, and its duration at the end."""
     began, done = time.monotonic(), threading.Event()
 
     def tick() -> None:

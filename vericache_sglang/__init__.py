@@ -1,1 +1,1 @@
-"""SGLang serving that drafts on a compressed KV cache and answers as the full one."""
+"""Lossless SGLang serving: drafts on a compressed KV cache, verifies on the full KV."""

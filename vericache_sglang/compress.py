@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PATIENCE_S = 600.0
-"""Longest wait for the last segment to be written, in seconds."""
+"""Timeout for writing the last segment, in seconds."""
 
 STEPS = 8
-"""Tokens decoded behind a prompt, beyond its probes, while it is compressed."""
+"""Tokens decoded after a prompt, beyond its probes, while it is compressed."""
 
 PROBED = 1024
-"""Prompt tokens, at least, that one probe of an offline method covers."""
+"""Minimum prompt tokens that one probe of an offline method covers."""
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,7 +68,7 @@ def prompts_in(file: Path) -> list[str]:
     """Read the prompts.
 
     Raises:
-        ConfigError: The file, or a line of it, is not as described.
+        ConfigError: The file cannot be read, or a line is malformed.
     """
     try:
         lines = file.read_text("utf-8").splitlines()
@@ -142,14 +142,14 @@ def open_engine(options: argparse.Namespace) -> Any:
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    """Return what the engine reports of its cache."""
+    """Return the engine's report of its prefix cache."""
     states = engine.get_server_info()["internal_states"]
     report: dict[str, Any] = states[0]["vericache"]
     return report
 
 
 def compress(engine: Any, prompts: list[str]) -> dict[str, Any]:
-    """Compress every prompt, one after the other, and wait until all is written.
+    """Compress every prompt in order and wait until every segment is written.
 
     Prints a line per prompt, and while segments wait to be written.
 
@@ -178,13 +178,13 @@ def compress(engine: Any, prompts: list[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compress and report.
+    """Run the command: compress every prompt, write to the store and report.
 
     Args:
         argv: The command line without the program; None takes the process's own.
 
     Returns:
-        Exit status: 0, or 2 where a setting was refused or something was not stored.
+        Exit status: 0, or 2 if a setting was refused or a segment was not stored.
     """
     options = arguments(argv)
     try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PART_SHAPE = PartShape(
     heads=8, tokens=4096, key_dim=128, value_dim=128, dtype=torch.bfloat16
 )
-"""The layer that sizes are given for."""
+"""Shape of the layer for which sizes are listed."""
 
 TABLE_BITS = 4
 """Width of the codes in tables that stand in for a calibration file."""
@@ -51,17 +51,17 @@ COLUMNS = ("name", "kind", "mode", "scenarios", "bits", "transfer", "needs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedMethod:
-    """One method, as the listing shows it.
+    """One compression method, as the listing shows it.
 
     Attributes:
-        name: In a line of ``--vericache-compressor``.
+        name: Name in a line of ``--vericache-compressor``.
         paper: See ``About``, also for kind, mode, scenarios and licence.
-        needs: What the runtime must bring, in words.
-        draft_bits: Bits per element that stays on the device, overheads included.
-        transfer: Share of the KV a verification brings back; None: 1 - keep.
-        options: ``name=default`` each.
-        origin: Where a third party's is; "" is ours.
-        error: Why a third party's cannot be shown; "" where it can.
+        needs: Inputs that the runtime must supply, in words.
+        draft_bits: Bits per element of the draft KV, overheads included.
+        transfer: Bytes of the residual KV over those of the full KV; None: 1 - keep.
+        options: ``name=default`` of every option.
+        origin: Package of a third-party method; "" for a built-in one.
+        error: Why a third-party method cannot be described; "" if it can.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ListedMethod:
     error: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return what stands in ``COLUMNS``."""
+        """Return the cells of ``COLUMNS``."""
         bits = "?" if self.draft_bits is None else f"{self.draft_bits:.2f}"
         transfer = "1 - keep" if self.transfer is None else f"{self.transfer:.2f}"
         return (
@@ -104,7 +104,7 @@ class ListedMethod:
 
 
 def rows() -> list[ListedMethod]:
-    """Return every method that a line may name, sorted; loads third parties' code."""
+    """Return every known method, sorted by name; loads third-party code."""
     return [_row(name) for name in known_names()]
 
 
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _row(name: str) -> ListedMethod:
-    """Describe one method; a third party's may fail, which is then its description."""
+    """Describe one method; if a third-party method fails, return its error."""
     origin = ""
     options: tuple[str, ...] = ()
     try:
@@ -157,14 +157,14 @@ def _row(name: str) -> ListedMethod:
 
 
 def _example(name: str) -> Compressor:
-    """Build a method with its default options, and tables that mean nothing."""
+    """Build a method with its default options and placeholder calibration tables."""
     if name not in CODECS:
         return create_compressor(name, 0)
     return Compressor(line=name, codec=CODECS[name](**_tables(name)))
 
 
 def _tables(name: str) -> dict[str, Any]:
-    """Return the required options of a codec of ours."""
+    """Return the required options of a built-in codec."""
     nowhere, columns = Path("example"), PART_SHAPE.heads * PART_SHAPE.key_dim
     if name == "kvquant":
         low, book = torch.zeros(1, columns), torch.zeros(1, 1 << TABLE_BITS)
@@ -177,7 +177,7 @@ def _tables(name: str) -> dict[str, Any]:
 
 
 def _needs(compressor: Compressor) -> tuple[str, ...]:
-    """Say in words what the parts of a compressor ask for."""
+    """Describe in words the inputs that a compressor's parts need."""
     needs, words = compressor.needs, []
     if compressor.selector is not None:
         words = [
@@ -200,7 +200,7 @@ def _needs(compressor: Compressor) -> tuple[str, ...]:
 
 
 def _table(listed: Sequence[ListedMethod]) -> str:
-    """Align the cells of all rows under their heads."""
+    """Pad the cells of all rows to the width of their columns."""
     lines = [COLUMNS, *(row.cells() for row in listed)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Say whether this machine can serve: ``python -m vericache_sglang.doctor``.
+"""Return whether this machine can serve: ``python -m vericache_sglang.doctor``.
 
 Reads the installed packages' metadata, so it needs neither torch nor SGLang to say that
 one of them is missing; torch is imported only to look at a GPU.
@@ -30,19 +30,19 @@ PLUGINS = "sglang.srt.plugins"
 TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
 DRIVER = Path("/proc/driver/nvidia/version")
 SHOWN = ("python", PACKAGE, "sglang", "torch", "GPU")
-"""What has a line of its own when all is well with it."""
+"""Items that are printed even if nothing is wrong with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that a server needs.
+    """One requirement of a server.
 
     Attributes:
-        name: Of the package, or ``python``, or a property of the GPU.
-        status: ``ok``, ``missing``, or ``wrong`` where it is there and does not fit.
-        found: Its version, or what is wrong with it; "" where it is missing.
+        name: Name of the package, or ``python``, or a property of the GPU.
+        status: ``ok``, ``missing``, or ``wrong`` if present but unsuitable.
+        found: Its version, or the reason it is wrong; "" if it is missing.
         wanted: Version specifier; "" for any version.
-        remedy: The command that mends it; "" where nothing is to be done.
+        remedy: The command that fixes it; "" if it is ``ok``.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Check:
 
 
 def examine(device: str) -> list[Check]:
-    """Look at the interpreter, the installed packages and the GPU.
+    """Check the interpreter, the installed packages and the GPU.
 
     Args:
-        device: ``cpu`` or ``cuda``, which is to be served on.
+        device: Device to serve on, ``cpu`` or ``cuda``.
     """
     try:
         own = distribution(PACKAGE)
@@ -90,7 +90,7 @@ def _plugin(own: Distribution) -> Check:
 
 
 def _needed(own: Distribution, device: str) -> Iterator[Requirement]:
-    """Yield what a server on ``device`` needs, torch first."""
+    """Yield the packages that a server on ``device`` needs, torch first."""
     found = [Requirement(line) for line in own.requires or ()]
     for needed in sorted(found, key=lambda each: each.name != "torch"):
         # A CPU has the same SGLang, but its extra cannot name it (pyproject.toml).
@@ -117,7 +117,7 @@ def _package(needed: Requirement, device: str) -> Check:
 
 
 def _gpu() -> Iterator[Check]:
-    """Yield what the launcher would refuse about the GPU and its packages."""
+    """Yield the faults of the GPU and its packages that the launcher refuses."""
     machine = this_machine(None)
     broken = [rule for rule in MACHINE_RULES if rule.broken(machine)]
     for rule in broken:
@@ -132,7 +132,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def as_lines(checks: Sequence[Check], device: str) -> Iterator[str]:
-    """Yield a page for people: what fails, what is there, and what to do."""
+    """Yield the lines of a readable report: faults, versions and remedies."""
     yield f"VeriCache on {device}, {sys.executable}"
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -147,10 +147,10 @@ def as_lines(checks: Sequence[Check], device: str) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was found.
+    """Print the report.
 
     Returns:
-        Exit status: 0 where a server can start, 1 where something is to be done.
+        Exit status: 0 if a server can start, otherwise 1.
     """
     parser = argparse.ArgumentParser(
         prog="python -m vericache_sglang.doctor",

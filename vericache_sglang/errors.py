@@ -14,11 +14,11 @@ class ConfigError(VeriCacheError, ValueError):
 
 
 class UnsupportedError(VeriCacheError, RuntimeError):
-    """The server, model or SGLang version is one VeriCache refuses to run with."""
+    """VeriCache does not support the server's flags, model or SGLang version."""
 
 
 class InvariantError(VeriCacheError, RuntimeError):
-    """Our own accounting does not add up: a bug here, never a mistake of the user."""
+    """An internal invariant does not hold: a bug in VeriCache, not a user error."""
 
 
 class CompressionError(VeriCacheError, RuntimeError):
@@ -26,20 +26,20 @@ class CompressionError(VeriCacheError, RuntimeError):
 
 
 class TransferError(VeriCacheError, RuntimeError):
-    """KV that left the device did not come back as it went."""
+    """KV that left the device was not restored bit for bit."""
 
 
 class LostKVError(TransferError):
-    """A request's KV is not whole any more: it has to be computed again."""
+    """Some of a request's KV is lost; the request must be prefilled again."""
 
 
 class StoreError(VeriCacheError, RuntimeError):
-    """An object of the store is damaged, or not the one that was asked for.
+    """An object of the store is corrupt, or not the requested one.
 
     Args:
-        differs: What is wrong, one word: length, checksum, header, tensor; ``name``
-            where it is intact, but of another segment or model.
-        message: The same for a reader: what was wanted and what there is.
+        differs: The faulty field: length, checksum, header or tensor; ``name`` if the
+            object is intact but of another segment or model.
+        message: Description with the expected and the found value.
     """
 
     def __init__(self, differs: str, message: str) -> None:
@@ -48,7 +48,7 @@ class StoreError(VeriCacheError, RuntimeError):
 
 
 QUOTED = 60
-"""Characters of a value that a message shows at most."""
+"""Maximum characters of a value in a message."""
 
 
 def quoted(value: object) -> str:

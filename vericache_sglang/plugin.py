@@ -1,4 +1,4 @@
-"""What SGLang's plugin loader calls in every process: registries, patches, our name."""
+"""The plugin SGLang loads in every process: registries, patches, the algorithm name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def _extend_http_server() -> None:
-    """Have SGLang's HTTP server extended before it listens (patches: utils_common)."""
+    """Extend SGLang's HTTP server before it listens (patches: utils_common)."""
     from sglang.srt.utils import common
 
     from vericache_sglang.serving.http_server import extend
@@ -48,7 +48,7 @@ def _extend_http_server() -> None:
 
 
 def _check_requests(draft_length: int) -> None:
-    """Have requests checked (patches: io_struct, tokenizer_manager_checks)."""
+    """Install the request checks (patches: io_struct, tokenizer_manager_checks)."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 

@@ -1,4 +1,4 @@
-"""Where results come from: command line, commit, versions, hardware."""
+"""Provenance of results: command line, commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PACKAGES = ("vericache-sglang", "sglang", "torch", "transformers", "triton", "ai
 
 
 def provenance(argv: Sequence[str], program: str) -> dict[str, Any]:
-    """Return what every file of results says of itself.
+    """Return the provenance entries of a results file.
 
-    Where ``.git`` is not carried, the variable ``VERICACHE_COMMIT`` says the commit.
+    Without a ``.git`` folder the commit is read from ``VERICACHE_COMMIT``.
 
     Args:
         argv: The command line, without the program.
-        program: How it is called.
+        program: Program as it appears in the command line.
     """
     here = str(Path(__file__).parent)
     commit = os.environ.get("VERICACHE_COMMIT", "")
@@ -39,7 +39,7 @@ def provenance(argv: Sequence[str], program: str) -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "memory_gb": _memory_gb(),
-            # Above the cores other programs were running: times are theirs too.
+            # A load above the number of cores: other programs affected the timings.
             "load_average": round(os.getloadavg()[0], 1),
             "omp_threads": os.environ.get("OMP_NUM_THREADS", "not set"),
             "gpus": _gpus(),

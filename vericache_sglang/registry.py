@@ -1,4 +1,4 @@
-"""Tables from a name in a config file to the factory it stands for."""
+"""Tables from a name in a config file to its factory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ FactoryT = TypeVar("FactoryT", bound=Callable[..., Any])
 
 
 class Registry(Generic[FactoryT]):
-    """Factories of one kind; filled at import, only read afterwards.
+    """Factories of one kind; filled at import, read-only afterwards.
 
     Args:
-        kind: What a name stands for, as it appears in errors ("compressor").
+        kind: Kind of the factories, as errors name it ("compressor").
     """
 
     def __init__(self, kind: str) -> None:
@@ -20,10 +20,10 @@ class Registry(Generic[FactoryT]):
         self._factories: dict[str, FactoryT] = {}
 
     def register(self, name: str) -> Callable[[FactoryT], FactoryT]:
-        """Record the decorated factory under ``name`` and hand it back as it was.
+        """Register the decorated factory under ``name`` and return it unchanged.
 
         Raises:
-            ValueError: ``name`` is taken; the winner must not hang on import order.
+            ValueError: ``name`` is taken; import order must not decide the result.
         """
 
         def record(factory: FactoryT) -> FactoryT:
@@ -38,7 +38,7 @@ class Registry(Generic[FactoryT]):
         """Return the factory of ``name``.
 
         Raises:
-            LookupError: Nobody registered ``name``; the message lists who did.
+            LookupError: ``name`` is not registered; the message lists known names.
         """
         if name not in self._factories:
             known = ", ".join(self.names()) or "none"

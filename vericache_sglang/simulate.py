@@ -34,7 +34,7 @@ WARM_SHARE = 0.25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 where something is held at the end, 2: a wrong flag."""
+    """Run the command; returns 1 if resources leak at the end, 2 for a wrong flag."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(words)
     try:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> list[str]:
-    """Simulate, print and write; return what was held after the last request."""
+    """Simulate, print and write; return the resources leaked at the end."""
     command = origin["command"]
     presets = named(options.preset, PRESETS, "--preset")
     known = policies(options.keep, options.planes_accept)

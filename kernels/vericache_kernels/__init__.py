@@ -1,1 +1,1 @@
-"""Kernels of VeriCache; imports nothing of its rooms."""
+"""Kernels of VeriCache; independent of its other packages."""

@@ -1,1 +1,1 @@
-"""Hooks on SGLang, one file for each SGLang module, and what they claim."""
+"""Hooks on SGLang, one file per hooked module, with their patch records."""

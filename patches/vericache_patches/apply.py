@@ -1,4 +1,4 @@
-"""Hand every patch to SGLang, and refuse to run where one did not take."""
+"""Registers every patch with SGLang and verifies that all were applied."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HOOKED = (
     "managers_scheduler_retraction",
     "speculative_eagle_utils",
 )
-"""Names of the modules beside this one that hold ``HOOKS``, in order of use."""
+"""Names of the sibling modules that define ``HOOKS``, in order of use."""
 
 
 def hooked_modules() -> tuple[ModuleType, ...]:
@@ -52,7 +52,7 @@ def hooked_modules() -> tuple[ModuleType, ...]:
 
 
 def wanted() -> Iterator[tuple[Patch, Hook]]:
-    """Yield the (record, hook) pairs that belong on this machine."""
+    """Yield the (record, hook) pairs that apply to this machine."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -63,11 +63,11 @@ def wanted() -> Iterator[tuple[Patch, Hook]]:
 
 
 def register_all() -> None:
-    """Hand every patch to SGLang's HookRegistry; a second call adds nothing.
+    """Register every patch with SGLang's HookRegistry; idempotent.
 
     Raises:
-        UpstreamDriftError: A target is gone or takes other arguments; nothing was
-            registered then.
+        UpstreamDriftError: A target is missing or takes other arguments; nothing was
+            registered.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -81,13 +81,13 @@ def register_all() -> None:
 
 
 def require_applied() -> None:
-    """Confirm that SGLang installed what ``register_all`` handed over.
+    """Verify that SGLang applied every hook of ``register_all``.
 
-    SGLang logs a failed hook and goes on (0.5.21, ``HookRegistry.apply_hooks``), so
+    SGLang logs a failed hook and continues (0.5.21, ``HookRegistry.apply_hooks``), so
     the speculative-worker factory calls this before it builds anything.
 
     Raises:
-        UpstreamDriftError: Some target is not hooked; the message lists all of them.
+        UpstreamDriftError: A target is not hooked; the message lists all such targets.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

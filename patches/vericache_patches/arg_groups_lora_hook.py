@@ -10,7 +10,7 @@ ALGORITHM = "VERICACHE"
 
 
 def check_lora_speculative_compatibility(original: Hook, server_args: Any) -> None:
-    """Let adapters through for our algorithm; the others are judged as before."""
+    """Allow adapters with our algorithm; keep upstream's check for all others."""
     if str(server_args.speculative_algorithm or "").upper() != ALGORITHM:
         original(server_args)
 

@@ -1,4 +1,4 @@
-"""Hooks on ``entrypoints/openai/usage_processor.py``: figures in OpenAI's ``usage``."""
+"""Hooks on ``entrypoints/openai/usage_processor.py``: statistics in ``usage``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SUMMED = ("rounds", "drafted", "accepted", "staged_bytes")
 
 
 def usage_of(original: Hook, *args: Any, **kwargs: Any) -> Any:
-    """Add the sums over a whole response's answers, or over a stream's counts."""
-    if isinstance(args[0], dict):  # a stream: the figures came with its counts
+    """Add statistics summed over a response's choices, or over a stream's counts."""
+    if isinstance(args[0], dict):  # a stream: its counts carry the statistics
         found = [getattr(count, KEY, None) for count in args[2].values()]
     else:
         found = [each["meta_info"].get(KEY) for each in args[0]]
     known = [each for each in found if each and each["reported"]]
     if known:
-        _open_usage()  # before one is made: an older one stays closed
+        _open_usage()  # instances created earlier do not allow extra fields
     usage = original(*args, **kwargs)
     if known:
         sums = {name: sum(each[name] for each in known) for name in SUMMED}
@@ -29,7 +29,7 @@ def usage_of(original: Hook, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _open_usage() -> None:
-    """Let ``UsageInfo``, and what holds one, carry a field it does not declare."""
+    """Allow undeclared fields in ``UsageInfo`` and the models that contain it."""
     from sglang.srt.entrypoints.openai import protocol as p
 
     p.UsageInfo.model_config["extra"] = "allow"

@@ -17,9 +17,9 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Show queries and keys to whoever asked the layer, then attend as always.
+    """Pass queries and keys to the layer's observer, then compute attention.
 
-    Where the observer says that nobody reads what the layer attends to, that is zeros.
+    If the observer returns False, the attention output is not needed and is zeros.
     """
     observer = getattr(layer, "vericache_observer", None)
     if observer is not None and k is not None:

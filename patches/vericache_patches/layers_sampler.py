@@ -10,10 +10,10 @@ from vericache_patches.record import Hook, Patch
 
 
 def sample(original: Hook, probs: torch.Tensor, *rest: Any, **more: Any) -> Any:
-    """Apply min-p first where there is a seed, then let upstream do the rest.
+    """Apply min-p first if there is a seed, then call upstream.
 
-    A token below the min-p threshold of the filtered distribution is below it in the
-    whole one: filters only take from the tail, so the highest probability stays.
+    A token below the min-p threshold of the filtered distribution is also below that of
+    the full one: filters remove only the tail, so the highest probability is kept.
     """
     top_ks, top_ps, min_ps, need_min_p, seed, positions = rest
     certain(probs)
@@ -24,10 +24,10 @@ def sample(original: Hook, probs: torch.Tensor, *rest: Any, **more: Any) -> Any:
 
 
 def certain(probs: torch.Tensor) -> None:
-    """Make token 0 certain, in place, in rows [V] of ``probs`` that hold a NaN.
+    """Give token 0 probability 1, in place, in rows [V] of ``probs`` with a NaN.
 
-    A grammar that allows no token makes them: it does not allow that one either, so
-    SGLang aborts the request. Nothing waits for the device.
+    Such rows come from a grammar that allows no token. It does not allow token 0
+    either, so SGLang aborts the request. Does not synchronise.
     """
     bad = ~torch.isfinite(probs.sum(dim=-1, keepdim=True))
     probs.masked_fill_(bad, 0.0)

@@ -12,12 +12,12 @@ MODULE = "sglang.srt.lora.lora_manager.LoRAManager"
 
 
 class Unpinned(TorchFunctionMode):
-    """Inside, nothing is pinned: tensors stay in ordinary host memory."""
+    """Inside the context no tensor is allocated in pinned memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func`` without its wish for pinned memory."""
+        """Call ``func`` without ``pin_memory``."""
         if getattr(func, "__name__", "") == "pin_memory":
             return args[0]
         wishes = dict(kwargs or {})

@@ -12,7 +12,7 @@ from vericache_patches.record import Hook, Patch
 def generate_sequence_lengths(
     original: Hook, forward_batch: Any, device: Any = None
 ) -> torch.Tensor:
-    """Return the tokens of every row, [rows] int32, where they differ by row."""
+    """Return [rows] int32, the query tokens of every row of a mixed forward."""
     lengths = getattr(forward_batch.spec_info, "row_lengths", None)
     if lengths is None:
         made: torch.Tensor = original(forward_batch, device)

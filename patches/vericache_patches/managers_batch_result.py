@@ -1,4 +1,4 @@
-"""Hook on ``batch_result_processor.py``: acceptance figures of drafting iterations."""
+"""Hook on ``batch_result_processor.py``: acceptance metrics of drafting iterations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from vericache_patches.record import Hook, Patch
 def resolve_spec_v2_tokens(
     original: Hook, processor: Any, result: Any, batch: Any
 ) -> list[list[int]]:
-    """Resolve the tokens, then count verifications only, and drafts only.
+    """Resolve the tokens, then correct the metrics to count verifications only.
 
-    A result with ``num_non_draft_tokens_per_req == 0`` is ours: 0 tokens mean the
-    request drafted or waited, n > 0 mean n - 1 accepted drafts and one more token.
+    A result with ``num_non_draft_tokens_per_req == 0`` is ours: 0 tokens mean that the
+    request drafted or waited, n > 0 mean n - 1 accepted drafts and one bonus token.
     """
     accepted: list[list[int]] = original(processor, result, batch)
     if result.num_non_draft_tokens_per_req:
         return accepted
     counts = result.num_correct_drafts_per_req_cpu
     emitting = sum(count > 0 for count in counts)
-    # Upstream will add a round of ``count`` correct drafts for every row.
+    # Upstream will add a cycle of ``count`` correct drafts for every row.
     processor.metrics_reporter.spec_num_forward_ct -= len(counts) - emitting
     processor.metrics_reporter.spec_num_correct_drafts -= emitting
     for req, count in zip(batch.reqs, counts, strict=True):
         if req.is_retracted or req.finished():
             continue
-        # Upstream counted a round of ``count`` correct drafts.
+        # Upstream counted a cycle of ``count`` correct drafts.
         req.spec_correct_drafts_histogram[count] -= 1
         if count == 0:
             req.spec_verify_ct -= 1

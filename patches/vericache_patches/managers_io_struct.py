@@ -8,9 +8,9 @@ from vericache_patches.record import Hook, Patch
 
 
 def normalize_batch_and_arguments(request: Any) -> None:
-    """Let VeriCache look at ``sampling_params``; a ``ValueError`` becomes HTTP 400.
+    """Validate ``sampling_params``; a ``ValueError`` becomes HTTP 400.
 
-    ``GenerateReqInput.vericache_check`` is set where VeriCache is on.
+    ``GenerateReqInput.vericache_check`` is set if VeriCache is on.
     """
     check = getattr(type(request), "vericache_check", None)
     if check is not None:

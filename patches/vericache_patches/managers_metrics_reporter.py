@@ -1,4 +1,4 @@
-"""Hook on ``metrics_reporter.py``: an interval in which nobody was verified."""
+"""Hook on ``metrics_reporter.py``: intervals without a verification."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ UNKNOWN = (0, 0, 1)
 def report_decode_stats(original: Hook, reporter: Any, *args: Any, **more: Any) -> None:
     """Report; without a verification, repeat the acceptance of the last interval.
 
-    Rows that drafted or waited are no verifications (managers_batch_result takes them
-    out), so there may be none between two reports.
+    Rows that drafted or waited do not count as verifications (managers_batch_result
+    removes them), so an interval may have none.
     """
     if reporter.spec_num_forward_ct:
         reporter.vericache_interval = tuple(getattr(reporter, name) for name in COUNTS)

@@ -1,4 +1,4 @@
-"""Hook on ``output_streamer.py``: a chunk when there are tokens, and in time."""
+"""Hook on ``output_streamer.py``: stream intervals with several tokens per step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from vericache_patches.record import Hook, Patch
 
 
 def accept(original: Hook, accumulator: Any, *, req: Any) -> None:
-    """Pass a request on unless it has nothing new to send.
+    """Stream a request's output unless it has no new tokens.
 
-    Upstream streams when there are 1, k + 1, 2k + 1, ... tokens; a request of ours is
-    due once it has reached the next of these, or passed it. ``vericache_room`` is on
-    the requests whose tokens may come in runs; a request without it is not ours.
+    Upstream streams at exactly 1, k + 1, 2k + 1, ... tokens; a request of ours is due
+    once it has reached or passed the next of these. Requests with ``vericache_room``
+    may emit several tokens per step; a request without it is not ours.
     """
     sent = req.send_token_offset
     if not req.finished() and sent and len(req.output_ids_through_stop) == sent:

@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/schedule_batch.py``: where a request ends."""
+"""Hook on ``sglang/srt/managers/schedule_batch.py``: finish checks per token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vericache_patches.record import Hook, Patch
 
 
 def update_finish_state(original: Hook, req: Any, new_accepted_len: int = 1) -> None:
-    """Check a run of accepted tokens one by one, as one-token decoding would.
+    """Check accepted tokens one by one, as autoregressive decoding would.
 
-    Upstream checks the whole run stop string by stop string, and strings before
-    tokens, so a run may end later, or for another reason, than single tokens do.
+    Upstream checks all accepted tokens stop string by stop string, and strings before
+    tokens, so a request could end later, or for another reason, than token by token.
     """
     if new_accepted_len == 0 and not req.to_finish:
         return
@@ -23,16 +23,16 @@ def update_finish_state(original: Hook, req: Any, new_accepted_len: int = 1) -> 
     grammar = req.grammar
     for i, token in enumerate(run):
         req.output_ids.append(token)
-        # The grammar has the whole run already, cut after the token that completes it.
+        # The grammar has accepted the run up to the token that completes it.
         req.grammar = grammar if i == len(run) - 1 else None
         original(req, 1)
         req.grammar = grammar
         if req.finished():
             if req.finished_len is None:
                 req.finished_len = len(req.output_ids)
-            # They were counted for the whole run, before it was cut.
+            # Reasoning tokens were counted for the full run.
             req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
-            # Their KV is in the row, so they stay; finished_len trims the answer.
+            # Their KV is in the row, so they are kept; finished_len trims the output.
             req.output_ids.extend(run[i + 1 :])
             return
 

@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/schedule_policy.py``: room for parked requests."""
+"""Hook on ``sglang/srt/managers/schedule_policy.py``: slots of swapped-out requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from vericache_patches.record import Hook, Patch
 
 
 def running_request_offset(original: Hook, adder: Any, req: Any) -> Any:
+<<<<<<< HEAD
     """Add the slots a parked request will want back before anyone new gets them."""
     return original(adder, req) + getattr(req, "vericache_swapped_slots", 0)
+=======
+    """Add the slots that a swapped-out request needs before new requests start."""
+    return original(adder, req) + getattr(req, "vericache_parked_slots", 0)
+>>>>>>> prose
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (

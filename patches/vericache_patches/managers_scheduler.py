@@ -19,7 +19,7 @@ def get_internal_state(original: Hook, scheduler: Any, recv_req: Any) -> Any:
 def process_input_requests(original: Hook, scheduler: Any, recv_reqs: Any) -> None:
     """Let the worker's gate hold control requests until the scheduler is idle.
 
-    What does not add up is forgotten first, with all that is cached.
+    If the accounting is unreliable, it and all caches are reset first.
     """
     worker = scheduler.draft_worker
     if getattr(worker, "doubts", False) and scheduler.is_fully_idle():

@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/scheduler.py``: an abort ends the one that is meant."""
+"""Hook on ``sglang/srt/managers/scheduler.py``: aborts match the exact request id."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from vericache_patches.record import Hook, Patch
 
 HIDDEN = "\x00"
-"""Stands before the id of a request that an abort does not mean."""
+"""Prefix put before the ids of requests that an abort must not match."""
 
 
 def abort_request(original: Hook, scheduler: Any, recv_req: Any) -> Any:
-    """Hide requests whose id only begins with the one that is to be aborted."""
+    """Hide requests whose id has the aborted id only as a prefix."""
     if recv_req.abort_all or not scheduler.draft_worker:
         return original(scheduler, recv_req)
     hidden = [
@@ -29,7 +29,7 @@ def abort_request(original: Hook, scheduler: Any, recv_req: Any) -> Any:
 
 
 def _requests(scheduler: Any) -> list[Any]:
-    """Return every request that ``abort_request`` looks at, each once."""
+    """Return every request that ``abort_request`` examines, without duplicates."""
     found = [
         *scheduler.waiting_queue,
         *scheduler.grammar_manager.grammar_queue,

@@ -10,7 +10,7 @@ KEY = "vericache"
 
 
 class Tokens(int):
-    """A token count that brings the statistics along to ``usage`` of a stream."""
+    """A token count that carries the statistics to a stream's ``usage``."""
 
     vericache: dict[str, Any]
 
@@ -24,7 +24,7 @@ def update_request_meta_info(
     *rest: Any,
     **more: Any,
 ) -> None:
-    """Put the last statistics into ``meta_info``; upstream collects what is left."""
+    """Put the latest statistics into ``meta_info``; upstream handles the rest."""
     (index, *_) = rest or (more["index"],)
     stats = customized_info.get(KEY)
     others = {key: each for key, each in customized_info.items() if key != KEY}

@@ -8,9 +8,9 @@ from vericache_patches.record import Hook, Patch
 
 
 def validate_one_request(manager: Any, obj: Any, input_ids: Any) -> None:
-    """Let VeriCache look at one request; a ``ValueError`` becomes HTTP 400.
+    """Validate one request; a ``ValueError`` becomes HTTP 400.
 
-    ``TokenizerManager.vericache_check`` is set where VeriCache is on.
+    ``TokenizerManager.vericache_check`` is set if VeriCache is on.
     """
     check = getattr(type(manager), "vericache_check", None)
     if check is not None and hasattr(obj, "logprob_start_len"):  # no embedding

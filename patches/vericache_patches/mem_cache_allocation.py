@@ -8,7 +8,7 @@ from vericache_patches.record import Hook, Patch
 
 
 def get_last_loc(*rows: torch.Tensor) -> torch.Tensor:
-    """Return [B] last slots of the rows' prefixes, -1 for an empty one."""
+    """Return [B] last slots of the rows' prefixes, -1 for an empty prefix."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*rows)  # type: ignore[no-any-return]

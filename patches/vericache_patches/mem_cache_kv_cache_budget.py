@@ -1,4 +1,4 @@
-"""Hook on ``kv_cache_configurator.py``: a GPU's KV pool leaves room for the rest."""
+"""Hook on ``kv_cache_configurator.py``: memory that the KV pool must not use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from vericache_patches.record import Hook, Patch
 def profile_available_bytes(
     original: Hook, configurator: Any, pre_model_load_memory: Any
 ) -> int:
-    """Take from SGLang's own slots the staging buffer and what is allocated later.
+    """Subtract the staging buffer and later allocations from SGLang's own slots.
 
-    That is block tables, logits buffer, page tables and scratch: the rows of the memory
-    ledger (``planning/memory.py``) that are neither KV nor inside SGLang's reserve.
+    Later allocations are block tables, logits buffer, page tables and scratch: the
+    entries of the memory ledger (``planning/memory.py``) that are neither KV nor part
+    of SGLang's reserve.
     """
     found: int = original(configurator, pre_model_load_memory)
     if str(configurator.device).startswith("cpu"):

@@ -1,4 +1,4 @@
-"""Hook on ``kv_cache_configurator.py``: a staging region in the in-tree KV pool."""
+"""Hook on ``kv_cache_configurator.py``: a staging buffer in the in-tree KV pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_mha_kv_pool(
     """Build our pool class in place of the stock one where VeriCache is on.
 
     Raises:
-        ValueError: Another pool class was chosen; it has no place for staging.
+        ValueError: SGLang chose another pool class, which has no staging buffer.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

@@ -10,14 +10,14 @@ RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
 def decode_cuda_graph_runner_cls(original: Hook, model_runner: Any) -> Any:
-    """Capture with our subclass of SGLang's graph runner."""
+    """Return our subclass of SGLang's graph runner."""
     from vericache_sglang.runtime.forward.graphs import runner_class
 
     return runner_class(original, model_runner)
 
 
 def max_shared_logits_buffer_rows(original: Hook, model_runner: Any) -> int:
-    """Give the logits of graphs the rows of the largest one."""
+    """Size the shared logits buffer for the largest graph."""
     from vericache_sglang.runtime.forward.graphs import logits_rows
 
     return logits_rows(original, model_runner)

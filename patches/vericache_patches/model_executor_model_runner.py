@@ -8,10 +8,10 @@ from vericache_patches.record import Hook, Patch
 
 
 def maybe_enable_batch_invariant_mode(runner: Any) -> None:
-    """Leave torch's CPU kernels as they are.
+    """Do not replace torch's CPU kernels.
 
-    ``--enable-deterministic-inference`` then still gives every request its own noise,
-    but the last bits of a logit may depend on the batch, as they do without the flag.
+    ``--enable-deterministic-inference`` still gives every request its own noise, but
+    the last bits of a logit may depend on the batch, as without the flag.
     """
 
 

@@ -1,4 +1,4 @@
-"""What a patch must say about itself, and the check that it still fits SGLang."""
+"""Record of a patch, with a check that it still matches SGLang's source."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Patch:
             in order, ``self`` included, ``*args`` and ``**kwargs`` with their stars.
         reason: Why no registry or subclass of SGLang can do it.
         remove_when: The upstream change after which this file is deleted.
-        where: ``cpu`` if the hook stands in for a kernel that needs a GPU; such a
-            patch is left out where there is one.
+        where: ``cpu`` if the hook replaces a kernel that needs a GPU; such a patch is
+            skipped on machines with a GPU.
     """
 
     target: str
@@ -46,7 +46,7 @@ class Patch:
             site: Folder that holds the ``sglang`` package.
 
         Raises:
-            UpstreamDriftError: The symbol is gone or takes other arguments.
+            UpstreamDriftError: The symbol is missing or takes other arguments.
         """
         found = find_args(site, self.target)
         if found != self.args:

@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/speculative/eagle_utils.py``: slots are topped up in time."""
+"""Hook on ``sglang/srt/speculative/eagle_utils.py``: slot allocation on demand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vericache_patches.record import Hook, Patch
 
 
 def eagle_prepare_for_decode(original: Hook, batch: Any) -> None:
-    """Skip the allocation of an iteration whose requests all have room to spare.
+    """Skip the allocation of an iteration if all requests have enough slots.
 
-    ``Req.vericache_room`` is how many slots beyond the committed ones our worker says
-    a request can use before the next call; a request without it is not ours.
+    ``Req.vericache_room`` is the number of slots beyond the committed ones that a
+    request may use before the next call; a request without it is not ours.
     """
     rooms = [(req.kv, getattr(req, "vericache_room", None)) for req in batch.reqs]
     penalised = batch.sampling_info.penalizer_orchestrator.is_required

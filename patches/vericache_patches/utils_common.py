@@ -16,9 +16,9 @@ def support_triton(backend: str) -> bool:
 
 
 def set_uvicorn_logging_configs(server_args: Any = None) -> None:
-    """Extend the server; this is SGLang's last call before it listens.
+    """Extend the HTTP server in SGLang's last call before it listens.
 
-    ``vericache_extend`` is left on the hooked module by our plugin.
+    Our plugin sets ``vericache_extend`` on the hooked module.
     """
     common, server = sys.modules["sglang.srt.utils.common"], sys.modules.get(SERVER)
     extend = getattr(common, "vericache_extend", None)

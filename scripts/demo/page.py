@@ -1,4 +1,4 @@
-"""What the demo shows: answers with what differs marked, a table, a picture."""
+"""Output of the demo: answers with marked differences, a table, a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT = "green"
 
 @dataclass(frozen=True)
 class Result:
-    """What one system answered.
+    """One system's answers.
 
     Attributes:
         name: Of the system, for people.
@@ -45,7 +45,7 @@ class Result:
         return [mine.tokens == theirs.tokens for mine, theirs in pairs]
 
     def right(self, questions: Sequence[Question]) -> int:
-        """Count the answers that say what the records say."""
+        """Count the answers that match the records."""
         pairs = zip(self.answers, questions, strict=True)
         return sum(answer.text == question.answer for answer, question in pairs)
 

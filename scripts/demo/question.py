@@ -1,4 +1,4 @@
-"""One document of user records, several questions about it, and what is answered."""
+"""One document of user records, several questions about it, and their answers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one request.
+    """A server's answer to one request.
 
     Attributes:
-        text: As a client reads it.
-        tokens: Their ids, in order.
+        text: Text of the answer.
+        tokens: Token ids of the answer.
     """
 
     text: str

@@ -1,1 +1,1 @@
-"""Checks and measurements on a GPU host, in parts that resume."""
+"""Checks and measurements on a GPU host, in parts that can be interrupted."""

@@ -1,6 +1,6 @@
-"""What a check is, and what every check is told.
+"""The interface of a check, and the context that every check receives.
 
-Nothing here needs torch or SGLang: the command reads it before any wheel is installed.
+Nothing here needs torch or SGLang: it is imported before any wheel is installed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 REHEARSAL = "REHEARSAL on a CPU at toy sizes: says nothing of a GPU"
 
 MEASURED = ("vericache_sglang", "kernels", "patches", "scripts/gpu")
-"""Folders whose Python files decide what is measured."""
+"""Folders of the measured code: a change of their Python files voids results."""
 
 OK, FAILED = "ok", "failed"
 

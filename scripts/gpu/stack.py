@@ -1,6 +1,6 @@
-"""What would serve: installs carried wheels, and asks in a process that imports them.
+"""Installs carried wheels and probes the software stack in a separate process.
 
-``python -m gpu.stack SITE DEVICE`` prints what ``probe`` returns.
+``python -m gpu.stack SITE DEVICE`` prints the result of ``probe``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 
 
 class StackError(Exception):
-    """What was carried does not install or load; the message says why."""
+    """The carried wheels do not install or load; the message has the reason."""
 
 
 def install(wheels: Path, site: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fitting the regressors, and how well they guess what they were not shown."""
+"""Fits the regressors, and evaluates them on held-out texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How one layer's regressor does on texts it was not shown.
+    """Quality of one layer's regressor on held-out texts.
 
     Attributes:
         r2: Share of the targets' variance it explains, mean over heads; 1 at best.
@@ -32,7 +32,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How the MLPs are trained; the published values.
+    """Training schedule of the MLPs, with the published values.
 
     Attributes:
         epochs: Passes over the examples; the rate falls with a cosine over them.

@@ -1,10 +1,10 @@
-"""What KVzap learns to guess: the logarithm of KVzip+, from one forward per text.
+"""Training targets of KVzap: the logarithm of KVzip+, from one forward per text.
 
-The model is shown a text, an instruction to repeat it, and the repetition. A token's
-target is the most that any token of the repetition reads of it, in any query head of
-its KV head: attention times the length of the value behind the output projection,
-over the length of the reader's attention input. Attention is the full causal softmax,
-not the subset of KVzip's probes (arXiv:2601.07891; kvpress, ``kvzap/data.py``).
+The input is a text, an instruction to repeat it, and the repetition. A token's target
+is the maximum over tokens of the repetition and query heads of its KV head of:
+attention times the norm of the value after the output projection, over the norm of the
+reader's attention input. Attention is the full causal softmax, not the subset of
+KVzip's probes (arXiv:2601.07891; kvpress, ``kvzap/data.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "Repeat the previous context exactly."
 FLOOR = -30.0
-"""Lowest target. A reading of zero has no logarithm, and one of 1e-13 no meaning."""
+"""Lowest target: zero has no logarithm, and values near 1e-13 carry no information."""
 
 Role = Literal["system", "user"]
 
@@ -44,7 +44,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer gives to learn from.
+    """Training examples of one layer.
 
     Attributes:
         inputs: [T, d] attention inputs of the text's tokens, float32.

@@ -1,4 +1,4 @@
-"""The texts a regressor is trained on: documents of the generator, or a file."""
+"""Training texts of a regressor: documents of the generator, or a file."""
 
 from __future__ import annotations
 

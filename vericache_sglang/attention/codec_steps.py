@@ -1,4 +1,4 @@
-"""How a GPU's attention decodes a codec: the step, and tables of its calibration."""
+"""Decode steps of codecs for GPU attention, with their calibration tables."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 8192
-"""Positions that are turned together."""
+"""Positions that are rotated together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodecStep:
-    """A codec's step and what it reads, on the device; None: it does not read that.
+    """A codec's decode step and its device tables; None if the step needs no table.
 
     Attributes:
-        step: ``DecodedStep`` where no kernel decodes the codec.
+        step: Decode step; ``DecodedStep`` if no kernel decodes the codec.
         tables: [L, *] float32, ``PackedRows.tables`` of every layer.
         order: [L, C] int32, ``PackedRows.order`` of every layer.
         rope: [positions, D] float32, ``PackedRows.rope``.
@@ -51,13 +51,13 @@ class CodecStep:
 def codec_step(
     codec: Codec, geometry: KVGeometry, positions: int, device: torch.device
 ) -> CodecStep:
-    """Return how a kernel decodes a codec's draft parts, made once at boot.
+    """Build the decode step of a codec's draft KV; called once at startup.
 
     Args:
         codec: Bound to the model, without an exact tail.
         geometry: Shapes of the pool.
-        positions: Positions that keys can stand at.
-        device: Of the pool.
+        positions: Number of positions that keys can have.
+        device: Device of the pool.
     """
     try:
         found = _own(codec, geometry, positions, device)
@@ -75,10 +75,10 @@ def codec_step(
 def _own(
     codec: Codec, geometry: KVGeometry, positions: int, device: torch.device
 ) -> CodecStep:
-    """Return the step that is the codec's own.
+    """Return the codec's own decode step.
 
     Raises:
-        ValueError: It has none, or the step does not turn keys as the model does.
+        ValueError: The codec has none, or its step does not implement the model's RoPE.
     """
     dim = geometry.head_dim
     if isinstance(codec, KIVI):
@@ -108,20 +108,20 @@ def _own(
 def rope_table(
     rope: Rotation | None, positions: int, dim: int, device: torch.device
 ) -> torch.Tensor:
-    """Read a rotation off the vectors it turns.
+    """Tabulate a rotation by applying it to unit vectors.
 
     Args:
-        rope: Of the model.
-        positions: How many there are.
+        rope: Rotation of the model.
+        positions: Number of positions.
         dim: D.
-        device: Where it is looked up.
+        device: Device of the table.
 
     Returns:
         [positions, D] float32: cosines, then sines.
 
     Raises:
-        ValueError: There is no rotation, or it does not turn all of a head, half
-            against half.
+        ValueError: There is no rotation, or it is not a rotate-half RoPE over the full
+            head dimension.
     """
     if rope is None:
         raise ValueError("the codec is not bound to the model's rotation")

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunMetadata:
-    """How every row of one forward is read.
+    """Attention plans of the rows of one forward.
 
     Attributes:
-        plans: One plan a row, in batch order; rows without queries are left out.
-        packed: Index of a plan -> what decodes the tokens its row has as codes, by
-            layer; the plan is that of the slots behind them.
+        plans: One plan per row, in batch order; rows without queries are omitted.
+        packed: Index of a plan -> layer -> decoders of the row's leading coded
+            segments; the plan covers the slots after them.
     """
 
     plans: Sequence[RowPlan]
@@ -42,7 +42,7 @@ class SlotRunAttnBackend(AttentionBackend):
     read through ``req_pool_indices``, which may name rows past the pool's size.
 
     Raises:
-        ValueError: The pool keeps KV of sliding-window layers apart.
+        ValueError: The pool stores the KV of sliding-window layers separately.
     """
 
     forward_metadata: RunMetadata | None
@@ -51,7 +51,7 @@ class SlotRunAttnBackend(AttentionBackend):
         super().__init__()
         refuse_pool(model_runner)
         self.forward_metadata = None
-        # The table may be enlarged later, so it is read through its pool each time.
+        # The table may be replaced later, so it is read through its pool each time.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
 
@@ -105,24 +105,24 @@ class SlotRunAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **features: Any,
     ) -> torch.Tensor:
-        """Store K and V of the new tokens, then attend them to their rows.
+        """Store K and V of the new tokens, then compute attention over their rows.
 
         Shapes: T new tokens of all rows, Hq and Hkv heads, D head dim.
 
         Args:
             q: [T, Hq * D] or [T, Hq, D].
-            k: [T, Hkv, D], or None where another layer's KV is shared.
+            k: [T, Hkv, D], or None if another layer's KV is shared.
             v: As ``k``.
-            layer: Names the layer, its heads and the scaling.
-            forward_batch: The batch ``init_forward_metadata`` has planned.
-            save_kv_cache: False where the KV is already in the pool.
-            features: Further inputs of special layers; refused if not None.
+            layer: Gives the layer index, its heads and the scaling.
+            forward_batch: The batch planned by ``init_forward_metadata``.
+            save_kv_cache: False if the KV is already in the pool.
+            features: Further inputs of special layers; must be None.
 
         Returns:
             [T, Hq * D], dtype of ``q``; rows after the planned ones are zero.
 
         Raises:
-            ValueError: The layer asks for attention other than causal and full.
+            ValueError: The layer needs attention that is not causal and full.
         """
         refuse_layer(layer, features)
         if save_kv_cache:

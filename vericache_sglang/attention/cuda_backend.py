@@ -1,4 +1,4 @@
-"""SGLang attention on a GPU: rows of one and of several queries, under CUDA graphs."""
+"""SGLang attention backend on a GPU for ragged rows, with CUDA-graph support."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedMetadata:
-    """How the rows of one forward are read, in every layer.
+    """Rows of one forward, the same in every layer.
 
     Attributes:
-        rows: All rows; where a row is coded it has nothing to see here.
-        coded: The coded rows; None: there are none.
+        rows: All rows; coded rows have empty ranges here.
+        coded: The coded rows; None if there are none.
     """
 
     rows: RaggedRows
@@ -39,30 +39,30 @@ class RaggedMetadata:
 
 
 class RaggedAttnBackend(AttentionBackend):
-    """Causal full attention in which a row of a batch depends on itself alone.
+    """Causal full attention whose result for a row is independent of other rows.
 
-    Decodes and ragged target verifications run our kernels, plain prefill another
-    backend. A verification's rows come in one of three ways: with SGLang's
-    ``ragged_verify_layout`` on the spec input, ``seq_lens`` then being what is in front
-    of the queries; as a ragged extend with ``extend_seq_lens`` and
-    ``extend_prefix_lens``; or, in SGLang's warm-up, without a spec input, all rows
-    equally long. Rows are read through ``req_pool_indices`` while the layers run.
+    Decodes and ragged target verifications use our kernels; prefill uses another
+    backend. The row lengths of a verification come from one of three sources: SGLang's
+    ``ragged_verify_layout`` on the spec input, with ``seq_lens`` excluding the queries;
+    a ragged extend with ``extend_seq_lens`` and ``extend_prefix_lens``; or, in SGLang's
+    warm-up without a spec input, equal lengths. Rows are read through
+    ``req_pool_indices`` while the layers run.
 
     Args:
-        model_runner: SGLang's; its pools are read on every forward.
-        prefill: Serves EXTEND and MIXED.
-        most_queries: Most query tokens of a verified row, the draft length plus one.
-        decode_queries: What decodes are compiled for. With ``most_queries`` a token's
-            attention has the same bits in a decode and in a verification; with 1 a
-            decode costs what it costs without speculation.
+        model_runner: SGLang's runner; its pools are read in every forward.
+        prefill: Backend of EXTEND and MIXED.
+        most_queries: Maximum query tokens of a verified row, the draft length plus one.
+        decode_queries: Query count that decodes are compiled for. With ``most_queries``
+            a token's attention is bitwise equal in a decode and in a verification; with
+            1 a decode is as fast as without speculation.
 
     Raises:
-        ValueError: The pool keeps KV of sliding-window layers apart.
+        ValueError: The pool stores the KV of sliding-window layers separately.
     """
 
     supports_ragged_verify_graph = True
     needs_cpu_seq_lens = False
-    # As SGLang's triton backend, to which prefill goes.
+    # As in SGLang's Triton backend, which serves prefill.
     extend_dummy_seqs_capped_by_req_pool = True
 
     forward_metadata: RaggedMetadata | None
@@ -86,10 +86,10 @@ class RaggedAttnBackend(AttentionBackend):
     # -- before the layers --------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Describe the rows of a forward that runs without a graph.
+        """Set the metadata of a forward that runs without a graph.
 
         Raises:
-            ValueError: The rows of a verification are unknown.
+            ValueError: The row lengths of a verification are unknown.
         """
         mode = forward_batch.forward_mode
         self.forward_metadata = None
@@ -101,7 +101,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.forward_metadata = self._described(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what captured graphs read: places of ``max_bs`` rows, in int32."""
+        """Allocate the static int32 row metadata of graphs, for ``max_bs`` rows."""
         places = torch.zeros(
             4, max_bs + 1, dtype=torch.int32, device=self._table.device
         )
@@ -113,14 +113,13 @@ class RaggedAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Write the places of a forward's rows to where its graph reads them.
+        """Write a forward's row metadata into the static buffers of its graph.
 
-        Rows behind the live ones have no tokens.
+        Rows after the live ones have no tokens.
 
         Raises:
-            ValueError: See ``init_forward_metadata``; also where the batch is larger
-                than what was captured, or has rows with codes: how much these read is
-                not known when a graph is captured.
+            ValueError: See ``init_forward_metadata``; also if the batch is larger than
+                the captured one or has coded rows, whose size is unknown at capture.
         """
         if not _ours(forward_batch.forward_mode):
             self._prefill.init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -139,7 +138,7 @@ class RaggedAttnBackend(AttentionBackend):
         return 1
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Say that the row table is read until the last layer is done."""
+        """Return that the block table is read until the last layer is done."""
         return SharedReadEnds.POST_REPLAY if _ours(fm) else SharedReadEnds.UNKNOWN
 
     # -- in every layer -----------------------------------------------------------
@@ -154,7 +153,7 @@ class RaggedAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **features: Any,
     ) -> torch.Tensor:
-        """See ``forward_decode``; plain prefill is handed on."""
+        """See ``forward_decode``; prefill is passed to the prefill backend."""
         serve = self._prefill.forward_extend
         if _ours(forward_batch.forward_mode):
             serve = self.forward_decode
@@ -174,24 +173,24 @@ class RaggedAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **features: Any,
     ) -> torch.Tensor:
-        """Store K and V of the new tokens, then attend them to their rows.
+        """Store K and V of the new tokens, then compute attention over their rows.
 
         Shapes: T new tokens of all rows, Hq and Hkv heads, D head dim.
 
         Args:
             q: [T, Hq * D] or [T, Hq, D].
-            k: [T, Hkv, D], or None where another layer's KV is shared.
+            k: [T, Hkv, D], or None if another layer's KV is shared.
             v: As ``k``.
-            layer: Names the layer, its heads and the scaling.
-            forward_batch: The batch whose metadata are there.
-            save_kv_cache: False where the KV is already in the pool.
-            features: Further inputs of special layers; refused if not None.
+            layer: Gives the layer index, its heads and the scaling.
+            forward_batch: The batch whose metadata are set.
+            save_kv_cache: False if the KV is already in the pool.
+            features: Further inputs of special layers; must be None.
 
         Returns:
             [T, Hq * D], dtype of ``q``; zeros for tokens that belong to no row.
 
         Raises:
-            ValueError: The layer asks for attention other than causal and full.
+            ValueError: The layer needs attention that is not causal and full.
         """
         refuse_layer(layer, features)
         if save_kv_cache:
@@ -221,12 +220,12 @@ class RaggedAttnBackend(AttentionBackend):
 
     @property
     def _table(self) -> torch.Tensor:
-        """The row table; read through its pool, because the worker enlarges it."""
+        """The block table; read through its pool, because the worker may replace it."""
         table: torch.Tensor = self.req_to_token_pool.req_to_token
         return table
 
     def _described(self, batch: Any) -> RaggedMetadata:
-        """Describe the live rows of a batch, or of SGLang's view of one for a replay.
+        """Return metadata of a batch's live rows, or of SGLang's replay view of one.
 
         Raises:
             ValueError: See ``init_forward_metadata``.
@@ -248,7 +247,7 @@ class RaggedAttnBackend(AttentionBackend):
         return RaggedMetadata(others, forward)
 
     def _bounds(self, batch: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first token [count + 1] and the length [count] of every row.
+        """Return first tokens [count + 1] and lengths [count] of the rows.
 
         Raises:
             ValueError: See ``init_forward_metadata``.
@@ -277,15 +276,15 @@ class RaggedAttnBackend(AttentionBackend):
 
 
 def _ours(mode: ForwardMode) -> bool:
-    """Say whether our kernels serve a mode, rather than the prefill backend."""
+    """Return whether our kernels serve a mode; else the prefill backend does."""
     return bool(mode.is_decode_or_idle() or mode.is_target_verify())
 
 
 def _part(static: RaggedRows, count: int) -> RaggedRows:
-    """Return the first ``count`` static rows, as views.
+    """Return views of the first ``count`` static rows.
 
     Raises:
-        ValueError: There are not as many.
+        ValueError: There are fewer rows.
     """
     if count > len(static.row):
         raise ValueError(f"{count} rows, graphs have at most {len(static.row)}")
@@ -299,7 +298,7 @@ def _part(static: RaggedRows, count: int) -> RaggedRows:
 
 
 def _fill(static: RaggedRows, live: RaggedRows) -> None:
-    """Write the live rows into the static ones; those behind them get no tokens."""
+    """Write the live rows into the static ones; remaining rows get no tokens."""
     count = len(live.row)
     static.row[:count].copy_(live.row)
     static.begin[:count].copy_(live.begin)

@@ -1,4 +1,4 @@
-"""One request's share of a mixed forward."""
+"""The row of one request in a mixed forward."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """One request's share of a mixed forward.
+    """The row of one request in a mixed forward.
 
-    Places are those the host is certain of. Where it has not heard yet how much of the
-    last verification was accepted (``pending_max``), all of them move on by what the
-    device knows (``DraftTokenBuffer.extra``).
+    ``prefix``, ``at`` and ``position`` count committed tokens. While the result of the
+    last verification is unreported (``pending_max``), the device adds the further
+    accepted tokens to each (``DraftTokenBuffer.extra``).
 
     Attributes:
-        batch_index: Position of the request in the schedule batch.
-        own: The request's row of ``req_to_token``, and of the token board.
-        table_row: Row of ``req_to_token`` the attention reads: own or shadow.
-        prefix: Slots of that row before the first query, in slots.
-        at: Place in the own row where the first query's KV is written.
-        columns: Columns of the token board that are run; 1, or d + 1 in a verification.
+        batch_index: Index of the request in the schedule batch.
+        own: ``req_pool_idx``, its row in ``req_to_token`` and the draft token buffer.
+        table_row: Row of ``req_to_token`` that attention reads: the own row, a draft
+            block-table row or a verification row.
+        prefix: Length of ``table_row`` before the first query, in slots.
+        at: Column of the own row with the slot of the first query's KV.
+        columns: Columns of the draft token buffer that are run; one, or d + 1 in a
+            verification.
         position: True position of the first query in the text.
-        pending_max: Most tokens that the places may be off by.
-        packed: The request, where the row begins with slots of codes.
+        pending_max: Upper bound on the unreported tokens beyond the committed ones.
+        packed: The request if the row begins with code slots, else None.
     """
 
     batch_index: int

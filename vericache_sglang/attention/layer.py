@@ -1,4 +1,4 @@
-"""What our attention backends share: what they refuse, and how new KV is stored."""
+"""Shared by our attention backends: feature checks and KV writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 BACKEND_NAME = "vericache"
-"""What SGLang's ``--attention-backend`` calls them."""
+"""Name of our backends for SGLang's ``--attention-backend``."""
 
 
 def refuse_pool(model_runner: ModelRunner) -> None:
-    """Refuse a pool whose slots are not the same tokens in every layer.
+    """Refuse a pool in which a slot holds different tokens in different layers.
 
     Raises:
-        ValueError: The pool keeps KV of sliding-window layers apart.
+        ValueError: The pool stores the KV of sliding-window layers separately.
     """
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -27,14 +27,14 @@ def refuse_pool(model_runner: ModelRunner) -> None:
 
 
 def refuse_layer(layer: RadixAttention, features: dict[str, Any]) -> None:
-    """Refuse what would otherwise be computed as plain causal attention.
+    """Refuse a layer that needs more than causal full attention.
 
     Args:
-        layer: SGLang's.
-        features: Further inputs of special layers; None is none.
+        layer: SGLang's attention layer.
+        features: Further inputs of special layers; all must be None.
 
     Raises:
-        ValueError: The layer asks for attention other than causal and full.
+        ValueError: The layer needs attention that is not causal and full.
     """
     window = layer.sliding_window_size
     asked = {
@@ -64,9 +64,9 @@ def store_kv(
 
     Args:
         pool: SGLang's KV pool.
-        layer: Names the layer.
-        batch: Says where.
-        kv: [T, H, D] each, or None where another layer's KV is shared.
+        layer: Gives the layer index.
+        batch: Gives the slots.
+        kv: [T, H, D] each, or None if another layer's KV is shared.
     """
     k, v = kv
     if k is None or v is None:

@@ -1,4 +1,4 @@
-"""What packed attention reads of coded rows: images of codes, or what torch decodes."""
+"""Inputs of packed attention: codes decoded by a kernel, or KV decoded by torch."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
 
 
 class CodeReader(Protocol):
-    """What packed attention reads of the coded rows of a forward, layer by layer."""
+    """Provides the coded rows of a forward to packed attention, layer by layer."""
 
     @property
     def step(self) -> DecodeStep:
-        """How fields become keys and values."""
+        """The decode step that turns fields into keys and values."""
 
     def rows(
         self, layer: int, kv: KV, first: torch.Tensor
     ) -> Iterator[tuple[slice, PackedRows]]:
-        """Yield rows of the forward and their codes; rows without any may be left out.
+        """Yield ranges of rows with their codes; rows without codes may be omitted.
 
         Args:
             layer: Layer index.
-            kv: Of the layer.
+            kv: K and V buffers of the layer.
             first: [R + 1] int32, first segment of every row.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """Codes a kernel decodes, of all rows at once.
+    """Codes of all rows, decoded by a kernel.
 
-    They lie in the same slots of every layer, but anywhere in the pool, so each layer's
-    are gathered first. All tensors are on the device.
+    The codes occupy the same slots in every layer, scattered over the pool, so they are
+    gathered per layer. All tensors are on the device.
 
     Attributes:
-        codec: Its step and tables.
-        offsets: [S, F] int64, bytes to each field in what is gathered, K or V.
+        codec: Decode step and tables.
+        offsets: [S, F] int64, byte offset of each field in the gathered K or V.
         tokens: [S] int32, coded tokens of a segment.
         slots: [C] int64, slots of the codes, segment after segment.
-        positions: Of each coded row [L, H, coded] int32, or [L, 1, coded] where heads
-            have the same tokens; empty where the step asks for none.
-        places: [S, H] int64, where a segment's positions begin in those of all rows,
-            one behind the other head by head; None as above.
+        positions: Per coded row [L, H, coded] int32, or [L, 1, coded] if all heads keep
+            the same tokens; empty if the step does not need positions.
+        places: [S, H] int64, start of each segment and head in the positions of all
+            rows, concatenated head by head; None if the step needs no positions.
     """
 
     codec: CodecStep
@@ -94,11 +94,11 @@ class Images:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedRows:
-    """Codes no kernel decodes: torch does, row by row, layer by layer.
+    """Codes without a kernel, decoded by torch row by row and layer by layer.
 
     Attributes:
-        decode: Row -> what decodes its segments, by layer.
-        offsets: [S, 2] int64, bytes to a segment's keys and values among its row's.
+        decode: Row -> layer -> decoders of its segments.
+        offsets: [S, 2] int64, byte offsets of a segment's keys and values in its row.
         tokens: [S] int32, coded tokens of a segment.
     """
 

@@ -1,4 +1,4 @@
-"""Draft rows that begin with codes, as the GPU's packed attention reads them."""
+"""Draft rows with leading codes, in the form that packed attention reads on a GPU."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.request import RequestState
 
 TIMED_SEGMENTS = 1, 8
-"""Segments of a row whose reading is timed at boot."""
+"""Segments per row in the timings at startup."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedRows:
-    """Which of R rows begin with codes; on ``spec_info.coded``.
+    """The rows of R that begin with codes; stored as ``spec_info.coded``.
 
     A coded row has one query token.
 
     Attributes:
-        codes: What they begin with.
-        begin: [R] int32, slots of codes a row begins with; 0: it has none.
+        codes: Reader of the codes.
+        begin: [R] int32, leading code slots of each row; 0 for an uncoded row.
         first: [R + 1] int32; row r has the segments ``first[r]`` to ``first[r + 1]``.
-        exact: At least as many as the coded rows have entries behind their codes, all
-            rows together.
+        exact: Upper bound on the exact entries of all coded rows together.
     """
 
     codes: CodeReader
@@ -57,13 +56,13 @@ class CodedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedForward:
-    """The coded rows of one forward, in the kernel's terms; the same for every layer.
+    """Kernel inputs of the coded rows of one forward; the same for every layer.
 
     Attributes:
-        codes: What is coded.
+        codes: Reader of the codes.
         segments: [R + 1] int32, first segment of every row.
         slots: [exact] int32, exact slots of the coded rows, row after row.
-        first_slot: [R + 1] int32, where each row's begin among them.
+        first_slot: [R + 1] int32, start of each row in ``slots``.
         query: [R] int64, first token of every row.
         row_of: [T] int64, row of every token.
         coded: [T] bool, whether that row is coded.
@@ -85,14 +84,14 @@ class CodedForward:
         scaling: float,
         others: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend the coded rows; the tokens of other rows keep what they have.
+        """Compute attention of the coded rows; return it merged with the other rows.
 
         Args:
             layer: Layer index.
             queries: [T, Hq, D].
-            kv: Of the layer.
+            kv: K and V buffers of the layer.
             scaling: Factor on the scores.
-            others: [T, Hq, D], of the rows without codes.
+            others: [T, Hq, D], attention output of the rows without codes.
         """
         asked = queries[self.query].unsqueeze(1)
         found = torch.zeros_like(asked)
@@ -106,12 +105,12 @@ class CodedForward:
 
 
 class DraftCodes:
-    """Lists the codes of a forward's draft rows; nothing waits for the device.
+    """Lists the codes of a forward's draft rows without waiting for the device.
 
     Args:
-        codes: Of split requests.
-        handles: Pool and row table.
-        positions: Positions that tokens can stand at.
+        codes: Codes of compressed requests.
+        handles: KV pool and block table.
+        positions: Number of positions that tokens can have.
 
     Raises:
         CompressionError: K and V differ in width.
@@ -133,18 +132,18 @@ class DraftCodes:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether the attention decodes, rather than torch before it."""
+        """Whether the attention kernel decodes the codes; else torch does before it."""
         return not isinstance(self._step.step, DecodedStep)
 
     def of(self, rows: Sequence[ForwardRow]) -> CodedRows | None:
-        """Return the codes that rows begin with, for ``spec_info.coded``.
+        """Return the rows' leading codes, for ``spec_info.coded``.
 
         Args:
-            rows: Of a mixed forward; those with ``packed`` are drafts whose table row
-                lists the code slots first.
+            rows: Rows of a mixed forward; those with ``packed`` are drafts whose
+                block-table row lists the code slots first.
 
         Returns:
-            None where no row has codes.
+            None if no row has codes.
         """
         begins, counts, exact = [], [], 0
         states: dict[int, RequestState] = {}
@@ -176,17 +175,17 @@ class DraftCodes:
         return CodedRows(codes, begin, firsts, exact)
 
     def seconds_per_token(self) -> float:
-        """Time attention over codes in one layer; per coded token, in seconds.
+        """Time attention over codes in one layer; return seconds per coded token.
 
-        What lies in the pool is taken for codes; it is only read. For codes that a
-        kernel decodes.
+        Reads arbitrary pool contents as codes and writes nothing. Only valid if a
+        kernel decodes the codes.
         """
         few, many = (self._seconds(count) for count in TIMED_SEGMENTS)
         tokens = TIMED_ROWS * SEGMENT * (TIMED_SEGMENTS[1] - TIMED_SEGMENTS[0])
         return max(0.0, many - few) / tokens
 
     def _seconds(self, segments: int) -> float:
-        """Time attention of rows of whole segments, and one exact slot."""
+        """Return the seconds of attention over full segments and one exact slot."""
         geometry, device = self._handles.geometry, self._handles.device
         heads, dim, rows = geometry.kv_heads, geometry.head_dim, TIMED_ROWS
         coded = segments * SEGMENT
@@ -217,12 +216,12 @@ class DraftCodes:
         slots: Sequence[torch.Tensor],
         positions: Sequence[torch.Tensor],
     ) -> Images:
-        """List codes that a kernel decodes.
+        """Return the codes of rows that a kernel decodes.
 
         Args:
             coded: Coded tokens of each row.
-            slots: Slots of each row, those of its codes first.
-            positions: Of each row [L, H, coded] int32.
+            slots: Slots of each row, code slots first.
+            positions: Per row [L, H, coded] int32.
         """
         offsets: list[int] = []
         tokens: list[int] = []
@@ -257,7 +256,7 @@ class DraftCodes:
         )
 
     def _decoded(self, states: dict[int, RequestState]) -> DecodedRows:
-        """List codes that torch decodes; by row, the request it is of."""
+        """Return the codes that torch decodes; ``states`` maps row -> request."""
         offsets: list[int] = []
         tokens: list[int] = []
         for state in states.values():
@@ -272,7 +271,7 @@ class DraftCodes:
         return DecodedRows(decode, sent[0].view(-1, 2), sent[1].to(torch.int32))
 
     def _fields_of(self, coded: int) -> list[list[int]]:
-        """Return where fields lie among the codes of a row, in the step's order."""
+        """Return the byte offsets of the fields in a row's codes, in step order."""
         found, layout = [], self._codes.layout(coded)
         for segment in layout.segments:
             at, offsets = segment.first * self._slot_bytes, layout.offsets(segment)
@@ -283,15 +282,15 @@ class DraftCodes:
 def coded_forward(
     coded: CodedRows, rows: RaggedRows, tokens: int
 ) -> tuple[CodedForward, RaggedRows]:
-    """Part the coded rows of a forward from the others; waits for nothing.
+    """Separate the coded rows of a forward from the others, without synchronising.
 
     Args:
-        coded: Of the first rows; those behind it are not coded.
-        rows: All rows of the forward, from their first entry on.
-        tokens: T, query tokens, those of no row included.
+        coded: Covers the first rows; later rows are not coded.
+        rows: All rows of the forward, from their first entry.
+        tokens: T, query tokens including padding.
 
     Returns:
-        The coded rows, and all rows with nothing to see in coded ones.
+        The coded rows, and all rows with empty ranges in place of the coded ones.
     """
     count, device = len(rows.row), rows.row.device
     begin = torch.zeros(count, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""SGLang's registry of attention backends: ours, by the device that runs them."""
+"""Registers our attention backends with SGLang."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 DETERMINISTIC_QUERIES = 64
-"""As many queries as fill the kernel's largest block, whatever the model's heads."""
+"""Query count that fills the kernel's largest block for any number of heads."""
 
 
 def register() -> None:
-    """Make SGLang know the backend name; a second call changes nothing."""
+    """Register the backend name with SGLang; idempotent."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
@@ -37,15 +37,15 @@ def register() -> None:
 def create_backend(model_runner: ModelRunner) -> AttentionBackend:
     """Build the backend of the runner's device.
 
-    On a GPU prefill is left to SGLang's Triton backend, which reads the same rows.
-    Under ``--enable-deterministic-inference`` every forward of every server, with
-    speculation or without, is compiled for the same number of queries.
+    On a GPU SGLang's Triton backend serves prefill. Under
+    ``--enable-deterministic-inference`` all forwards, with or without speculation, are
+    compiled for the same number of queries.
 
     Args:
-        model_runner: SGLang's.
+        model_runner: SGLang's runner.
 
     Raises:
-        ValueError: The pool keeps KV of sliding-window layers apart.
+        ValueError: The pool stores the KV of sliding-window layers separately.
     """
     if str(model_runner.device).startswith("cpu"):
         from vericache_sglang.attention.cpu_backend import SlotRunAttnBackend

@@ -1,1 +1,1 @@
-"""Offline measurements on a model: the best split of its KV, tables for the codecs."""
+"""Offline calibration on a model: the best bit planes of its KV, tables of codecs."""

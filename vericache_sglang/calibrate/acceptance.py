@@ -1,9 +1,9 @@
-"""How many drafts a verification would accept, without running a server.
+"""Measures how many draft tokens a verification accepts, without running a server.
 
-Drafting and verifying is replayed on a greedy answer that is known: as long as drafts
-are accepted they are the answer's own tokens, so one forward over those tokens on the
-approximate cache drafts a whole round, and where its argmax first differs from the
-answer the round ends. The tokens behind are never looked at.
+Draft-verify cycles are replayed on a known greedy answer. Accepted draft tokens are the
+answer's own tokens, so one forward over those tokens on the approximate cache drafts a
+whole cycle. The cycle ends where its argmax first differs from the answer; later tokens
+are never read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Reading:
     """One prompt, its KV and its greedy answer, all on the full KV.
 
     Attributes:
-        prompt: T, in tokens.
+        prompt: T, length of the prompt in tokens.
         answer: Token ids, n >= 1; the last one ends the answer, or the run.
-        layers: Every layer's KV, [H, T + n - 1, D] in the dtype of the pool: the last
-            token of an answer is never run.
+        layers: Every layer's KV, [H, T + n - 1, D] in the dtype of the pool: the model
+            never runs the last token of an answer.
         sinks: Every layer's slots of massive activations (RotateKV), ascending; empty
-            where nobody asked.
+            unless they were requested.
     """
 
     prompt: int
@@ -51,12 +51,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What became of the drafts of one or many answers.
+    """Acceptance counts of the draft-verify cycles of one or many answers.
 
     Attributes:
-        rounds: Verifications.
-        drafted: Tokens drafted; the last round of an answer drafts what is left.
-        accepted: Of these.
+        rounds: Draft-verify cycles, one verification each.
+        drafted: Tokens drafted; the last cycle of an answer drafts the tokens left.
+        accepted: Draft tokens accepted, without the bonus token.
     """
 
     rounds: int = 0
@@ -72,7 +72,7 @@ class Rounds:
 
     @property
     def mean(self) -> float:
-        """Accepted drafts of a round."""
+        """Mean acceptance length of a cycle, in tokens, without the bonus token."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
 
@@ -90,9 +90,9 @@ def read(
     Args:
         subject: The model.
         prompt: Token ids, at least one.
-        most: Tokens of the answer, >= 1; it ends earlier where the model ends it.
-        dtype: Of the KV pool.
-        sinks: Find massive activations; keeps the inputs of all layers for a moment.
+        most: Maximum tokens of the answer, >= 1; the model may end it earlier.
+        dtype: Dtype of the KV pool.
+        sinks: Find massive activations; holds the inputs of all layers meanwhile.
     """
     cache = RoundedCache(dtype)
     output = subject.run(prompt, cache, last=1, output_hidden_states=sinks)
@@ -113,16 +113,16 @@ def replay(
 ) -> Rounds:
     """Draft and verify an answer on an approximate prompt.
 
-    A round starts behind the last verified token, whose own KV the drafts compute:
-    answer tokens before it have exact KV, drafted ones the KV of the drafts. The first
-    token of the answer is the prefill's. A round of r accepted drafts moves on by
-    r + 1 tokens, because the verification adds its own.
+    A draft-verify cycle starts at the last verified token, whose own KV the draft
+    forward computes: answer tokens before it have exact KV, drafted ones the KV of the
+    draft forward. The prefill emits the first token of the answer. A cycle that accepts
+    r tokens advances by r + 1, because the verification adds a bonus token.
 
     Args:
         subject: The model that made ``reading``.
         reading: Prompt and answer on the full KV.
         draft: Every layer's approximate KV of the prompt, [H, T, D].
-        length: Drafts of a round, >= 1.
+        length: Draft length, tokens per cycle, >= 1.
     """
     dtype, like = reading.layers[0].keys.dtype, subject.like
     answer = reading.answer
@@ -141,7 +141,7 @@ def replay(
 
 
 def agreeing(guessed: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return how many tokens agree before the first that does not."""
+    """Return the length of the common prefix, in tokens."""
     for place, (guess, want) in enumerate(zip(guessed, wanted, strict=True)):
         if guess != want:
             return place
@@ -149,7 +149,7 @@ def agreeing(guessed: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def perfect(reading: Reading, length: int) -> Rounds:
-    """Return the rounds of an answer whose drafts are all accepted."""
+    """Return the draft-verify cycles of an answer whose draft tokens all pass."""
     left, rounds = len(reading.answer) - 1, Rounds()
     while left > 0:
         drafted = min(length, left)

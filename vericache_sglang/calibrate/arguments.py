@@ -14,7 +14,7 @@ LINK_GBPS = 64.0
 """PCIe 5 x16, one direction."""
 
 MEMORY_GBPS = 4000.0
-"""Of one GPU; an H200 has 4800."""
+"""Memory bandwidth of one GPU, in GB/s; an H200 has 4800."""
 
 BOUNDS = {
     "context": (2, inf),
@@ -29,7 +29,7 @@ BOUNDS = {
     "drafts": (1, inf),
     "answer": (2, inf),
 }
-"""Lowest and highest value of the whole numbers."""
+"""Lowest and highest value of the integer flags."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,13 +98,14 @@ def _common_flags(sub: argparse.ArgumentParser, *, context: int, samples: int) -
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse values before anything is loaded.
+    """Refuse out-of-bounds values before anything is loaded.
 
     Args:
-        args: As parsed.
+        args: Parsed command line.
 
     Raises:
-        ConfigError: Naming the flag, what it must be and what was given.
+        ConfigError: A value is out of bounds; the message names the flag, the bounds
+            and the value.
     """
     for name, (low, high) in BOUNDS.items():
         given = getattr(args, name, None)
@@ -122,10 +123,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_file(flag: str, file: Path | None, model: Path) -> None:
-    """Refuse a place that cannot be written, or that a server would read.
+    """Refuse an output path that cannot be written, or that a server would read.
 
     Raises:
-        ConfigError: Naming the flag and the file.
+        ConfigError: The path is refused; the message names the flag and the file.
     """
     if file is None:
         return

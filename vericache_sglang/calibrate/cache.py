@@ -1,4 +1,4 @@
-"""Caches for Hugging Face models: one rounds as a server's does, one only looks."""
+"""Caches for Hugging Face models: one rounds to the pool's dtype, one records KV."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class KV(NamedTuple):
 
 
 class RoundedCache(DynamicCache):
-    """Holds numbers a server's pool of ``dtype`` can hold, in the dtype of the model.
+    """KV cache rounded to a server pool's ``dtype``, stored in the model's dtype.
 
-    Attention reads the rounded numbers, those of the tokens being run included.
+    Attention reads the rounded KV, including that of the tokens being run.
 
     Args:
-        dtype: Of the pool.
-        past: Layers to begin with, of any float dtype.
-        like: Dtype and device the model computes in; needed with ``past``.
+        dtype: Dtype of the pool.
+        past: Initial KV per layer, of any float dtype.
+        like: Tensor with the model's dtype and device; required with ``past``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RoundedCache(DynamicCache):
         self.append(past, like)
 
     def append(self, tokens: Sequence[KV], like: torch.Tensor | None) -> None:
-        """Add tokens that were run elsewhere; arguments as of the class."""
+        """Append the KV of tokens that were run elsewhere; see the class."""
         for layer, kv in enumerate(tokens):
             assert like is not None
             self.update(kv.keys[None].to(like), kv.values[None].to(like), layer)
@@ -58,7 +58,7 @@ class RoundedCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [1, H, t, D] and return everything; called by the model."""
+        """Append [1, H, t, D] and return the whole layer; called by the model."""
         rounded = (
             states.to(self._dtype).to(states.dtype)
             for states in (key_states, value_states)
@@ -77,7 +77,7 @@ class RoundedCache(DynamicCache):
 
 
 class WatchingCache(DynamicCache):
-    """Keeps what one forward over a whole prompt produced, gradients included."""
+    """Records the KV of one forward over a whole prompt, with its gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class WatchingCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep [1, H, T, D] and hand it back; called by the model."""
+        """Record [1, H, T, D] and return it unchanged; called by the model."""
         for states in (key_states, value_states):
             if states.requires_grad:
                 states.retain_grad()

@@ -1,4 +1,4 @@
-"""Measure ways to draft on one model's KV, and choose the planes to split it at."""
+"""Measure codecs on one model's KV and choose the bit planes of ``split-planes``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LEAST_BITS = 1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one codec came to.
+    """Measurements of one codec.
 
     Attributes:
-        line: Of the codec, for ``create_codec``.
-        keep: c, bytes of the draft part over those of the KV, overhead included.
-        transfer: Bytes of the residual over those of the KV, escapes included.
-        key_error: Relative error of the drafted keys, Frobenius norm over all layers.
+        line: Codec name and parameters, as ``create_codec`` takes them.
+        keep: c, bytes of the draft KV over those of the full KV, overhead included.
+        transfer: Bytes of the residual KV over those of the full KV, escapes included.
+        key_error: Relative error of the draft keys, Frobenius norm over all layers.
         value_error: The same of the values.
-        rounds: By draft length.
+        rounds: Acceptance counts by draft length.
     """
 
     line: str
@@ -49,13 +49,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlaneChoice:
-    """The best point.
+    """The chosen codec and draft length.
 
     Attributes:
-        line: Of the codec.
-        draft_length: In tokens.
-        accepted: Drafts of a round.
-        speedup: At most, see ``speedup``.
+        line: Codec name and parameters.
+        draft_length: Tokens per draft-verify cycle.
+        accepted: Mean acceptance length in tokens, without the bonus token.
+        speedup: Upper bound, see ``speedup``.
     """
 
     line: str
@@ -67,7 +67,7 @@ class PlaneChoice:
 def grid(
     exponent_bits: Iterable[int], mantissa_bits: Iterable[int], block: int
 ) -> list[str]:
-    """Return the lines of every pair that fits a byte, most bits first."""
+    """Return the lines of every bit-width pair that fits a byte, most bits first."""
     pairs = sorted(
         (
             (exponent, mantissa)
@@ -86,18 +86,18 @@ def grid(
 def measure(
     subject: Subject, line: str, readings: Sequence[Reading], lengths: Sequence[int]
 ) -> Point:
-    """Encode the prompts of all readings and draft on what is decoded.
+    """Encode the prompts of all readings and draft on the decoded KV.
 
     Args:
         subject: The model that made the readings.
         line: See ``create_codec``.
-        readings: At least one.
-        lengths: Of drafts, in tokens.
+        readings: Prompts with full KV and answers, at least one.
+        lengths: Draft lengths, in tokens.
 
     Raises:
         ConfigError: See ``create_codec``.
         CompressionError: The codec refuses the line or the KV.
-        InvariantError: Draft part and residual do not restore the KV.
+        InvariantError: Draft KV and residual KV do not restore the full KV.
     """
     codec = create_codec(line)
     if codec.needs.rope:
@@ -124,10 +124,10 @@ def measure(
 def _encode(
     codec: Codec, layer: int, exact: KV, reading: Reading
 ) -> tuple[PartSpec, PartSpec]:
-    """Encode one layer, and restore it once to see that it can be.
+    """Encode one layer and check that it restores exactly.
 
     Raises:
-        InvariantError: It cannot.
+        InvariantError: It does not.
     """
     keys, values = (entries.contiguous() for entries in exact)
     sinks = None
@@ -156,16 +156,16 @@ def _squares(near: KV, exact: KV) -> torch.Tensor:
 
 
 def speedup(point: Point, length: int, ratio: float) -> float:
-    """Return the most speedup over full-KV decoding that is saturated by KV reads.
+    """Return the upper bound of the speedup over KV-bound full-KV decoding.
 
-    In units of one read of the full KV from device memory, a round of x drafts and a
-    verification reads ``x * keep + 1`` and reloads ``transfer / ratio``; the two
-    overlap, and it brings its accepted drafts and one token more
-    (arXiv:2605.17613, Eq. t_iter and appendix A.1, weights left out).
+    The unit of time is one read of the full KV from device memory. A draft-verify cycle
+    of x draft tokens reads ``x * keep + 1`` and prefetches the residual KV in
+    ``transfer / ratio``; the two overlap. The cycle emits its accepted tokens and a
+    bonus token (arXiv:2605.17613, Eq. t_iter and appendix A.1, weights left out).
 
     Args:
-        point: What was measured.
-        length: x, of ``point.rounds``.
+        point: Measurements of the codec.
+        length: x, a draft length in ``point.rounds``.
         ratio: Bandwidth of the host link over that of device memory, > 0.
 
     Raises:
@@ -186,10 +186,10 @@ def speedup(point: Point, length: int, ratio: float) -> float:
 def choose(points: Sequence[Point], ratio: float) -> PlaneChoice:
     """Return the point and draft length of the highest ``speedup``.
 
-    Of equal ones the smaller draft part wins, then the shorter drafts.
+    Ties go to the smaller draft KV, then to the shorter draft length.
 
     Args:
-        points: At least one, with at least one draft length.
+        points: Measured codecs, at least one, with at least one draft length.
         ratio: See ``speedup``.
     """
     found = [

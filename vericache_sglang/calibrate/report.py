@@ -1,4 +1,4 @@
-"""What ``split-planes`` prints and saves."""
+"""The report of ``split-planes``: a printed table and JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What was measured, and with what.
+    """Conditions of the measurement.
 
     Attributes:
         origin: See ``provenance``.
-        model: That was measured.
-        device: Of torch.
-        dtype: Of the KV.
+        model: Name of the measured model.
+        device: Torch device.
+        dtype: Dtype of the KV.
         ratio: Bandwidth of the host link over that of device memory.
-        prompts: How many.
-        prompt_tokens: Mean.
-        answer_tokens: Mean.
-        limit: What full acceptance would be, by draft length: answers end.
+        prompts: Number of prompts.
+        prompt_tokens: Mean length of the prompts.
+        answer_tokens: Mean length of the answers.
+        limit: Largest possible acceptance length by draft length; below the draft
+            length because answers end.
     """
 
     origin: dict[str, Any]
@@ -44,7 +45,7 @@ class Setting:
 
 
 def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Rounds]:
-    """Return the rounds of drafts that are all accepted, by draft length."""
+    """Return the acceptance counts of always accepted drafts, by draft length."""
     return {
         length: sum((perfect(reading, length) for reading in readings), Rounds())
         for length in lengths
@@ -52,7 +53,7 @@ def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Rou
 
 
 def markdown(setting: Setting, points: Sequence[Point], choice: PlaneChoice) -> str:
-    """Return the table, with what stands above and below it."""
+    """Return the table with its header and footer."""
     lengths = list(setting.limit)
     drafts = "/".join(map(str, lengths))
     head = [
@@ -95,7 +96,7 @@ def markdown(setting: Setting, points: Sequence[Point], choice: PlaneChoice) -> 
 def as_json(
     setting: Setting, points: Sequence[Point], choice: PlaneChoice
 ) -> dict[str, Any]:
-    """Return everything as JSON has it."""
+    """Return the report as a JSON object."""
     return {
         "provenance": setting.origin,
         "model": asdict(setting.model),

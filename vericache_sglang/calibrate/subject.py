@@ -1,4 +1,4 @@
-"""The model that is measured: any causal language model of Hugging Face."""
+"""The model under calibration: any causal language model of Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Subject:
 
     Attributes:
         net: ``AutoModelForCausalLM``, in evaluation mode, without gradients.
-        folder: Where its files are.
+        folder: Folder of its files.
     """
 
     net: Any
@@ -40,13 +40,13 @@ class Subject:
 
     @property
     def like(self) -> torch.Tensor:
-        """An empty tensor of the dtype and device the model computes in."""
+        """An empty tensor with the model's compute dtype and device."""
         weights: torch.Tensor = self.net.get_input_embeddings().weight
         return weights.new_empty(0)
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer."""
         given = self.net.generation_config.eos_token_id
         if given is None:
             return frozenset()
@@ -55,13 +55,13 @@ class Subject:
     def run(
         self, tokens: Sequence[int], cache: RoundedCache, last: int = 0, **options: Any
     ) -> Any:
-        """Run tokens behind those of a cache, which grows by them.
+        """Run tokens after those of a cache and append their KV to it.
 
         Args:
             tokens: Token ids.
-            cache: Of the tokens before.
-            last: How many logits are wanted, from the end; 0: all.
-            **options: Of the model's forward.
+            cache: KV of the preceding tokens; extended in place.
+            last: Number of last positions to return logits for; 0: all.
+            **options: Passed to the model's forward.
 
         Returns:
             The model's output, with logits [1, n, V].
@@ -72,7 +72,7 @@ class Subject:
         )
 
     def model(self) -> CalibratedModel:
-        """Say which model this is, for the files that are calibrated on it.
+        """Return the model's identity, stored in files calibrated on it.
 
         Raises:
             UnsupportedError: See ``shape``.
@@ -124,7 +124,7 @@ class Subject:
 
     @torch.inference_mode()
     def rope(self) -> Rope:
-        """Return the model's rotation, tried out on the model.
+        """Return the model's rotary embedding, checked against the model.
 
         Keys of the first layer depend on token and position only, so the same tokens
         at other positions must have the same keys once the rotation is undone.
@@ -152,7 +152,7 @@ class Subject:
         return rope
 
     def _stated_rope(self) -> Rope:
-        """Return the rotation the model says it has.
+        """Return the rotary embedding that the model's config names.
 
         Raises:
             UnsupportedError: None, several, or angles that change with the length.

@@ -27,7 +27,7 @@ GROUPED_HEADS = 4
 
 
 class LayerRows(NamedTuple):
-    """What one layer holds for some tokens, rows over all heads, float32 on the CPU.
+    """KV rows of one layer for sampled tokens, over all heads, float32 on the CPU.
 
     Attributes:
         keys: [N, H * D] before RoPE.
@@ -44,14 +44,14 @@ class LayerRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Which tokens are looked at.
+    """Selection of calibration tokens.
 
     Attributes:
-        rows: Most tokens of each layer, of all prompts together.
-        sinks: First tokens of each prompt that are left out.
+        rows: Maximum tokens of each layer, over all prompts.
+        sinks: Number of first tokens of each prompt to leave out.
         massive: Leave out the tokens of massive activations instead, layer by layer.
-        gradients: Weigh numbers by squared gradients of the loss; else all alike.
-        seed: Of the draw among more tokens.
+        gradients: Weight numbers by squared gradients of the loss; otherwise equally.
+        seed: Seed of the draw where there are more than ``rows`` tokens.
     """
 
     rows: int
@@ -70,18 +70,18 @@ def kvquant(
     bits: int,
     outliers: float,
 ) -> KVQuantTables:
-    """Find thresholds and code books and write them.
+    """Find KVQuant's thresholds and code books and write them to ``out``.
 
     Args:
         subject: The model.
         prompts: Token ids.
-        out: The file.
-        sampling: The paper weighs by gradients (section 3.2 of arXiv:2401.18079).
+        out: Path of the calibration file.
+        sampling: The paper weights by gradients (section 3.2 of arXiv:2401.18079).
         bits: Width of a code, 1 to 8.
         outliers: Share of numbers beyond the thresholds, in [0, 1).
 
     Raises:
-        UnsupportedError: The model keeps other KV, or has no fitting rotation.
+        UnsupportedError: The model's KV layout or rotary embedding is not supported.
         CompressionError: Numbers are not finite, or the file cannot be written.
     """
     model = subject.model()
@@ -105,19 +105,20 @@ def rotatekv(
     sampling: Sampling,
     together: int | None = None,
 ) -> RotateKVTables:
-    """Find the order of the rotated key channels and write it.
+    """Find RotateKV's order of the rotated key channels and write it to ``out``.
 
     Args:
         subject: The model.
         prompts: Token ids.
-        out: The file.
+        out: Path of the calibration file.
         sampling: The official calibration leaves massive activations out.
         together: KV heads to rotate together; None: 4 as in the official presets, or
             the largest power of two below that divides the model's heads.
 
     Raises:
-        UnsupportedError: The model keeps other KV, or has no fitting rotation.
-        CompressionError: Heads are left over, or the file cannot be written.
+        UnsupportedError: The model's KV layout or rotary embedding is not supported.
+        CompressionError: ``together`` does not divide the heads, or the file cannot be
+            written.
     """
     model = subject.model()
     if together is None:
@@ -133,15 +134,16 @@ def rotatekv(
 def collect(
     subject: Subject, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[LayerRows]:
-    """Run prompts and keep the rows of some tokens of every layer.
+    """Run prompts and return the KV rows of sampled tokens of every layer.
 
     Args:
         subject: The model.
-        prompts: Token ids, two or more each where gradients are wanted.
-        sampling: Which tokens.
+        prompts: Token ids, two or more each if gradients are used.
+        sampling: Selection of the tokens.
 
     Returns:
-        One entry a layer; every prompt gives the same number of rows, or all it has.
+        One entry per layer; every prompt contributes the same number of rows, or all
+        it has.
     """
     rope = subject.rope()
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -158,7 +160,7 @@ def collect(
             parts = (
                 rope(kv.keys, positions, inverse=True),
                 kv.values,
-                # A rotation turns gradients as it turns keys.
+                # Undoing RoPE rotates gradients as it rotates keys.
                 rope(gradient.keys, positions, inverse=True).square(),
                 gradient.values.square(),
             )
@@ -215,7 +217,7 @@ def _on_cpu(layers: Sequence[KV]) -> list[KV]:
 
 
 def _kept(tokens: int, hidden: torch.Tensor | None, sampling: Sampling) -> torch.Tensor:
-    """Return the slots that are no sinks."""
+    """Return the slots that are not sinks."""
     mask = torch.ones(tokens, dtype=torch.bool)
     mask[: sampling.sinks] = False
     if hidden is not None:
@@ -224,7 +226,7 @@ def _kept(tokens: int, hidden: torch.Tensor | None, sampling: Sampling) -> torch
 
 
 def _notes(prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, str]:
-    """Say what the tables come from."""
+    """Return metadata that describes the calibration data."""
     return {
         "prompts": str(len(prompts)),
         "prompt_tokens": str(sum(len(prompt) for prompt in prompts)),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEMO_CALLS = {"demo-model": 1, "demo-model-long": 8}
-"""Demo models of this repository, and how many calls each is asked for at once."""
+"""Demo models of this repository, and the number of calls requested of each."""
 
 
 def prompts(
@@ -31,12 +31,12 @@ def prompts(
     texts a demo model gets documents and requests as it was trained on.
 
     Args:
-        tokenizer: Of Hugging Face.
-        folder: The model's.
-        texts: Files, UTF-8.
-        context: Most tokens of a prompt.
-        count: Most prompts; of more, evenly spaced ones.
-        seed: Of the demo documents.
+        tokenizer: Hugging Face tokenizer.
+        folder: Folder of the model.
+        texts: Text files, UTF-8.
+        context: Maximum tokens of a prompt.
+        count: Maximum number of prompts; of more, evenly spaced ones are taken.
+        seed: Seed of the demo documents.
 
     Raises:
         ConfigError: A text cannot be read or is empty, or there is none; or a demo
@@ -54,7 +54,7 @@ def prompts(
 
 
 def _cut(tokenizer: Any, file: Path, context: int) -> list[list[int]]:
-    """Cut one text, with the tokens a prompt of this model begins with.
+    """Cut one text into prompts that begin with the model's first tokens (BOS).
 
     Raises:
         ConfigError: It cannot be read, or is empty.

@@ -1,1 +1,1 @@
-"""Which prompt tokens the draft part keeps; pure functions of tensors."""
+"""Compressors: choose the prompt tokens of the draft KV and encode the KV."""

@@ -1,4 +1,4 @@
-"""What a user should know of a compression method before choosing it."""
+"""Description of a compression method: paper, kind, mode, scenarios and licence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BOTH: tuple[Scenario, ...] = ("long-context", "remote-prefix")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A method's origin and where it fits; shown by the listing, checked at boot.
+    """A method's origin and supported scenarios; listed for users, checked at boot.
 
     Attributes:
         paper: Title or method name, and arXiv id or venue; "" where there is none.
-        kind: It drops tokens, quantizes them, or splits their bits.
-        mode: ``online``: decided while the prompt is read; ``offline``: it runs further
-            forwards over the finished prompt.
+        kind: Whether it drops tokens, quantizes them, or splits their bits.
+        mode: ``online``: scores during the prefill; ``offline``: runs further forwards
+            over the finished prompt.
         scenarios: Paper section 4.2: ``long-context`` is one server; ``remote-prefix``
             shares a prefix before the question is known, which rules out methods that
             look at the question.

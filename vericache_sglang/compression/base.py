@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a selector asks of the runtime; static, read once at boot.
+    """Inputs that a selector needs from the runtime; static, read once at boot.
 
-    What nobody asks for is neither observed nor kept.
+    The runtime collects only the inputs that are asked for.
 
     Attributes:
-        keys: Scores are computed from the keys; otherwise ``scores`` gets them but
-            promises not to read them.
-        q_tail: w, last post-RoPE queries of the prompt that ``scores`` wants, in
-            tokens; 0: none, and nothing is collected.
-        q_stream: ``update`` is called with the queries of every token that is run.
-        hidden: ``update`` is called with the attention inputs of every token run.
-        probes: ``probes`` is asked for further forwards over the prompt's KV, and
-            ``observe`` shown what they read. Needs the prompt's token ids.
+        keys: Scores depend on the keys; otherwise ``scores`` receives them but must
+            not read them.
+        q_tail: w, number of last post-RoPE queries of the prompt for ``scores``, in
+            tokens; 0: none are collected.
+        q_stream: ``update`` receives the queries of every token that is run.
+        hidden: ``update`` receives the attention inputs of every token that is run.
+        probes: The runtime runs the forwards that ``probes`` returns over the prompt's
+            KV and passes their reads to ``observe``. Needs the prompt's token ids.
         token_align: Kept counts must be multiples of this many tokens.
     """
 
@@ -54,7 +54,7 @@ class ModelSpec:
         hidden_size: d, elements of an attention input.
         name: Folder or name the model was loaded from, for messages.
         all_kv_heads: KV heads on all ranks; 0: this rank has them all.
-        first_kv_head: Number of this rank's first one among them.
+        first_kv_head: Index of this rank's first KV head among all.
     """
 
     layers: int
@@ -68,7 +68,7 @@ class ModelSpec:
 
 
 class Services(Protocol):
-    """What the runtime hands to ``Selector.bind``; no model object leaks out."""
+    """Model access for ``Selector.bind``, without the model object itself."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -88,13 +88,13 @@ class Services(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueryTail:
-    """The last queries of a prompt in one layer, and where they stand.
+    """The last queries of a prompt in one layer, with their positions.
 
     Attributes:
         rows: [Hq, w', D] post-RoPE, the dtype of the model; row i is the query of
-            position ``end - w' + i``. 1 <= w' <= ``Needs.q_tail``: fewer where the
-            prompt is shorter, or where a prefix cache answered for its tokens.
-        end: Prompt tokens, the tail that fills no page included: >= T.
+            position ``end - w' + i``. 1 <= w' <= ``Needs.q_tail``: fewer if the prompt
+            is shorter, or if its tokens were prefix-cache hits.
+        end: Prompt tokens, including those of the last, partial page: >= T.
     """
 
     rows: torch.Tensor
@@ -108,15 +108,15 @@ class QueryTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """New tokens of one request in one layer, while a forward runs them.
+    """New tokens of one request in one layer, during a forward.
 
     Attributes:
-        rid: Request id, open.
+        rid: Id of an open request.
         layer: Layer index in [0, L).
-        start: Position of the first of the n tokens; None of decoded ones, where the
-            host may not know it yet. A prefill comes in chunks, each beginning where
-            the last one ended; one that begins elsewhere starts anew. Tokens a prefix
-            cache answers for are not run.
+        start: Position of the first of the n tokens; None for decoded tokens, whose
+            position the host may not know yet. Each chunk of a prefill starts at the
+            end of the previous chunk; any other start restarts the request. Prefix-
+            cache hits are not run.
         queries: [Hq, n, D] post-RoPE; promised only with ``Needs.q_stream``.
         hidden: [n, d] inputs of the attention module, behind the input norm (not the
             residual stream); None unless ``Needs.hidden``.
@@ -131,12 +131,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Tokens to run behind a prompt, over its KV, which stays as it is.
+    """Tokens to run after a prompt, over its KV, which is not modified.
 
     Attributes:
-        tokens: Token ids; the first stands at position ``len(prompt)``.
-        start: First prompt token the probe is to score.
-        stop: The one behind the last.
+        tokens: Token ids; the first is at position ``len(prompt)``.
+        start: First prompt token that the probe scores.
+        stop: End of the scored tokens, exclusive.
     """
 
     tokens: tuple[int, ...]
@@ -146,7 +146,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeLayer:
-    """What one layer read while a probe of n tokens ran.
+    """Attention inputs of one layer during a probe of n tokens.
 
     Attributes:
         layer: Layer index.
@@ -167,12 +167,12 @@ class ProbeLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the runtime collected of a prompt in one layer, for ``scores``.
+    """Data collected for a prompt in one layer, for ``scores``.
 
     Attributes:
         tail: The last queries; None unless ``Needs.q_tail`` asks for them.
-        noted: [H, T] what ``update`` returned for these tokens, float32, NaN for a
-            token nobody scored; None where it returned nothing.
+        noted: [H, T] scores that ``update`` returned, float32, NaN for tokens without
+            a score; None if it returned none.
     """
 
     tail: QueryTail | None = None
@@ -183,20 +183,20 @@ NOTHING = Seen()
 
 
 class Selector(ABC):
-    """Scores prompt tokens per layer and KV head; the higher a score, the longer kept.
+    """Scores prompt tokens per layer and KV head; tokens with high scores are kept.
 
     Shapes: H = KV heads and Hq = query heads on this rank, D = head dim, T = prompt
     tokens offered: the whole pages of the prompt, positions 0 to T - 1.
 
-    A selector never touches the cache, a stream or a request; it may return anything,
-    NaN included: the runtime turns scores into indices and stays exact whatever they
-    are (``vericache_sglang.compression.budget``).
+    A selector never accesses the cache, a stream or a request. Scores may have any
+    value, NaN included: the runtime turns them into indices, and its output is exact
+    whatever they are (``vericache_sglang.compression.budget``).
 
-    Calls for one request: ``open``; ``update`` and ``observe`` as its needs say;
+    Calls for one request: ``open``; ``update`` and ``observe`` according to ``needs``;
     ``scores`` once per layer; ``close``, at any time.
 
     Args:
-        seed: ``VeriCacheConfig.seed``; a method that draws nothing ignores it.
+        seed: ``VeriCacheConfig.seed``; ignored by deterministic methods.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -207,44 +207,44 @@ class Selector(ABC):
         self.seed = seed
 
     def bind(self, services: Services) -> None:
-        """Learn the model once, before any request; default: nothing to learn.
+        """Bind to the model, once, before any request; default: no-op.
 
         Raises:
-            CompressionError: The method does not fit the model, or a calibration file
-                does not; the message names both.
+            CompressionError: The method or its calibration file does not fit the
+                model; the message names both.
         """
 
     def open(self, rid: str) -> None:
         """Start a request; default: no state per request."""
 
     def close(self, rid: str) -> None:
-        """Forget a request, open or not; default: no state per request."""
+        """Drop a request's state, if any; default: no state per request."""
 
     def update(self, step: Step) -> torch.Tensor | None:
-        """Take in new tokens; called only where ``q_stream`` or ``hidden`` is set.
+        """Process new tokens; called only if ``q_stream`` or ``hidden`` is set.
 
         Args:
-            step: The tokens; its tensors are copied from, not kept.
+            step: The tokens; implementations must copy its tensors, not store them.
 
         Returns:
-            [H, n] scores that depend on each token alone: the runtime keeps them with
-            the token's KV, also in the prefix cache, and gives them to ``scores``.
-            None where scores need more than one token; the selector keeps what it
-            needs itself.
+            [H, n] scores that depend on each token alone: the runtime stores them with
+            the token's KV, also in the prefix cache, and passes them to ``scores``.
+            None if scores depend on several tokens; the selector then holds its own
+            state.
         """
         return None
 
     def probes(self, rid: str, prompt: Sequence[int]) -> Sequence[Probe]:
-        """Return what to run before ``scores``; only where ``Needs.probes``.
+        """Return the probes to run before ``scores``; called only if ``Needs.probes``.
 
         Args:
-            rid: Request id, open.
+            rid: Id of an open request.
             prompt: Token ids of the whole prompt.
         """
         return ()
 
     def observe(self, rid: str, probe: Probe, layer: ProbeLayer) -> None:
-        """Take in one layer of one probe; called for every layer in order."""
+        """Process one layer of one probe; called for every layer in order."""
 
     def keep_share(self, noted: Sequence[torch.Tensor]) -> float | None:
         """Return the share of a prompt's tokens to keep; None: as configured.
@@ -271,11 +271,11 @@ class Selector(ABC):
         """Score the prompt tokens of one layer.
 
         Args:
-            rid: Request id, open.
+            rid: Id of an open request.
             layer: Layer index in [0, L).
             keys: [H, T, D] post-RoPE keys, any float dtype; not modified.
             values: [H, T, D], as ``keys``.
-            seen: What was collected for ``needs``; not modified.
+            seen: Data collected for ``needs``; not modified.
 
         Returns:
             [H, T], any float dtype, on the device of ``keys``.

@@ -14,15 +14,15 @@ MOST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many of a prompt's tokens every head keeps, and which ones always.
+    """Token counts that every head of a prompt keeps, and its protected tokens.
 
     Attributes:
         offered: T, tokens the selector scores.
         kept: n, tokens each head keeps; 0 < n <= T.
         sinks: First tokens always kept.
         recent: Last tokens always kept.
-        coded: Of the kept tokens, those a codec packs; the others stay exact.
-        code_slots: KV slots the packed tokens take.
+        coded: Kept tokens that a codec encodes; the other kept tokens stay exact.
+        code_slots: KV slots of the encoded tokens.
     """
 
     offered: int
@@ -34,22 +34,22 @@ class Budget:
 
     @property
     def dropped(self) -> int:
-        """Tokens that each head gives up, in tokens."""
+        """Dropped tokens per head."""
         return self.offered - self.kept
 
     @property
     def exact(self) -> int:
-        """Tokens that stay as they are, one slot each."""
+        """Kept tokens stored exactly, one slot each."""
         return self.kept - self.coded
 
     @property
     def slots(self) -> int:
-        """Slots of the draft part: of codes, then of exact tokens."""
+        """Slots of the draft KV: those of codes plus those of exact tokens."""
         return self.code_slots + self.exact
 
     @property
     def staged(self) -> int:
-        """Tokens a verification brings back: packed ones and dropped ones."""
+        """Tokens with residual KV: encoded ones and dropped ones."""
         return self.offered - self.exact
 
 
@@ -75,25 +75,25 @@ def budget_for(
 
 
 def code_from(budget: Budget, block: int) -> Budget:
-    """Have as many kept tokens packed as fill whole blocks; protected ones stay exact.
+    """Mark kept tokens as encoded, in whole blocks; protected tokens stay exact.
 
     Args:
-        budget: Nothing of it is packed yet.
-        block: Tokens a codec packs together, a multiple of the page size.
+        budget: A budget without encoded tokens.
+        block: Tokens that a codec encodes together, a multiple of the page size.
     """
     free = budget.kept - budget.sinks - budget.recent
     return replace(budget, coded=free // block * block)
 
 
 def coded_rows(kept: torch.Tensor, budget: Budget) -> tuple[torch.Tensor, torch.Tensor]:
-    """Part kept tokens into exact and packed ones.
+    """Separate kept tokens into exact and encoded ones.
 
     Args:
         kept: [..., n] ascending per row.
-        budget: Of n tokens.
+        budget: Budget with n kept tokens.
 
     Returns:
-        [..., exact] and [..., coded], ascending: the packed ones follow the sinks.
+        [..., exact] and [..., coded], ascending: the encoded tokens follow the sinks.
     """
     if not budget.coded:
         return kept, kept[..., :0]
@@ -103,16 +103,16 @@ def coded_rows(kept: torch.Tensor, budget: Budget) -> tuple[torch.Tensor, torch.
 
 
 def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
-    """Choose the kept tokens of rows; the only place scores become indices.
+    """Select the kept tokens of each row from its scores.
 
     Ties and NaN go to the earlier token (NaN ranks below every number), so the result
-    is a function of the scores on every machine. Raising ``budget.kept`` with the same
-    protected tokens gives supersets.
+    is deterministic on every machine. Raising ``budget.kept`` with the same protected
+    tokens gives supersets.
 
     Args:
-        scores: [R, T], a row for every head, and maybe layer; any float dtype; NaN and
+        scores: [R, T], a row per head, or per layer and head; any float dtype; NaN and
             infinities allowed.
-        budget: Counts of a row; ``budget.offered`` is T.
+        budget: Token counts of a row; ``budget.offered`` is T.
 
     Returns:
         [R, n] int64 on the device of ``scores``, rows ascending and unique, in [0, T).
@@ -137,7 +137,7 @@ def keep_indices(scores: torch.Tensor, budget: Budget) -> torch.Tensor:
 
 
 def residual_indices(kept: torch.Tensor, offered: int) -> torch.Tensor:
-    """Return the dropped tokens of rows; nothing waits for a GPU.
+    """Return the dropped tokens of each row, without a host sync.
 
     Args:
         kept: [R, n] int32 or int64, ascending and unique per row, in [0, offered).

@@ -1,4 +1,4 @@
-"""Finding a compressor by a line of text: ours, then those of installed packages."""
+"""Creates compressors from a line of text: built-in ones, then installed packages'."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ OURS: tuple[type[Selector], ...] = (
     *(ExpectedAttention, KeyNorm, KVzap, KVzip, Observed, RandomTokens, Recency),
     SnapKV,
 )
-"""Our selectors, by what ``SELECTORS`` calls them."""
+"""Classes of the built-in selectors, registered in ``SELECTORS``."""
 
 CODECS = {codec.name: codec for codec in codec_catalog.OURS}
-"""Our codecs by name."""
+"""Classes of the built-in codecs by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What one name stands for.
+    """One compression method of the catalog.
 
     Attributes:
-        name: In a line.
+        name: Its name in a line.
         factory: Called with the seed and options.
-        options: Known ones, by name.
-        others: It takes other options too, as texts.
-        version: Of what it makes, or of the package that makes it.
-        origin: Where a third party's is; "" is ours.
+        options: Known options by name.
+        others: Whether it takes other options too, as texts.
+        version: Version of the method, or of its package.
+        origin: Package of a third-party method; "" for a built-in one.
     """
 
     name: str
@@ -75,10 +75,10 @@ def known_names() -> tuple[str, ...]:
 
 
 def find_method(name: str) -> Method:
-    """Look a name up; ours win, and a third party's code is loaded only now.
+    """Look up a name; built-in names win, third-party code is loaded only now.
 
     Raises:
-        ConfigError: Nobody knows the name; the message lists the known ones.
+        ConfigError: The name is unknown; the message lists the known ones.
     """
     if name in SELECTORS:
         factory = SELECTORS[name]
@@ -116,9 +116,9 @@ def create_compressor(line: str, seed: int) -> Compressor:
 
     Raises:
         ConfigError: A name or option is unknown, or a value is refused; the message
-            names the flag, the part of the line and what is known.
-        CompressionError: An entry point gave something else, or the parts do not go
-            together.
+            names the flag, the part of the line and the known names.
+        CompressionError: An entry point returned another type, or the parts are
+            incompatible.
     """
     texts = [text.strip() for text in re.split(r"\+(?=\s*[A-Za-z])", line)]
     parts = [_part(text, seed) for text in texts]
@@ -160,7 +160,7 @@ def _codec(name: str, factory: type[Codec]) -> Method:
 
 
 def _third_party(entry: EntryPoint) -> Method:
-    """Load what an installed package offers; nothing else of it is touched.
+    """Load the entry point of an installed package.
 
     Raises:
         ConfigError: It cannot be imported; the message names the entry point.
@@ -186,7 +186,7 @@ def _part(text: str, seed: int) -> Compressor:
 
     Raises:
         ConfigError: See ``create_compressor``.
-        CompressionError: An entry point gave something else.
+        CompressionError: An entry point returned another type.
     """
     name, _, given = text.partition(":")
     method = find_method(name.strip())
@@ -218,7 +218,7 @@ def _part(text: str, seed: int) -> Compressor:
 
 
 def _identity(method: Method, given: dict[str, Any], seed: int) -> str:
-    """Name a selector as ``Codec.identity`` names a codec, all options said."""
+    """Return a selector's identity in the form of ``Codec.identity``, all options."""
     values = {name: option.default for name, option in method.options.items()} | given
     said = [f"{name}={spell(value)}" for name, value in values.items()]
     return f"{method.name}@{method.version}({','.join([*said, f'seed={seed}'])})"

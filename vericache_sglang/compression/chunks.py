@@ -1,4 +1,4 @@
-"""How much a selector computes at once: memory on a host, launches on a GPU."""
+"""Chunk sizes of selectors: bound memory on a CPU, kernel launches on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     import torch
 
 HOST_ELEMENTS = 4 * 2**20
-"""Most float32 elements of one intermediate tensor on a CPU (16 MiB a copy)."""
+"""Maximum float32 elements of one intermediate tensor on a CPU (16 MiB)."""
 
 DEVICE_ELEMENTS = 2**25
-"""The same on other devices, where launches cost more than 128 MiB a copy."""
+"""The same on other devices (128 MiB), where launches cost more than memory."""
 
 
 def rows_at_once(elements: int, device: torch.device) -> int:
-    """Return how many rows of so many elements are computed together, at least 1."""
+    """Return the number of rows to compute together, at least 1."""
     most = HOST_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, most // elements)

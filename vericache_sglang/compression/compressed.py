@@ -1,4 +1,4 @@
-"""A prompt's KV in two parts: what drafts attend to, and what a verify brings back."""
+"""A prompt's compressed KV: draft KV for drafting, residual KV for verification."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Entries(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What a layer's draft part lacks.
+    """Residual KV of one layer.
 
     Attributes:
         coded: The codec's residual of the kept tokens; None without a codec.
@@ -61,15 +61,15 @@ class CompressedKV:
     apart: ``identity`` does, and ``bits`` is measured.
 
     Attributes:
-        identity: ``Compressor.identity`` of who made it.
+        identity: ``Compressor.identity`` of the compressor that wrote it.
         tokens: T, tokens of the prompt.
         dropped_indices: Per layer, [H, m] int32: the dropped positions, ascending.
-        payload: Per layer, the draft part: what the codec made of the kept tokens, or
+        payload: Per layer, the draft KV: the encoded kept tokens, or without a codec
             their entries, sorted by position.
-        residual: Per layer, what a verify transfers.
+        residual: Per layer, the residual KV, transferred for verification.
 
     Raises:
-        CompressionError: The fields are not as above.
+        CompressionError: A field is malformed.
     """
 
     identity: str
@@ -118,17 +118,17 @@ class CompressedKV:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes that stay on the device."""
+        """Bytes of the draft KV."""
         return sum(part.nbytes for part in self.payload)
 
     @property
     def transfer_bytes(self) -> int:
-        """Bytes that a verify brings back."""
+        """Bytes of the residual KV."""
         return sum(residual.nbytes for residual in self.residual)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the KV as it was."""
+        """Bytes of the full KV."""
         return sum(
             part.part_shape.raw_bytes if isinstance(part, PartSpec) else part.nbytes
             for part in self.payload
@@ -136,19 +136,19 @@ class CompressedKV:
 
     @property
     def draft_fraction(self) -> float:
-        """Draft bytes over those of the KV."""
+        """Bytes of the draft KV over those of the full KV."""
         return self.draft_bytes / self.raw_bytes
 
     @property
     def transfer_fraction(self) -> float:
-        """Transferred bytes over those of the KV."""
+        """Bytes of the residual KV over those of the full KV."""
         return self.transfer_bytes / self.raw_bytes
 
     def entries(self, layer: int) -> Entries:
-        """Return the kept entries of a layer that no codec packed.
+        """Return the kept entries of a layer without a codec.
 
         Raises:
-            CompressionError: One did.
+            CompressionError: The layer was encoded.
         """
         payload = self.payload[layer]
         if isinstance(payload, PartSpec):
@@ -156,10 +156,10 @@ class CompressedKV:
         return payload
 
     def parts(self, layer: int) -> tuple[PartSpec, PartSpec]:
-        """Return the draft part and the residual of a layer that a codec packed.
+        """Return the draft KV and the residual of an encoded layer.
 
         Raises:
-            CompressionError: None did, or one of the two is missing.
+            CompressionError: The layer was not encoded, or one of the two is missing.
         """
         payload, coded = self.payload[layer], self.residual[layer].coded
         if not isinstance(payload, PartSpec) or coded is None:
@@ -167,7 +167,7 @@ class CompressedKV:
         return payload, coded
 
     def whole(self, layer: int, kept: Entries) -> Entries:
-        """Put the kept and the dropped entries of a layer back in order.
+        """Merge the kept and the dropped entries of a layer by position.
 
         Args:
             layer: Layer index.
@@ -210,7 +210,7 @@ def gathered(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> torch.Tensor:
-    """Put entries back where they came from, the inverse of ``gathered``.
+    """Scatter entries to their positions, the inverse of ``gathered``.
 
     Args:
         pieces: (entries [H, n, D], index [H, n] int64); the indices are every position

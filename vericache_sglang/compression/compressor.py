@@ -42,35 +42,37 @@ if TYPE_CHECKING:
     Replay = Callable[[Probe], Iterable[ProbeLayer]]
 
 TRIAL = 64
-"""Tokens, at least, that a codec is tried on."""
+"""Minimum tokens of the trial encoding of a codec."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compressor:
-    """What ``--vericache-compressor`` names, and the paper's interface as a library.
+    """A selector, a codec or both: the value of ``--vericache-compressor``.
 
-    The order is fixed (on dequantized keys scores change ranks): score the exact KV,
-    drop, put the kept tokens in order, pack them.
+    Also usable as a library, with the paper's interface. The order is fixed, because
+    dequantized keys would change the ranks of scores: score the exact KV, drop tokens,
+    sort the kept ones by position, encode them.
 
-    The scope of the paper's section 6, as far as it holds here: (i) in one layer all
-    heads drop equally many tokens, of different positions; here the layers do so too.
-    (ii) and (iv) one compressor serves a process from start to end. (iii) one codec
-    packs all layers and tokens. Unlike there, dropping and packing combine.
+    Scope as in the paper's section 6: (i) all heads of a layer drop equally many
+    tokens, at different positions; here all layers do too. (ii) and (iv) one compressor
+    serves a process from start to end. (iii) one codec encodes all layers and tokens.
+    Unlike in the paper, dropping and encoding combine.
 
     Shapes: L layers, H KV heads, T prompt tokens, n kept ones, D and Dv head dims.
 
     Attributes:
-        line: What the user wrote.
-        selector: Chooses the tokens that stay; None: all do.
-        codec: Packs those that stay; None: they stay as they are.
-        selector_identity: Name, version and options of the selector; made up from its
-            class where it is "".
-        sink_tokens: First tokens that ``compress`` keeps; the server has a setting.
-        recent_tokens: Last tokens that ``compress`` keeps, likewise.
+        line: The line as the user wrote it.
+        selector: Chooses the tokens to keep; None: all are kept.
+        codec: Encodes the kept tokens; None: they stay exact.
+        selector_identity: Name, version and options of the selector; derived from its
+            class if "".
+        sink_tokens: First tokens that ``compress`` always keeps; the server passes its
+            own setting.
+        recent_tokens: Last tokens that ``compress`` always keeps, likewise.
 
     Raises:
-        CompressionError: It has neither, something is of another type, or no scenario
-            fits both.
+        CompressionError: Both are None, a part has another type, or no scenario fits
+            both.
     """
 
     line: str
@@ -99,18 +101,18 @@ class Compressor:
 
     @property
     def needs(self) -> Needs:
-        """What the selector asks of the runtime; nothing without one."""
+        """The selector's needs; empty without a selector."""
         return self.selector.needs if self.selector else Needs(keys=False)
 
     @property
     def token_align(self) -> int:
-        """Kept counts are multiples of this many tokens, for both parts."""
+        """Kept counts are multiples of this many tokens, for selector and codec."""
         codec = self.codec.needs.token_align if self.codec else 1
         return math.lcm(self.needs.token_align, codec)
 
     @property
     def about(self) -> About:
-        """What holds of the whole; of a pair, ``kind`` is the codec's."""
+        """Description of the compressor; of a pair, ``kind`` is the codec's."""
         parts = [part.about for part in (self.selector, self.codec) if part]
         first, last = parts[0], parts[-1]
         if first is last:
@@ -125,7 +127,7 @@ class Compressor:
 
     @property
     def identity(self) -> str:
-        """Names, versions and options: equal ones compress and restore alike."""
+        """Names, versions and options; equal identities share compressed KV."""
         names = [self.codec.identity] if self.codec else []
         if self.selector:
             kind = type(self.selector)
@@ -135,13 +137,13 @@ class Compressor:
         return "+".join(names)
 
     def bind(self, services: Services) -> Compressor:
-        """Learn the model, once, before any request; the selector is bound in place.
+        """Bind to the model, once, before any request; the selector binds in place.
 
         Args:
-            services: Of the model, as this rank has it.
+            services: Services of the model shard on this rank.
 
         Returns:
-            The compressor with its codec bound, to the KV heads of this rank.
+            The compressor with its codec bound to the KV heads of this rank.
 
         Raises:
             CompressionError: A part does not fit the model.
@@ -164,12 +166,12 @@ class Compressor:
             self.selector.open(rid)
 
     def close(self, rid: str) -> None:
-        """Forget a request, open or not; see ``Selector.close``."""
+        """Drop a request's state, if any; see ``Selector.close``."""
         if self.selector is not None:
             self.selector.close(rid)
 
     def update(self, step: Step) -> torch.Tensor | None:
-        """Take in new tokens; see ``Selector.update``, also for what is returned."""
+        """Process new tokens; arguments and result as ``Selector.update``."""
         return self.selector.update(step) if self.selector else None
 
     def compress(
@@ -182,23 +184,23 @@ class Compressor:
         seen: Sequence[Seen] = (),
         replay: Replay | None = None,
     ) -> CompressedKV:
-        """Split the KV of a prompt in draft parts and residuals.
+        """Compress the KV of a prompt into draft KV and residual KV.
 
         Args:
             full_kv: Per layer, keys [H, T, D] post-RoPE of positions 0 to T - 1 and
                 values [H, T, Dv], bfloat16, float16 or float32; not modified.
             keep: Share of tokens to keep, in (0, 1], rounded up to ``token_align``;
                 None: the selector's own threshold, or all where there is no selector.
-            rid: Request that was opened, and updated as ``needs`` say; "": one that
-                lasts as long as the call.
-            token_ids: Of the prompt, at least T; where ``replay`` is given.
-            seen: Per layer, what ``needs`` ask for; empty: nothing.
-            replay: Where ``needs.probes`` and nobody called ``observe``: runs a probe
-                behind the prompt and returns what each layer read, in order.
+            rid: Open request, updated as ``needs`` require; "": a temporary request
+                for this call.
+            token_ids: Token ids of the prompt, at least T; required with ``replay``.
+            seen: Per layer, the inputs that ``needs`` ask for; empty: none.
+            replay: Required if ``needs.probes`` and ``observe`` was not called: runs a
+                probe after the prompt and returns each layer's ``observe`` argument,
+                in order.
 
         Raises:
-            CompressionError: An argument, or what the selector returned, is not as
-                above.
+            CompressionError: An argument or the selector's result is malformed.
         """
         tokens = tokens_of(full_kv)
         if seen and len(seen) != len(full_kv):
@@ -236,7 +238,7 @@ class Compressor:
             [H, n, Dv].
 
         Raises:
-            CompressionError: Another compressor's, or damaged.
+            CompressionError: Written by another compressor, or corrupt.
         """
         self._check(compressed)
         if self.codec is None:
@@ -244,7 +246,7 @@ class Compressor:
         return Entries(*self.codec.decode(compressed.parts(layer)[0]))
 
     def restore(self, compressed: CompressedKV, layer: int) -> Entries:
-        """Return a layer's KV as it was given to ``compress``, every bit.
+        """Restore a layer's KV bit for bit.
 
         Args:
             compressed: From a compressor of the same identity.
@@ -254,7 +256,7 @@ class Compressor:
             Keys [H, T, D] and values [H, T, Dv].
 
         Raises:
-            CompressionError: Another compressor's, or damaged.
+            CompressionError: Written by another compressor, or corrupt.
         """
         self._check(compressed)
         if self.codec is None:
@@ -288,10 +290,10 @@ class Compressor:
                 self.selector.observe(rid, probe, layer)
 
     def _budget(self, tokens: int, keep: float | None, seen: Sequence[Seen]) -> Budget:
-        """Return the counts of every layer.
+        """Return the token counts that hold for every layer.
 
         Raises:
-            CompressionError: There is no share in (0, 1].
+            CompressionError: The kept share is not in (0, 1].
         """
         if self.selector is None:
             if keep not in (None, 1):
@@ -318,7 +320,7 @@ class Compressor:
         seen: Seen,
         budget: Budget,
     ) -> tuple[torch.Tensor, PartSpec | Entries, Residual]:
-        """Return dropped indices, draft part and residual of one layer."""
+        """Return dropped indices, draft KV and residual KV of one layer."""
         keys, values = kv
         heads, tokens, _ = keys.shape
         if self.selector is None:
@@ -341,10 +343,10 @@ class Compressor:
         return away.to(torch.int32), payload, Residual(coded, dropped)
 
     def _check(self, compressed: CompressedKV) -> None:
-        """Refuse what another compressor made.
+        """Refuse KV compressed by another compressor.
 
         Raises:
-            CompressionError: Naming both.
+            CompressionError: The identities differ; the message names both.
         """
         if compressed.identity != self.identity:
             raise CompressionError(
@@ -353,10 +355,10 @@ class Compressor:
 
 
 def _try(codec: Codec, spec: ModelSpec) -> None:
-    """Refuse a codec that does not fit the model, before a request would find out.
+    """Refuse at boot a codec that does not fit the model.
 
     Raises:
-        CompressionError: Naming the part that does not fit.
+        CompressionError: It does not fit; the message names the cause.
     """
     align = codec.needs.token_align
     tokens = -(-TRIAL // align) * align

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FUTURE = 4096
-"""Most positions behind the prompt; a table of rotations ends soon after the context.
-See ``ModelServices.rope``, which goes on to twice its end."""
+"""Maximum positions after the prompt: the table of rotations ends soon after the
+context (``ModelServices.rope`` extends to twice its end)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +38,9 @@ class Statistics:
     Attributes:
         mean: [Hq, D] float32.
         comoment: [Hq, D, D] float32, sum of outer products of (query - mean); None
-            where it is not wanted.
-        count: Queries taken in.
-        end: Position behind the last token that was run, in tokens.
+            if not needed.
+        count: Queries merged so far.
+        end: End position of the tokens that were run, exclusive.
     """
 
     mean: torch.Tensor
@@ -49,7 +49,7 @@ class Statistics:
     count: int = 0
 
     def add(self, queries: torch.Tensor) -> None:
-        """Take in queries.
+        """Merge queries into the statistics.
 
         Args:
             queries: [Hq, n, D] float32, n >= 1; not modified.
@@ -69,27 +69,27 @@ class Statistics:
 
 @SELECTORS.register("expected-attention")
 class ExpectedAttention(Selector):
-    """Attention that Gaussian queries at the next positions would pay, times ``|v|``.
+    """Expected attention of Gaussian queries at the next positions, times ``|v|``.
 
-    The form of kvpress (``ExpectedAttentionPress``): mean and covariance of the
-    prompt's queries before RoPE, per query head; both rotated by the average rotation
-    of the next ``future`` positions; softmax over the tokens of the mean of a
-    log-normal weight, averaged over a KV head's group. The paper's derivation has
-    ``|W_O v|`` where the code, and ours, has ``|v|``.
+    As in kvpress (``ExpectedAttentionPress``): mean and covariance of the prompt's
+    queries before RoPE, per query head; both rotated by the average rotation of the
+    next ``future`` positions; softmax over the tokens of the mean of a log-normal
+    weight, averaged over a KV head's group. The paper's derivation has ``|W_O v|``;
+    kvpress and this implementation have ``|v|``.
 
-    Where we depart from it: everything is float32; tokens that fill no page are not
-    offered, so the softmax lacks their keys, while their queries count. Tokens a prefix
-    cache answers for are not run: the statistics are those of the other queries, which
-    is the question alone where the prefix was cached whole.
+    Differences: everything is float32; tokens of the last, partial page are not
+    offered, so the softmax lacks their keys, while their queries count. Prefix-cache
+    hits are not run: the statistics are those of the other queries, which are only the
+    question's if the whole prefix was cached.
 
     State per request and layer: Hq * (D + D * D) floats, without covariance Hq * D.
 
     Args:
-        seed: Every factory gets one; nothing here is random.
+        seed: Unused; the method is deterministic.
         future: F, next positions to average over, in tokens, 1 to 4096.
-        sinks: First tokens whose queries are not counted and that score highest, in
-            tokens, >= 0.
-        covariance: Count the spread of the queries, not their mean alone.
+        sinks: Number of first tokens that get the highest score and do not contribute
+            queries, >= 0.
+        covariance: Use the covariance of the queries, not only their mean.
         value_norm: Weight a token by the norm of its value.
         epsilon: Added to the attention before that weighting, >= 0; kvpress'
             leaderboard uses 0.01.
@@ -138,7 +138,7 @@ class ExpectedAttention(Selector):
         self._rotation: tuple[int, torch.Tensor] | None = None
 
     def bind(self, services: Services) -> None:
-        """See ``Selector.bind``; needs RoPE alone, also behind the model's context."""
+        """See ``Selector.bind``; needs RoPE only, also beyond the model's context."""
         self._services = services
         self._rotation = None
 
@@ -154,8 +154,8 @@ class ExpectedAttention(Selector):
         """See ``Selector.update``; O(Hq * n * D * D).
 
         Raises:
-            CompressionError: ``bind`` was not called, or the step has no queries, or
-                none of a prefill.
+            CompressionError: ``bind`` was not called, or the step has no queries or
+                does not belong to a prefill.
         """
         queries, start = step.queries, step.start
         if queries is None or start is None:
@@ -184,7 +184,7 @@ class ExpectedAttention(Selector):
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(Hq * T * D * D).
 
-        The first ``sinks`` tokens get the highest score of the layer and 1.
+        The first ``sinks`` tokens get the highest score of the layer plus 1.
 
         Raises:
             CompressionError: ``update`` was never called for this layer.
@@ -270,12 +270,12 @@ def _expected(
     group = means.shape[1]
     if spread is None:
         return keys.to(torch.float32) @ means.transpose(1, 2)
-    # The quadratic forms of a group side by side: one product lifts a key by all.
+    # The quadratic forms of a group are concatenated: one product per key for all.
     forms = spread.view(heads, group, dim, dim).transpose(1, 2)
     forms = forms.reshape(heads, dim, group * dim)
     offsets = means.reshape(heads, 1, group * dim)
     parts = []
-    # (mean + key S) . key: the [Hq, T, D] product never stands as a whole.
+    # (mean + key S) . key: the [Hq, T, D] product is never materialised as a whole.
     for part in keys.split(rows_at_once(heads * group * dim, keys.device), dim=1):
         rows = part.to(torch.float32)
         lifted = torch.baddbmm(offsets, rows, forms).view(*rows.shape[:2], group, dim)

@@ -1,7 +1,7 @@
-"""Calls into a compressor that may be anybody's: none of them ends the server.
+"""Guards calls into third-party compressors: no failure ends the server.
 
-Draft KV may be anything, a verification corrects it. So what a failed call should have
-returned is replaced by something well-formed, and its request decodes autoregressively.
+Draft KV may have any content, because verification corrects it. So the result of a
+failed call is replaced by a well-formed one, and its request decodes autoregressively.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 0.9
-"""A call that takes longer fails, although what it returned is used."""
+"""Time limit of a call in seconds; a longer call counts as failed, its result stays."""
 LONGEST_S_PER_TOKEN = 1e-4
-"""What a call over a long prompt may take besides."""
+"""Addition to ``LONGEST_S`` per token of the call, in seconds."""
 MOST_FAILURES = 8
-"""Requests that a method may fail before it is switched off."""
+"""Failed requests after which a method is disabled."""
 
 
 class CompressorGuard:
-    """Watches the calls of one selector and one codec.
+    """Guards the calls of one selector and one codec.
 
     Args:
         method: The ``--vericache-compressor`` line, for messages.
         heads: KV heads of this rank.
 
     Attributes:
-        vocabulary: Token ids of probes are below it.
-        errors: Failed calls, by what was called.
-        failures: Requests that were given up for a failed call.
+        vocabulary: Exclusive upper bound of the token ids of probes.
+        errors: Number of failed calls by method name.
+        failures: Number of requests that decode autoregressively after a failed call.
     """
 
     def __init__(self, method: str, heads: int) -> None:
@@ -59,11 +59,11 @@ class CompressorGuard:
 
     @property
     def off(self) -> bool:
-        """The method is switched off: nothing is compressed any more."""
+        """Whether the method is disabled, so that no prompt is compressed."""
         return self.failures >= MOST_FAILURES
 
     def watch(self, part: Selector | Codec) -> None:
-        """Have every later call of a part be guarded; the part itself is changed."""
+        """Guard every later call of a part by wrapping its methods in place."""
         if isinstance(part, Selector):
             calls: dict[str, Callable[..., Any]] = {
                 name: getattr(self, f"_{name}") for name in SELECTOR_CALLS
@@ -71,7 +71,7 @@ class CompressorGuard:
         else:
             calls = {name: partial(getattr(self, f"_{name}"), part) for name in CODEC}
         for name, guarded in calls.items():
-            # Of the instance alone: the class may be shared, and may be frozen.
+            # Set on the instance: the class may be shared, and may be frozen.
             object.__setattr__(part, name, partial(guarded, getattr(part, name)))
 
     def sound(self, rid: str) -> bool:
@@ -91,12 +91,12 @@ class CompressorGuard:
             )
 
     def forget(self, rid: str) -> None:
-        """Drop what is known of a request."""
+        """Drop the state of a request."""
         self._failed.discard(rid)
 
     @contextmanager
     def request(self, rid: str) -> Iterator[None]:
-        """Say for which request calls are made that do not say so themselves."""
+        """Set the request to which calls without a request id are attributed."""
         before, self._rid = self._rid, rid
         try:
             yield
@@ -104,7 +104,7 @@ class CompressorGuard:
             self._rid = before
 
     def report(self) -> dict[str, int | str]:
-        """Return failed calls and given-up requests, by their names in the report."""
+        """Return the counts of failed calls and requests, by report key."""
         calls = {f"compressor_errors_{call}": self.errors[call] for call in CALLS}
         return {
             **calls,
@@ -234,7 +234,7 @@ class CompressorGuard:
         tokens: int = 0,
         check: Callable[[Any], None] = lambda made: None,
     ) -> tuple[bool, Any]:
-        """Make a call; return whether what it returned can be used, and that."""
+        """Make a call; return whether its result is usable, and the result."""
         began = time.perf_counter()
         try:
             made = call()
@@ -270,7 +270,7 @@ SELECTOR_CALLS = (
 )
 CODEC = ("encode_draft", "decode")
 CALLS = (*SELECTOR_CALLS, *CODEC)
-"""Calls that are guarded."""
+"""Names of the guarded methods."""
 
 
 def require(
@@ -281,7 +281,7 @@ def require(
     """Require a tensor of a shape, and of a dtype or else of floating point.
 
     Raises:
-        CompressionError: It is something else.
+        CompressionError: It is not such a tensor.
     """
     if not isinstance(made, torch.Tensor):
         raise CompressionError(f"wanted a tensor, got a {type(made).__name__}")
@@ -295,7 +295,7 @@ def require_layout(part: Any, layout: Layout) -> None:
     """Require that a part has the tensors of its layout.
 
     Raises:
-        CompressionError: It has not.
+        CompressionError: A tensor is missing or malformed.
     """
     found = {name: (t.dtype, tuple(t.shape)) for name, t in part.tensors.items()}
     if found != dict(layout):

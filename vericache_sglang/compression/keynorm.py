@@ -12,7 +12,7 @@ from vericache_sglang.compression.base import SELECTORS, Seen, Selector
 
 @SELECTORS.register("keynorm")
 class KeyNorm(Selector):
-    """Small keys attract attention in most heads, so the score is minus the norm.
+    """Negative key norm: keys of small norm attract attention in most heads.
 
     RoPE is a rotation: the norm is the same before and after it.
     """

@@ -1,4 +1,4 @@
-"""Keep what a small regressor on the hidden states calls important (KVzap)."""
+"""Keep tokens that a small regressor on hidden states scores highest (KVzap)."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 class KVzap(Selector):
     """Per layer, a linear map or a small MLP from an attention input to head scores.
 
-    A score estimates the natural logarithm of what KVzip+ gives the token: the most
-    that a repetition of the prompt would read of it (arXiv:2601.07891). It depends on
-    the token alone, so it is taken while the token is run, kept with its KV, and asks
-    for no further forward.
+    A score estimates the natural logarithm of the token's KVzip+ score: the largest
+    attention that a repetition of the prompt would pay it (arXiv:2601.07891). It
+    depends on the token alone, so it is computed while the token is run, stored with
+    its KV, and needs no further forward.
 
-    With a threshold the prompt decides how much is kept (``keep_share``). The paper
-    keeps the last 128 tokens whatever they score, and no first ones; which tokens are
-    protected here is the runtime's ``recent_tokens`` and ``sink_tokens``.
+    With a threshold the kept share depends on the prompt (``keep_share``). The paper
+    always keeps the last 128 tokens, and no first ones; here the runtime's
+    ``recent_tokens`` and ``sink_tokens`` decide which tokens are protected.
 
     Args:
-        seed: Every factory gets one; nothing here is random.
+        seed: Unused; the method is deterministic.
         weights: Folder of a checkpoint trained on the served model: a published one
             (``nvidia/KVzap-*``), or one of ``scripts/train_kvzap.py``.
         threshold: Score below which a token is dropped, a natural logarithm; it
             depends on the model (the published example for Qwen3-8B has -4). NaN: the
-            best scores are kept, as many as configured.
+            configured share of highest scores is kept.
 
     Raises:
         CompressionError: ``weights`` is given and cannot be read.
@@ -61,7 +61,7 @@ class KVzap(Selector):
         """See ``Selector.bind``.
 
         Raises:
-            CompressionError: There are no weights, or they are of another model.
+            CompressionError: Weights are missing, or were trained on another model.
         """
         spec, weights = services.spec, self._weights
         if weights is None:
@@ -87,11 +87,11 @@ class KVzap(Selector):
         self._layers = [layer.heads(own) for layer in weights.layers]
 
     def update(self, step: Step) -> torch.Tensor:
-        """See ``Selector.update``; returns [H, n] float32, of each token alone.
+        """See ``Selector.update``; returns [H, n] float32, one score per token.
 
-        The final map is in float32 on every device. What an MLP has before it is in the
-        dtype of ``step.hidden`` on a GPU, and in float32 on a CPU, where products in
-        half precision are slow.
+        The final map is in float32 on every device. An MLP's inner map is in the dtype
+        of ``step.hidden`` on a GPU, and in float32 on a CPU, where products in half
+        precision are slow.
 
         Raises:
             CompressionError: ``step.hidden`` is None, or ``bind`` was not called.
@@ -101,7 +101,7 @@ class KVzap(Selector):
             raise CompressionError("kvzap: the attention inputs are missing")
         if not self._layers:
             raise CompressionError("kvzap: bind was not called")
-        # Only now is the device known; a layer is moved once.
+        # The device is known only now; each layer is moved once.
         layer = _placed(self._layers[step.layer], hidden)
         self._layers[step.layer] = layer
         return layer.score(hidden)
@@ -109,9 +109,9 @@ class KVzap(Selector):
     def keep_share(self, noted: Sequence[torch.Tensor]) -> float | None:
         """See ``Selector.keep_share``; None without a threshold.
 
-        The mean over layers and heads of the share at or above the threshold, so as
-        many entries stay as where every head has a count of its own. Tokens that were
-        not scored count as kept; that the runtime protects others adds nothing.
+        The mean over layers and heads of the share at or above the threshold, so the
+        total of kept entries equals that of per-head counts. Tokens without a score
+        count as kept; tokens that the runtime protects are not added.
 
         Args:
             noted: Per layer, [H, T]; empty: nothing was scored, so all is kept.
@@ -120,7 +120,7 @@ class KVzap(Selector):
             return None
         if not noted:
             return 1.0
-        # Not `>=`: NaN, a token nobody judged, is to count as kept.
+        # Not `>=`: NaN, a token without a score, counts as kept.
         kept = torch.stack([(~(each < self._threshold)).sum() for each in noted]).sum()
         entries = sum(each.numel() for each in noted)
         return max(1, int(kept)) / max(1, entries)
@@ -133,10 +133,10 @@ class KVzap(Selector):
         values: torch.Tensor,
         seen: Seen,
     ) -> torch.Tensor:
-        """See ``Selector.scores``; what ``update`` returned.
+        """See ``Selector.scores``; the scores that ``update`` returned.
 
-        Tokens that were not scored rank above all others: nothing is dropped that was
-        not judged. The budget would rank their NaN below all.
+        Tokens without a score rank above all others, so they are kept. The budget would
+        rank their NaN below all.
 
         Raises:
             CompressionError: ``seen.noted`` is None.
@@ -147,7 +147,7 @@ class KVzap(Selector):
 
 
 def _placed(layer: Scorer, hidden: torch.Tensor) -> Scorer:
-    """Return ``layer`` where and as it scores ``hidden``; no copy where it is so."""
+    """Return ``layer`` on the device of ``hidden``, in the dtype that scores it."""
     device, inner = hidden.device, layer.inner
     if inner is not None:
         inner = inner.to(device, hidden.dtype if hidden.is_cuda else torch.float32)

@@ -34,7 +34,7 @@ class AffineLayer:
     bias: torch.Tensor
 
     def to(self, device: torch.device, dtype: torch.dtype) -> AffineLayer:
-        """Return it there and as that; a tensor that is already so is not copied."""
+        """Convert to a device and dtype; copies only if one of them changes."""
         return AffineLayer(
             placed(self.weight.to(dtype), device), placed(self.bias.to(dtype), device)
         )
@@ -60,14 +60,14 @@ class Scorer:
 
     @property
     def width(self) -> int | None:
-        """w, elements between the two maps; None: linear."""
+        """w, hidden width of the MLP; None: linear."""
         return None if self.inner is None else self.inner.weight.shape[0]
 
     def score(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Score tokens, each alone.
+        """Score tokens independently of each other.
 
-        The final map is in float32: scores in bfloat16 would take few values, and ties
-        keep the earlier token. The inner one is in the dtype of its weight.
+        The final map is in float32: bfloat16 scores would take few values, and ties
+        keep the earlier token. The inner map is in the dtype of its weight.
 
         Args:
             inputs: [n, d], any float dtype.
@@ -84,7 +84,7 @@ class Scorer:
         return torch.addmm(self.final.bias[:, None], self.final.weight, columns)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return the tensors under their published names, ``layers.{l}.`` left out."""
+        """Return the tensors by published name, without the prefix ``layers.{l}.``."""
         if self.inner is None:
             return {"weight": self.final.weight, "bias": self.final.bias}
         return {
@@ -97,7 +97,7 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class KVzapWeights:
-    """A checkpoint: one regressor a layer, all of the same sizes.
+    """A checkpoint: one regressor per layer, all of the same sizes.
 
     Attributes:
         path: Folder it was read from, for messages.
@@ -113,7 +113,7 @@ class KVzapWeights:
 
 
 def read_weights(folder: Path | str) -> KVzapWeights:
-    """Read what ``KVzapModel.save_pretrained`` of kvpress, or ``write_weights``, wrote.
+    """Read a checkpoint of kvpress (``KVzapModel.save_pretrained``) or our own.
 
     Args:
         folder: Holds ``config.json`` (``input_dim``, ``output_dim``, ``n_modules`` and
@@ -123,7 +123,8 @@ def read_weights(folder: Path | str) -> KVzapWeights:
 
     Raises:
         CompressionError: A file is missing, truncated or of another kind, or a field
-            is missing, of another shape, or not finite; the message names both.
+            is missing, of another shape, or not finite; the message names file and
+            field.
     """
     folder = Path(folder)
     sizes = _read_sizes(folder / CONFIG)
@@ -153,12 +154,12 @@ def read_weights(folder: Path | str) -> KVzapWeights:
 def write_weights(
     folder: Path | str, layers: Sequence[Scorer], notes: Mapping[str, object]
 ) -> KVzapWeights:
-    """Write a checkpoint that kvpress' ``KVzapModel`` loads too, and read it back.
+    """Write a checkpoint that kvpress' ``KVzapModel`` also loads, and read it back.
 
     Args:
-        folder: Made where missing; files of the same names are replaced.
-        layers: At least one, all of the same sizes.
-        notes: Further entries of ``config.json``, such as how it was trained.
+        folder: Created if missing; files of the same names are replaced.
+        layers: Regressors, at least one, all of the same sizes.
+        notes: Further entries of ``config.json``, such as training parameters.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +195,7 @@ def _read(path: Path) -> bytes:
 
 
 def _read_sizes(path: Path) -> dict[str, int]:
-    """Return the sizes a config holds; ``hidden_dim`` is left out of a linear one."""
+    """Return the sizes in a config; without ``hidden_dim`` for a linear regressor."""
     try:
         config = json.loads(_read(path))
     except ValueError as error:
@@ -217,7 +218,7 @@ def _read_sizes(path: Path) -> dict[str, int]:
 def _layer(
     path: Path, tensors: Mapping[str, torch.Tensor], index: int, sizes: dict[str, int]
 ) -> Scorer:
-    """Take one layer out of a file."""
+    """Read the regressor of one layer from a file."""
     source, heads, width = sizes["input_dim"], sizes["output_dim"], "hidden_dim"
     name = f"layers.{index}"
     if width not in sizes:
@@ -231,7 +232,7 @@ def _layer(
 def _affine(
     path: Path, tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int]
 ) -> AffineLayer:
-    """Take one map out of a file, as float32."""
+    """Read one linear map from a file, as float32."""
     found = {}
     for part, wanted in (("weight", shape), ("bias", shape[:1])):
         where = f"{path}: field '{name}.{part}'"

@@ -1,4 +1,4 @@
-"""Keep what repeating the prompt attends to (KVzip, arXiv:2505.23416)."""
+"""Keep tokens that repeating the prompt attends to (KVzip, arXiv:2505.23416)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPEAT_ALL = "\n\nRepeat the previous context exactly."
-"""What the first probe asks; the wording of the official code, ``self_task``."""
+"""Instruction of the first probe, as in the official code (``self_task``)."""
 
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with "
-"""What later probes ask; the official code has the last space, kvpress has not."""
+"""Instruction of later probes; the last space is the official code's, not kvpress'."""
 
 LEAD = 8
-"""Tokens of the chunk before that tell a probe where to start."""
+"""Last tokens of the previous chunk, given to a probe as its starting point."""
 
 SINKS = 4
-"""Fewest first tokens of the prompt in a later chunk's softmax (kvpress ``n_sink``)."""
+"""Minimum sink tokens in a later chunk's softmax (kvpress ``n_sink``)."""
 
 CACHED_ELEMENTS = 2**18
-"""Most attention weights computed at once on a CPU: 1 MiB a copy, for its caches."""
+"""Maximum attention weights computed at once on a CPU: 1 MiB, to fit its caches."""
 
 
 KEPT = torch.finfo(torch.float32).max
-"""Score of the template prefix: above whatever is measured, in every layer."""
+"""Score of the template prefix: above every measured score."""
 
 UNSCORED = torch.finfo(torch.float32).min
-"""Score of a token that no probe reached: below whatever is measured."""
+"""Score of a token that no probe reached: below every measured score."""
 
 
 @SELECTORS.register("kvzip")
@@ -58,20 +58,20 @@ class KVzip(Selector):
     prefix, and ``SINKS`` where that is shorter. Scores lie in [0, 1].
 
     KVzip+ (kvpress ``kvzip_plus_normalization``; the target of KVzap, arXiv:2601.07891)
-    weighs the attention a query j pays token t by ``||W_O v_t|| / ||x_j||``.
+    weights the attention of query j to token t by ``||W_O v_t|| / ||x_j||``.
 
     A request's scores take 4 bytes per token, KV head and layer until it is closed;
     KVzip+ keeps Hq * D * min(d, D) float32 per layer.
 
     Args:
-        seed: Every factory gets one; nothing here is random.
+        seed: Unused; the method is deterministic.
         chunk: Prompt tokens that one probe repeats, >= 1; kvpress 2048, official 2000.
-        plus: KVzip+; asks for the attention inputs as well.
-        prefix: P, first prompt tokens that are the chat template's and not the
-            context's; never repeated, always kept. 0 where there is no template.
-        suffix: Text between the request to repeat and the repetition. The references
-            put the chat template's turn change here; kvpress has a newline where there
-            is no template.
+        plus: KVzip+; needs the attention inputs as well.
+        prefix: P, first prompt tokens that belong to the chat template; never repeated,
+            always kept. 0 without a template.
+        suffix: Text between the instruction to repeat and the repetition. The
+            references put the chat template's turn change here; kvpress has a newline
+            without a template.
 
     Raises:
         CompressionError: ``chunk`` is below 1 or ``prefix`` below 0.
@@ -99,7 +99,7 @@ class KVzip(Selector):
         if prefix < 0:
             raise CompressionError(f"kvzip: prefix must be >= 0 tokens, got {prefix}")
         if plus:
-            # The one option that changes what is collected, so an instance's own.
+            # Set per instance: this option changes which inputs are collected.
             self.needs = Needs(  # type: ignore[misc]
                 keys=False, probes=True, hidden=True
             )
@@ -120,19 +120,19 @@ class KVzip(Selector):
             ]
 
     def open(self, rid: str) -> None:
-        """Start a request with nothing scored, whatever an earlier one left."""
+        """Start a request without scores; drops those of an earlier one with its id."""
         self._states[rid] = {}
 
     def close(self, rid: str) -> None:
-        """Forget a request's scores; also of one that is not open."""
+        """Drop a request's scores, if any."""
         self._states.pop(rid, None)
 
     def probes(self, rid: str, prompt: Sequence[int]) -> Sequence[Probe]:
         """Return one probe per chunk of the context, in order.
 
-        A probe is the request to repeat, from the second on the ``LEAD`` tokens before
-        the chunk, the suffix, and the chunk's tokens. Their positions follow the
-        prompt's, so the model must reach that far.
+        A probe is the instruction to repeat, from the second probe on the ``LEAD``
+        tokens before the chunk, the suffix, and the chunk's tokens. Their positions
+        follow the prompt's, so the model's context must include them.
 
         Raises:
             CompressionError: ``bind`` was not called.
@@ -156,10 +156,10 @@ class KVzip(Selector):
     def observe(self, rid: str, probe: Probe, layer: ProbeLayer) -> None:
         """See ``Selector.observe``; O(Hq * n * (S + m + n / 2) * D), S sinks.
 
-        Probes may come in any order; one that comes again replaces its scores. One of a
-        request that is closed already is passed over. Temporary memory: the subset's
-        keys of one KV head, and a few blocks of ``CACHED_ELEMENTS`` weights on a CPU,
-        of ``DEVICE_ELEMENTS`` elsewhere.
+        Probes may come in any order; a repeated probe replaces its scores. Probes of
+        closed requests are ignored. Temporary memory: the subset's keys of one KV head,
+        and a few blocks of ``CACHED_ELEMENTS`` weights on a CPU, of ``DEVICE_ELEMENTS``
+        elsewhere.
 
         Raises:
             CompressionError: KVzip+, and ``layer.hidden`` is None, or ``bind`` was not
@@ -216,7 +216,7 @@ class KVzip(Selector):
         if not self._output_norms:
             raise CompressionError("kvzip: observe() with plus before bind()")
         norms = torch.linalg.vector_norm(layer.hidden, dim=1, dtype=torch.float32)
-        # An input of zeros, of a pad token, would outweigh every other query.
+        # A zero input, of a pad token, would outweigh every other query.
         return torch.where(norms > 0, 1 / norms, 0.0)
 
     def scores(
@@ -266,7 +266,7 @@ def _largest_attention(
     sinks: int,
     decay: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Find the most that each query head attends to each key of the chunk.
+    """Return the maximum attention of each query head to each key of the chunk.
 
     Args:
         queries: [H, G, n, D] of the probe, by KV head.

@@ -1,4 +1,4 @@
-"""Keep the heavy hitters: what the prompt's queries attended to (arXiv:2306.14048)."""
+"""Keep heavy hitters: tokens the prompt's queries attended to (arXiv:2306.14048)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Sample:
 
     Attributes:
         start: Position of the first token run.
-        end: The one behind the last.
-        stride: s, a power of two; the positions are the multiples of s.
+        end: End position of the tokens run, exclusive.
+        stride: s, a power of two; sampled positions are multiples of s.
         rows: [Hq, m, D] post-RoPE, in the dtype of the model.
     """
 
@@ -35,7 +35,7 @@ class Sample:
         return _next_multiple(self.start, self.stride)
 
     def extended(self, queries: torch.Tensor, most: int) -> Sample:
-        """Append the queries that follow, and thin out what is more than ``most``.
+        """Append the next queries, and double the stride until ``most`` rows suffice.
 
         The result depends on ``start`` and ``end`` alone, not on the steps between.
 
@@ -57,21 +57,21 @@ class Observed(Selector):
     """Attention a token received, summed over a sample of the prompt's queries.
 
     H2O accumulates the attention of every query (Zhang et al., NeurIPS 2023), which
-    costs T * T weights a head. We let every s-th query vote, s the smallest power of
-    two that leaves at most ``queries`` of them, and count each vote s times: exactly
-    H2O's sum while the prompt has no more tokens than that, an estimate beyond.
+    costs T * T weights per head. Here every s-th query counts, s times, with s the
+    smallest power of two that leaves at most ``queries`` of them: exactly H2O's sum for
+    prompts of up to ``queries`` tokens, an estimate for longer ones.
 
-    Other departures: the sum is averaged over a KV head's group, since its query heads
-    must keep the same tokens; decoded tokens do not vote; H2O's recent window is
-    ``recent_tokens`` of the configuration, not half of the budget. Tokens that fill no
-    page are not offered, so the softmax lacks their keys. Tokens a prefix cache answers
-    for are not run and do not vote.
+    Other differences: the sum is averaged over a KV head's group, since its query heads
+    must keep the same tokens; decoded tokens do not count; H2O's recent tokens are
+    ``recent_tokens`` of the configuration, not half of the budget. Tokens of the last,
+    partial page are not offered, so the softmax lacks their keys. Prefix-cache hits are
+    not run and do not count.
 
     State per request and layer: Hq * ``queries`` * D elements at most.
 
     Args:
-        seed: Every factory gets one; nothing here is random.
-        queries: Queries that vote at most, >= 1.
+        seed: Unused; the method is deterministic.
+        queries: Maximum number of sampled queries, >= 1.
         mean: Divide by the number of queries that could see the token, as kvpress'
             ``ObservedAttentionPress`` does. Without it early tokens gather most.
 
@@ -107,7 +107,7 @@ class Observed(Selector):
         """See ``Selector.update``; copies the sample once.
 
         Raises:
-            CompressionError: The step has no queries, or none of a prefill.
+            CompressionError: The step has no queries, or is not part of a prefill.
         """
         queries, start = step.queries, step.start
         if queries is None or start is None:
@@ -128,8 +128,8 @@ class Observed(Selector):
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(Hq * m * T * D).
 
-        Tokens behind the last voting query, fewer than s, were seen by none: they score
-        above every other token and ascending.
+        The tokens after the last sampled query, fewer than s, have no attention sum:
+        they score above every other token and ascending.
 
         Raises:
             CompressionError: ``update`` was never called for this layer.
@@ -148,7 +148,7 @@ class Observed(Selector):
             sighted = voters - torch.searchsorted(positions, places)
             scores /= sighted.clamp(min=1) * known.stride
         unseen = known.first + known.stride * (voters - 1) + 1
-        # A query's weights sum to 1, so no score exceeds what all votes count.
+        # A query's weights sum to 1, so no score exceeds the weighted query count.
         highest = known.stride * voters
         scores[:, unseen:] = (highest + 1 + places[unseen:]).to(scores.dtype)
         return scores
@@ -162,7 +162,7 @@ def _received(
     Args:
         queries: [H, m, G, D] of each KV head's group, the rows of ``sample``.
         keys: [H, T, D] at positions 0 to T - 1.
-        sample: Where the queries stand; each sees the keys up to its own.
+        sample: Positions of the queries; each sees the keys up to its own.
 
     Returns:
         [H, T], >= 0.

@@ -1,4 +1,4 @@
-"""Options of a compression method: what a factory takes, and reading ``key=value``."""
+"""Options of compression methods: factory signatures and ``key=value`` parsing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SWITCH = {"true": True, "false": False}
 
 REQUIRED = inspect.Parameter.empty
-"""Default of an option that has none."""
+"""Default of a required option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Option:
     """One option of a method.
 
     Attributes:
-        name: As it is written in a line.
-        default: Its value where a line does not say; ``REQUIRED``: a line must.
-        read: Turns a text into the value where the default's type does not say how.
+        name: Name in a line.
+        default: Default value; ``REQUIRED``: the line must give one.
+        read: Parses the value if the type of ``default`` does not determine it.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Option:
         return text
 
     def spelled(self) -> str:
-        """Return ``name=default`` as a line would have it."""
+        """Return ``name=default`` in the syntax of a line."""
         if self.default is REQUIRED:
             return f"{self.name}=(required)"
         return f"{self.name}={spell(self.default)}"
 
 
 def spell(value: object) -> str:
-    """Write a value as a line has it; control characters are escaped."""
+    """Format a value in the syntax of a line; control characters are escaped."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value).encode("unicode_escape").decode()
@@ -78,7 +78,7 @@ def fields_of(codec: Callable[..., Any]) -> dict[str, Option]:
 
 
 def arguments_of(factory: Callable[..., Any]) -> tuple[dict[str, Option], bool]:
-    """Find out what a factory takes behind its first parameter, the seed.
+    """Return a factory's options: its parameters after the first, the seed.
 
     Returns:
         Options by name, in order, and whether it takes others too (``**options``).
@@ -103,13 +103,13 @@ def read_options(
     """Read ``key=value,key=value``.
 
     Args:
-        what: Whose options they are, for messages: ``codec 'kivi'``.
-        text: See above; "" is none. A value holds no comma.
-        known: What there is, by name.
-        others: Unknown options but ``seed`` are taken too, as texts.
+        what: Owner of the options, for messages: ``codec 'kivi'``.
+        text: See above; "": no options. Values must not contain a comma.
+        known: Known options by name.
+        others: Accept unknown options other than ``seed``, as texts.
 
     Returns:
-        What was given, by name; nothing that has its default.
+        The given values by option name.
 
     Raises:
         ConfigError: An option is unknown, given twice or missing, or its value cannot
@@ -119,7 +119,7 @@ def read_options(
     given: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, _, value = (word.strip() for word in item.partition("="))
-        # A factory that takes any option gets its seed from us all the same.
+        # A factory that takes any option still gets the seed of the server.
         if key in given or not (key in known or (others and key != "seed")):
             raise ConfigError(
                 f"{what}: unknown or repeated parameter {key!r}; "

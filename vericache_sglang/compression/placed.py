@@ -1,4 +1,4 @@
-"""Tensors of the host on the device that uses them."""
+"""Copies tensors to the device that uses them, without a host sync."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, without waiting for it; itself if it is there.
+    """Return a tensor on a device, without a host sync; itself if already there.
 
     Args:
-        tensor: On the host or the device. Pinned memory of the host is read later: it
-            must not change until the device has reached what follows.
-        device: Where it is used.
+        tensor: On the host or the device. The copy from pinned host memory is
+            asynchronous: the tensor must not change until it has finished.
+        device: Target device.
     """
     if tensor.device == device:
         return tensor

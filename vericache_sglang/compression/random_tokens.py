@@ -1,4 +1,4 @@
-"""Keep tokens at random: the floor that every other method must beat."""
+"""Keep tokens at random: the baseline for every other method."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector
 
 @SELECTORS.register("random")
 class RandomTokens(Selector):
-    """Uniform scores, another draw per request, layer and head.
+    """Uniform scores, drawn independently per request, layer and head.
 
-    Seed, request id and layer fix the scores on every machine. SGLang draws ids that
-    a client does not set, so only named requests repeat.
+    Seed, request id and layer determine the scores on every machine. SGLang draws ids
+    that a client does not set, so only requests with an explicit ``rid`` repeat.
     """
 
     needs: ClassVar[Needs] = Needs(keys=False)

@@ -12,7 +12,7 @@ from vericache_sglang.compression.base import SELECTORS, Needs, Seen, Selector
 
 @SELECTORS.register("recency")
 class Recency(Selector):
-    """Later is better; the sinks come from the protected first tokens."""
+    """Scores by position, later is higher; sinks are the protected first tokens."""
 
     needs: ClassVar[Needs] = Needs(keys=False)
     about: ClassVar[About] = About(

@@ -1,4 +1,4 @@
-"""Keep what the prompt's last tokens attend to (SnapKV, arXiv:2404.14469)."""
+"""Keep tokens that the prompt's last queries attend to (SnapKV, arXiv:2404.14469)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from vericache_sglang.errors import CompressionError
 class SnapKV(Selector):
     """Mean attention of the last queries, smoothed, averaged over a KV head's group.
 
-    The form of kvpress (``SnapKVPress``), whose group mean the official code lacks: it
-    selects per query head, and so stores every KV head once per query head. Where we
-    depart from it: tokens that fill no page are not offered, so they are missing from
-    the softmax as well.
+    As in kvpress (``SnapKVPress``), with a mean over the group; the official code
+    selects per query head, and so stores every KV head once per query head. Difference:
+    tokens of the last, partial page are not offered, so the softmax lacks them too.
 
     Args:
-        seed: Every factory gets one; nothing here is random.
+        seed: Unused; the method is deterministic.
         pooling: Width of the moving average over scores, in tokens, odd; 1 is off.
 
     Raises:
         CompressionError: ``pooling`` is even or below 1.
     """
 
-    # kvpress' width; a question longer than the window loses what its start asks for.
+    # kvpress' width; the start of a question longer than this does not vote.
     needs: ClassVar[Needs] = Needs(q_tail=64)
     about: ClassVar[About] = About(
         paper="SnapKV, arXiv:2404.14469",
@@ -54,8 +53,8 @@ class SnapKV(Selector):
     ) -> torch.Tensor:
         """See ``Selector.scores``; O(Hq * w * T * D), in a few launches on a GPU.
 
-        Tokens in the window, those of ``seen.tail``, score above every other token and
-        ascending, so they are kept, the latest ones first where they do not all fit.
+        Tokens of the observation window (``seen.tail``) score above every other token
+        and ascending, so they are kept; if they do not all fit, the latest ones are.
 
         Raises:
             CompressionError: ``seen.tail`` is None.
@@ -64,7 +63,7 @@ class SnapKV(Selector):
         if queries is None:
             raise CompressionError("snapkv: the prompt's last queries are missing")
         heads, tokens, _ = keys.shape
-        # A query head's group, and its window, become rows of one product.
+        # The queries of a group's observation window become rows of one product.
         rows = queries.rows.reshape(heads, -1, queries.rows.shape[2])
         scores = torch.arange(2, 2 + tokens, dtype=torch.float32, device=keys.device)
         scores = scores.repeat(heads, 1)
@@ -72,7 +71,7 @@ class SnapKV(Selector):
         if prefix <= 0:
             return scores
         received = _mean_attention(rows, keys, queries.rows.shape[1], queries.start)
-        # Pooling is linear: one pass over the group's mean, not one a query head.
+        # Pooling is linear: pool the group's mean once, not each query head.
         scores[:, :prefix] = functional.avg_pool1d(
             received[:, :prefix], self._pooling, stride=1, padding=self._pooling // 2
         )
@@ -98,7 +97,7 @@ def _mean_attention(
     rows = rows.to(torch.float32) * dim**-0.5
     transposed = keys.to(torch.float32).transpose(1, 2)
     turn = torch.arange(width, device=keys.device)
-    # Only keys inside the window can be later than a query.
+    # Only keys inside the observation window can be later than a query.
     later = (
         turn[: max(0, tokens - start)] > turn.repeat(rows.shape[1] // width)[:, None]
     )

@@ -54,8 +54,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def given_values(namespace: argparse.Namespace) -> dict[str, Value]:
     """Return the fields whose flags were given; the schema checks the values.
 
-    Text that is no value of its field's type stays text, so that a bad value is
-    reported the same way whether a flag or a file holds it.
+    Text that does not parse as its field's type stays text, so that a bad value is
+    reported the same way from a flag and from a file.
     """
     given = vars(namespace)
     names = (*fields(), *RENAMED)

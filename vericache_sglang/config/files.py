@@ -21,9 +21,9 @@ OFF = "off"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys, and for which on and off are names."""
+    """SafeLoader that refuses repeated keys and reads ``on`` and ``off`` as text."""
 
-    # By first letter. YAML 1.1 makes booleans of on and off; no setting is one.
+    # By first letter. YAML 1.1 reads on and off as booleans; no setting is boolean.
     yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class has it
         **yaml.SafeLoader.yaml_implicit_resolvers,
         "o": [],
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds, unchecked.
+    """Return the content of a YAML file, unchecked.
 
     Raises:
         ConfigError: The file cannot be read, or is not YAML.
@@ -115,7 +115,7 @@ def to_yaml(config: VeriCacheConfig) -> str:
 
 
 def parse_setting(value: str) -> VeriCacheConfig | None:
-    """Return what a value of ``ENV`` stands for; None for "" and ``off``.
+    """Parse a value of ``ENV``; None for "" and ``off``.
 
     Raises:
         ConfigError: Neither inline JSON nor a readable YAML file, or a bad field.

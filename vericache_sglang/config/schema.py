@@ -24,10 +24,10 @@ STAGING_STEP = 64
 """Staging buffers are multiples of this many slots: every page size divides it."""
 
 STAGING_CEILING = 65536
-"""Most slots the automatic staging size asks for; a flag may ask for more."""
+"""Maximum slots of the automatic staging size; a flag may ask for more."""
 
 STAGING_SHARE = 4
-"""The automatic staging size takes at most one in so many of a GPU's KV slots."""
+"""The automatic staging size is at most the pool's slots divided by this."""
 
 RENAMED: Mapping[str, str] = {"shadow_rate": "consistency_check_rate"}
 """Former name -> present one; flags and YAML take both until version 0.2."""
@@ -35,7 +35,7 @@ RENAMED: Mapping[str, str] = {"shadow_rate": "consistency_check_rate"}
 
 def _setting(default: Value, text: str, unit: str = "", **bounds: float) -> Any:
     """Declare a field; ``bounds`` are pydantic's ``gt``, ``ge`` and ``le``."""
-    # No larger number overflows later; nobody has to be told.
+    # Larger numbers could overflow later; the bound is not part of the messages.
     limits: dict[str, Any] = {"lt": 2**63} if not isinstance(default, str) else {}
     limits |= bounds or ({"min_length": 1} if isinstance(default, str) else {})
     extra: dict[str, Any] = {"unit": unit}
@@ -177,7 +177,7 @@ class VeriCacheConfig(BaseModel):
 
 
 def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` under the names of today."""
+    """Return ``values`` with former field names replaced by present ones."""
     given = dict(values)
     for old, new in RENAMED.items():
         if old not in given:
@@ -190,7 +190,7 @@ def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: Mapping[str, Any]) -> str:
-    """Spell one of pydantic's errors: what was wanted, what was given."""
+    """Format a pydantic error: the expected and the given value."""
     name, given = str(error["loc"][0]), error["input"]
     if error["type"] == "extra_forbidden":
         return f"unknown field {name!r}; {nearest(name, fields())}"
@@ -217,14 +217,14 @@ def nearest(name: str, known: Mapping[str, object]) -> str:
 
 
 class SettingField(NamedTuple):
-    """What flags, YAML comments, errors and the settings page say of a field.
+    """Description of a field for flags, YAML comments, errors and the settings page.
 
     Attributes:
-        default: Its default.
+        default: Default value.
         kind: Type of its values: ``str``, ``int`` or ``float``.
-        unit: What one unit of the value is; empty for names.
-        bounds: The allowed values as a condition; empty where there is none.
-        help: What the setting does, a phrase without a full stop.
+        unit: Unit of the value; empty for names.
+        bounds: The allowed values as a condition; empty if unbounded.
+        help: The setting's effect, a phrase without a full stop.
     """
 
     default: Value
@@ -260,7 +260,7 @@ def _bounds(info: FieldInfo) -> str:
 
 
 def flag(name: str) -> str:
-    """Spell a field name as its command-line flag."""
+    """Return the command-line flag of a field."""
     return f"--vericache-{name.replace('_', '-')}"
 
 
@@ -277,9 +277,10 @@ def resolve_host(config: VeriCacheConfig, free_bytes: int, ranks: int) -> float:
     """Return ``host_gb`` in GiB, in whole MiB where it follows from the machine.
 
     Args:
-        config: Its ``host_gb`` wins; 0 asks for a rank's part of a quarter.
-        free_bytes: Memory of the machine, or of its container, that is free.
-        ranks: Ranks on it, >= 1.
+        config: Its ``host_gb`` wins; 0 asks for a rank's share of a quarter of
+            ``free_bytes``.
+        free_bytes: Free memory of the machine, or of its container, in bytes.
+        ranks: Ranks on the machine, >= 1.
     """
     if config.host_gb:
         return config.host_gb
@@ -306,7 +307,7 @@ def resolve_staging(
             takes at most a ``STAGING_SHARE``-th; None: not bounded.
 
     Returns:
-        A multiple of ``STAGING_STEP``; 0 only when nothing ever leaves the device.
+        A multiple of ``STAGING_STEP``; 0 only if the residual KV stays on the device.
 
     Raises:
         ConfigError: ``context_length`` is below 1.

@@ -1,1 +1,1 @@
-"""Numbers and pinned memory between host and device."""
+"""Host memory limits, pinned memory, and small copies between host and device."""

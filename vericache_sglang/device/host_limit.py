@@ -1,7 +1,8 @@
-"""How much host memory a process may still take: the machine's, or its container's.
+"""Free host memory of a process: the machine's, or its container's.
 
-SGLang's ``available_host_memory_bytes`` counts a container's file cache as taken. After
-one start that cache holds the model's files, and a second start would get no memory.
+SGLang's ``available_host_memory_bytes`` counts a container's file cache as used. After
+the first start that cache holds the model's files, and a second start would find no
+free memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def available_host_bytes(
         else:
             continue
         folder = root / path.lstrip("/")
-        # In a container the group is often mounted where the root is elsewhere.
+        # In a container the group itself is often mounted at the root.
         folder = folder if folder.is_dir() else root
         while folder.is_relative_to(root):
             free = min(free, _headroom(folder, *names, free))

@@ -1,4 +1,4 @@
-"""Page-locked host memory, no larger than asked for."""
+"""Page-locked host memory of exactly the requested size."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GIB = 1 << 30
 HUGE_PAGE = 2 << 20
 
 THREADS = 8
-"""Threads that have the kernel fill pages: one alone takes 10 s and more for 48 GiB."""
+"""Threads that touch pages at boot: a single one takes 10 s and more for 48 GiB."""
 
 
 class PinnedMemory:
-    """Bytes a CUDA device copies from and to without the host's help.
+    """Page-locked bytes for asynchronous copies by a CUDA device.
 
     Mapped and registered as HiCache's host pools are (SGLang,
     ``mem_cache/pool_host/common.py``): torch's own allocator rounds up to a power of
-    two. In one piece, because a copy must not span two registrations; at boot and not
-    beside it, because registering fails while a graph is captured.
+    two. One registration, because a copy must not span two; made at boot, because
+    registering fails while a graph is captured.
 
     Args:
         nbytes: Size, >= 1.
@@ -46,7 +46,7 @@ class PinnedMemory:
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
             pages.madvise(advice)
         self.buffer = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-        _fill(self.buffer)  # else registering does, alone
+        _fill(self.buffer)  # otherwise registering does, in one thread
         cudart = torch.cuda.cudart()
         code = int(cudart.cudaHostRegister(self.buffer.data_ptr(), nbytes, 0))
         if code:
@@ -60,9 +60,9 @@ class PinnedMemory:
         logger.info("VeriCache: host memory is page-locked, %.1f s", seconds)
 
     def close(self) -> None:
-        """Unlock the pages, once; nothing copies from or to them any more.
+        """Unlock the pages, once; no copy may use them any more.
 
-        A process that ends with tens of GiB locked hangs in the kernel for long.
+        A process that ends with tens of GiB locked hangs in the kernel for a long time.
         """
         if not self._registered:
             return
@@ -75,8 +75,8 @@ class PinnedMemory:
 
 
 def _fill(buffer: torch.Tensor) -> None:
-    """Write to every page, so that all of them are there."""
-    # Whole huge pages, or two threads would wait for one of them.
+    """Touch every page, so that the kernel allocates it."""
+    # Whole huge pages, so that two threads never touch the same one.
     share = -(-len(buffer) // THREADS // HUGE_PAGE) * HUGE_PAGE
     parts = [part[:: mmap.PAGESIZE] for part in buffer.split(share)]
     with ThreadPoolExecutor(THREADS) as threads:

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device without a wait, and back with one."""
+"""Copies of small tensors: asynchronous to the device, with one wait back."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 def upload(
     device: torch.device | str, *columns: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Copy lists of numbers to a device, all in one copy.
+    """Copy lists of integers to a device, all in one asynchronous copy.
 
     ``torch.tensor(numbers, device="cuda")`` copies from pageable memory and waits for
-    the stream, and with it for the forward that runs.
+    the stream, and with it for the running forward.
 
     Args:
-        device: Where they go.
+        device: Target device.
         columns: Any number of lists, of any lengths.
 
     Returns:
-        One int64 tensor for each.
+        One int64 tensor per list.
     """
     lengths = [len(column) for column in columns]
     numbers = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
@@ -33,7 +33,7 @@ def upload(
 
 
 def send(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a tensor of the CPU to a device in one copy that waits for nothing."""
+    """Copy a CPU tensor to a device in one asynchronous copy."""
     if torch.device(device).type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)

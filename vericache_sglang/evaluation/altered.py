@@ -1,10 +1,10 @@
-"""Servers that a benchmark changes: lossy, accepting by dice, timed, at fixed lengths.
+"""Servers altered by a benchmark: lossy, random acceptance, timed, maximum drafts.
 
-The first two do not keep the promise and are there for comparison; the others answer
-as ever. A server is altered only if a benchmark started it: ``environment`` writes the
+The first two are not lossless and serve as comparisons; the others do not change
+answers. A server is altered only if a benchmark started it: ``environment`` writes the
 entry point that makes SGLang load ``install`` into a folder of the benchmark's own, and
-names the alteration in ``ENV``. Neither exists anywhere else. An altered server says so
-in its log and counters (``KEY``), and the benchmark compares that with its label.
+names the alteration in ``ENV``. Neither exists anywhere else. An altered server reports
+it in its log and counters (``KEY``), and the benchmark compares that with its label.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENV = "VERICACHE_ALTERED"
-"""What to alter: ``lossy``, ``accept=P`` with a probability, ``longest`` (drafts are as
-long as a request allows, whatever pays) and ``timed=FILE`` (see ``timers``); several
-with commas between."""
+"""Variable with comma-separated alterations: ``lossy``, ``accept=P`` (a probability),
+``longest`` (drafts are as long as a request allows, whatever they cost) and
+``timed=FILE`` (see ``timers``)."""
 
 KEY = "altered"
-"""The server's counter that says what is altered; and, in a request's
-``custom_params``, what it asks of a lossy server."""
+"""The server's counter that names its alterations; also the key in a request's
+``custom_params`` with the tokens a lossy server must emit."""
 
 LOSSY = "lossy"
 ACCEPT = "accept="
@@ -45,12 +45,12 @@ WARNING = "VeriCache ALTERED by a benchmark: %s"
 def environment(
     folder: Path, alteration: str, given: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return what makes a server altered, for its environment.
+    """Return the environment variables of an altered server.
 
     Args:
-        folder: Of the caller's own; the entry point is written into it.
+        folder: The caller's own folder; the entry point is written into it.
         alteration: See ``ENV``.
-        given: Its ``PYTHONPATH`` is added to.
+        given: Environment with the ``PYTHONPATH`` to extend.
     """
     info = folder / "vericache_altered-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -63,10 +63,10 @@ def environment(
 
 
 def simulated(acceptance: float) -> str:
-    """Spell the alteration that accepts every draft with this probability.
+    """Return the alteration that accepts every draft token with this probability.
 
     Raises:
-        ConfigError: It is no probability.
+        ConfigError: It is not a probability.
     """
     if not 0 <= acceptance <= 1:
         raise ConfigError(f"--simulated-acceptance must be >= 0 and <= 1: {acceptance}")
@@ -74,10 +74,10 @@ def simulated(acceptance: float) -> str:
 
 
 def install() -> None:
-    """Alter this process as ``ENV`` says; SGLang's plugin loader calls this.
+    """Apply the alterations of ``ENV`` to this process; called by SGLang's loader.
 
     Raises:
-        ConfigError: ``ENV`` names nothing that can be altered.
+        ConfigError: ``ENV`` names an unknown alteration.
     """
     alteration = os.environ.get(ENV, "")
     for part in alteration.split(","):
@@ -105,15 +105,15 @@ def forced_tokens(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def alteration_in(counters: Mapping[str, Any]) -> str:
-    """Return what a server's counters say is altered; "" for nothing."""
+    """Return the alterations named in a server's counters; "" for none."""
     return str(counters.get(KEY, ""))
 
 
 def _emit_drafts() -> None:
-    """Emit every drafted token as it comes; plan no verification and no reload.
+    """Emit every draft token unverified; plan no verification and no prefetch.
 
-    What is left of VeriCache is what a lossy server would have: the draft part. Only
-    the copy of the rest to the host is made still, once for each prompt.
+    The server then decodes on the draft KV alone, as a lossy server would. The residual
+    KV of each prompt is still copied to the host once.
     """
     from vericache_sglang.runtime.forward import mixed
     from vericache_sglang.runtime.result_recorder import ResultRecorder
@@ -147,20 +147,20 @@ def _emit_drafts() -> None:
 
 
 def _begin(runtime: Any, track: Any) -> None:
-    """Have the next iteration draft one token; nothing is reserved for later."""
+    """Plan one draft token for the next iteration, without reservations."""
     track.drafts = 0
     track.most = 1 if track.remaining > 0 else -1
 
 
 def _forced(state: Any) -> list[int]:
-    """Return the token a request is to get now; empty where it may choose."""
+    """Return the next forced token of a request; empty if none is forced."""
     asked = (state.req.sampling_params.custom_params or {}).get(KEY, {})
     forced: list[int] = asked.get("forced", [])
     return forced[state.emitted : state.emitted + 1]
 
 
 def _throw_dice(acceptance: float) -> None:
-    """Accept every draft with a probability; the target's token ends the run."""
+    """Accept each draft token with a probability; a rejection ends the cycle."""
     from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
     from vericache_sglang.sampling import sampler
 
@@ -169,7 +169,7 @@ def _throw_dice(acceptance: float) -> None:
 
 
 def _draft_longest() -> None:
-    """Have every cycle draft as many tokens as its request allows."""
+    """Set the draft length of every cycle to the maximum its request allows."""
     from vericache_sglang.scheduling.throughput import Throughput
 
     best = Throughput.best
@@ -193,6 +193,6 @@ def _confess(alteration: str) -> None:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    """Replace what ``owner`` calls ``name``; a name that is gone is an error."""
+    """Replace attribute ``name`` of ``owner``; a missing attribute is an error."""
     getattr(owner, name)
     setattr(owner, name, value)

@@ -30,7 +30,7 @@ REFUSED = b"not supported with speculative decoding"
 """SGLang refuses beams and sampling masks under every speculative algorithm."""
 
 HELD = ("kept_slots", "staging_slots", "staging_bytes", "host_bytes", "running")
-"""VeriCache's counters of what requests hold; all are zero when none runs."""
+"""VeriCache's counters of resources held by requests; all are 0 when none runs."""
 
 FATES = ("finish", "finish", "abort", "hang_up", "abort_early", "hang_up_early")
 """What happens to a stream; early is after a time that may end before its prefill."""
@@ -121,7 +121,7 @@ class Tally:
 
 
 def probe(prompt: str) -> dict[str, Any]:
-    """Return a healthy greedy request; one that is drafted for."""
+    """Return a healthy greedy request that VeriCache drafts for."""
     params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
     return {"text": prompt, "sampling_params": params}
 

@@ -1,4 +1,4 @@
-"""A named benchmark: its options, what it has measured, and the file that holds it."""
+"""A named benchmark: its options, its results and their file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Benchmark:
     """One entry of the table of benchmarks.
 
     Attributes:
-        about: What it measures, and when it fails.
+        about: Its measurement, and its failure condition.
         options: Name -> default and help; see ``add_options``.
-        measure: Measures; leaves rows and figures in ``Results``.
-        model: Folder of the model by default; None: it serves none.
-        seed: Of prompts and choices, by default.
-        page: Makes a Markdown page of the report, written beside ``--out``.
-        out: What ``--out`` is by default; None writes nothing.
+        measure: Runs the benchmark; stores rows and figures in ``Results``.
+        model: Default folder of the model; None: no model is served.
+        seed: Default seed of prompts and choices.
+        page: Formats the report as a Markdown page, written beside ``--out``.
+        out: Default of ``--out``; None writes nothing.
         selecting: Options that only select rows: ``--resume`` may change them.
     """
 
@@ -51,11 +51,11 @@ class Benchmark:
         """Measure, print the report and write it.
 
         Args:
-            name: By which it was called.
+            name: Name of the benchmark on the command line.
             argv: Its options.
 
         Returns:
-            0; 1 where something is not as it must be.
+            Exit status: 0, or 1 if a check failed.
 
         Raises:
             VeriCacheError: An option is wrong, or a server failed.
@@ -63,7 +63,7 @@ class Benchmark:
         options = self._parser(name).parse_args(argv)
         for path in {"model", "out"} & vars(options).keys():
             given = getattr(options, path)
-            # What is no folder is a model's name on a hub.
+            # A path that is not a folder is a model's name on a hub.
             is_name = path == "model" and given and not given.exists()
             setattr(options, path, given if is_name else given and given.resolve())
         results = Results(self, [name, *argv], options)
@@ -90,15 +90,15 @@ class Benchmark:
 
 @dataclass
 class Results:
-    """What a benchmark has measured so far.
+    """Results of a benchmark so far.
 
     Attributes:
-        benchmark: What measures.
+        benchmark: The benchmark.
         argv: Its name and options, as given.
-        options: The same, parsed.
-        rows: By name, in the order of the report.
+        options: Its parsed options.
+        rows: Rows by name, in the order of the report.
         figures: Further entries of the report.
-        failures: What is not as it must be; the exit status is 1 where there is any.
+        failures: Failed checks; the exit status is 1 if there are any.
 
     Raises:
         ConfigError: ``--resume`` with a file that was measured with other options.
@@ -126,8 +126,8 @@ class Results:
 
         Args:
             name: Unique among the rows.
-            measure: Returns the row; one with ``error`` is measured again when resumed.
-            args: Of ``measure``.
+            measure: Returns the row; ``--resume`` measures rows with ``error`` again.
+            args: Arguments of ``measure``.
         """
         if name not in self.rows:
             commit = self._head["provenance"]["commit"]
@@ -137,7 +137,7 @@ class Results:
         return self.rows[name]
 
     def require(self, holds: bool, failure: str) -> None:
-        """Note ``failure`` where something does not hold."""
+        """Record ``failure`` if a check does not hold."""
         if not holds:
             self.failures.append(failure)
 
@@ -176,6 +176,6 @@ class Results:
 
 
 def _spelled(path: Path) -> str:
-    """Spell a path so that it says nothing of this machine."""
+    """Return a path without parts specific to this machine."""
     inside = path.is_relative_to(REPOSITORY)
     return str(path.relative_to(REPOSITORY)) if inside else path.name

@@ -1,4 +1,4 @@
-"""An asyncio client: streams every answer and records when its tokens came."""
+"""An asyncio client: streams every answer and records when its tokens arrived."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LINE_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a client saw of one request. Times are seconds since its pass began.
+    """The client's record of one request. Times are seconds since its pass began.
 
     Attributes:
-        sent: When it was sent; in an open loop, when it was to be.
-        times: (time, output tokens so far) of every event that brought tokens.
-        ended: When the stream ended.
+        sent: Send time; in an open loop, the scheduled send time.
+        times: (time, output tokens so far) of every event with new tokens.
+        ended: End time of the stream.
         ids: Output tokens.
-        prompt_tokens: As the server counted them.
-        cached_tokens: Prompt tokens the server had in its prefix cache.
-        drafting: The server's figures for it; empty without VeriCache.
-        error: What went wrong; "" for nothing.
+        prompt_tokens: Prompt tokens, as counted by the server.
+        cached_tokens: Prompt tokens found in the server's prefix cache.
+        drafting: The server's speculation statistics; empty without VeriCache.
+        error: Error message; "" for none.
     """
 
     sent: float
@@ -67,9 +67,9 @@ def closed_loop(
     Args:
         url: Of the server.
         requests: Bodies of ``POST /generate``.
-        clients: Most requests at once, >= 1.
+        clients: Maximum concurrent requests, >= 1.
         answered: Called after every answer.
-        timeout: Most seconds of one answer.
+        timeout: Timeout of one answer, in seconds.
     """
     return asyncio.run(_closed(_Asker(url, answered, timeout), requests, clients))
 
@@ -81,7 +81,7 @@ def open_loop(
     answered: Callable[[], None],
     timeout: float,
 ) -> Pass:
-    """Answer ``requests``, each sent at its time, however many are running.
+    """Answer ``requests``, each sent at its time (open loop).
 
     Args:
         url: Of the server.

@@ -1,4 +1,4 @@
-"""Which compressors the table has, and what is known of them without serving."""
+"""The compressors of the table, and sizes that are calculated without serving."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT = (
 """Lines of ``--vericache-compressor``; paths are relative to the repository."""
 
 BITS = torch.bfloat16.itemsize * 8
-"""Of an element of the KV that calculated sizes are given for."""
+"""Bits per element of the KV for which sizes are calculated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,24 @@ class Line:
 
     @property
     def name(self) -> str:
-        """Unique among the rows."""
+        """Name of the row, unique."""
         kept = "" if self.keep is None else f", keep {self.keep}"
         return f"{self.compressor}{kept}"
 
     @property
     def label(self) -> str:
-        """The compressor, with files by their stems."""
+        """The compressor's line, with files replaced by their stems."""
         return re.sub(r"=[\w./-]*/([\w-]+)(\.safetensors)?", r"=\1", self.compressor)
 
     def device_bits(self, parts: Mapping[str, int], part_shape: PartShape) -> float:
-        """Return the bits per element of a bfloat16 KV that stay on the device.
+        """Return the bits of draft KV per element of a bfloat16 KV.
 
         Calculated: the demo model is served with float32 KV. Scales and exact tokens
-        are included, what rounds codes up to slots is not.
+        are included, the rounding of codes up to slots is not.
 
         Args:
             parts: Counts of prompt tokens: offered, kept, coded.
-            part_shape: Of one layer's packed tokens, in bfloat16.
+            part_shape: Shape of one layer's encoded tokens, in bfloat16.
         """
         codec = self._codec()
         bits = codec.draft_bits(part_shape) if codec else 0.0
@@ -81,14 +81,14 @@ class Line:
     def transfer_bfloat16(
         self, parts: Mapping[str, int], part_shape: PartShape
     ) -> float:
-        """Return the share of a bfloat16 KV that a verification would bring back.
+        """Return the share of a bfloat16 KV that is residual KV.
 
         Calculated, without escapes: the demo model is served with float32 KV, whose
         low bits make residuals larger.
 
         Args:
             parts: Counts of prompt tokens: offered, kept, coded.
-            part_shape: Of one layer's packed tokens, in bfloat16.
+            part_shape: Shape of one layer's encoded tokens, in bfloat16.
         """
         codec = self._codec()
         share = codec.transfer_fraction(part_shape) if codec else 0.0
@@ -115,7 +115,7 @@ def lines(compressors: Sequence[str], keeps: Sequence[float]) -> list[Line]:
 
 
 def packed_part_shape(heads: int, head_dim: int) -> PartShape:
-    """Return the extent of a segment's packed tokens in bfloat16."""
+    """Return the shape of a segment's encoded tokens in bfloat16."""
     return PartShape(
         heads=heads,
         tokens=512,

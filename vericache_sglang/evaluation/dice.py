@@ -1,4 +1,4 @@
-"""Accepting drafts by dice, on the host and on the device: simulated acceptance."""
+"""Simulated acceptance: draft tokens are accepted at random, on host and device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from vericache_kernels.board_commit import DraftTokenRows, DraftTokens, Emission
 
 NOTHING = -1
-"""No token: a draft that is this one agrees with nothing."""
+"""An invalid token id, equal to no draft token."""
 
 
 def by_dice(
     acceptance: float, rng: random.Random
 ) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
-    """Return a rule like ``accepted_tokens`` that does not compare anything.
+    """Return a replacement of ``accepted_tokens`` that accepts at random.
 
     Args:
-        acceptance: Probability of a draft whose predecessors were accepted.
-        rng: Advanced by every draft looked at.
+        acceptance: Acceptance probability of a draft token after accepted ones.
+        rng: Advanced by every draft token considered.
     """
 
     def accepted(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
@@ -41,11 +41,11 @@ def by_dice(
 def in_buffer(
     acceptance: float, seed: int
 ) -> Callable[[DraftTokens, DraftTokenRows, torch.Tensor], Emission]:
-    """Return a rule like ``board_commit`` that does not compare anything.
+    """Return a replacement of ``board_commit`` that accepts at random.
 
     Args:
         acceptance: See ``by_dice``.
-        seed: Of the dice, which are rolled on the board's device.
+        seed: Seed of the generator, on the device of the draft token buffer.
     """
     dice: dict[torch.device, torch.Generator] = {}
 
@@ -63,7 +63,7 @@ def in_buffer(
         )
         lucky = (drawn < acceptance) & (place < drafts[:, None])
         run = lucky.long().cumprod(1).sum(1)
-        # As if the full KV had said what was drafted, and then something else.
+        # Pretend that the target emitted the accepted drafts, then another token.
         kept = place < run[:, None]
         cells = torch.where(kept, first[:-1, None] + place, 0)
         said = draft_tokens.tokens[pool_indices, 1:]

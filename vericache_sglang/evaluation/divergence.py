@@ -1,4 +1,4 @@
-"""How far a lossy server's next-token distributions are from the full KV's."""
+"""KL divergence of a lossy server's next-token distributions from the full KV's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LEAST = 1e-9
-"""What is left of a probability that rounds to nothing."""
+"""Lower bound of the probability outside the lists, to keep logarithms finite."""
 
 SMALLEST = 1e-38
 """About the smallest float32: a listed probability that underflowed is below it."""

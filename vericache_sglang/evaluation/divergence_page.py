@@ -28,7 +28,7 @@ differ, and how many they are. `same tokens`: share of positions with the same t
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """Return the Markdown page of a report; rows may be missing still."""
+    """Return the Markdown page of a report; rows may be missing."""
     origin, options = report["provenance"], report["options"]
     rows = report.get("rows", [])
     hardware, versions = origin["hardware"], origin["versions"]

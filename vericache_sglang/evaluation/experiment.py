@@ -1,4 +1,4 @@
-"""The run itself: tuning, rounds in which every system takes a turn, open loops, KL."""
+"""Runs a comparison: tuning, alternating passes of every system, open loops, KL."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ COUNTED = (
     *("accepted_per_verify", "moved_bytes_per_token"),
     *("link_share", "kv_read_share"),
 )
-"""Figures of a round whose median is reported."""
+"""Figures of a pass for which the median over rounds is reported."""
 
 
 class Experiment:
-    """Measures systems in turn; one that fails is left out from there on.
+    """Measures systems in alternation; a failed system is skipped from then on.
 
     Args:
-        options: The command line, checked.
-        systems: In the order of the first round.
-        requests: What each of them answers in every pass.
-        fleet: Its servers are used.
+        options: The checked command line.
+        systems: Systems in the order of the first round.
+        requests: Requests of every pass, the same for all systems.
+        fleet: Provides the servers.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Experiment:
             self._compare_distributions()
 
     def clients(self, name: str) -> int:
-        """Return how many clients a system is measured with."""
+        """Return the number of concurrent clients for a system."""
         tried = self.tuning[name]
         fallback: int = self._options.concurrency[0]
         return max(tried, key=lambda clients: tried[clients]) if tried else fallback
@@ -98,7 +98,7 @@ class Experiment:
     # -- one turn ---------------------------------------------------------------
 
     def _turns(self, shift: int) -> Iterator[System]:
-        """Yield the systems that are left, beginning with another one each time."""
+        """Yield the remaining systems, each time starting with the next one."""
         shift %= len(self._systems)
         for system in (*self._systems[shift:], *self._systems[:shift]):
             if system.name not in self.skipped:
@@ -129,7 +129,7 @@ class Experiment:
     def _turn(
         self, system: System, name: str, loop: Loop
     ) -> tuple[Pass, dict[str, Any]] | None:
-        """Run one pass; None where the system failed, which is noted."""
+        """Run one pass; record a failure of the system and return None."""
         try:
             server, fresh = self._fleet.ready(system)
             if fresh:

@@ -1,4 +1,4 @@
-"""What a pass came to: rates, latencies, and what the server counted meanwhile."""
+"""Figures of a pass: rates, latencies and increments of the server's counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOTALS = (
     *("staged_bytes", "offloaded_bytes", "stage_seconds", "steps_aside"),
     *("failed_reloads", "reprefills"),
 )
-"""Counters of a server that only grow."""
+"""Monotonic counters of a server."""
 
 DEFINITIONS: Mapping[str, str] = {
     "tokens_per_s": "output tokens of answers without error / seconds from the first "
@@ -50,7 +50,7 @@ DEFINITIONS: Mapping[str, str] = {
     "sides' top-k log-probabilities; tokens outside either list are one outcome, so "
     "it is a lower bound",
 }
-"""What each figure of the results is."""
+"""Definition of each figure of the results."""
 
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
@@ -73,10 +73,10 @@ def middle(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def token_waits(times: Sequence[tuple[float, int]]) -> list[float]:
-    """Return the waits between tokens; see ``itl_s`` in ``DEFINITIONS``.
+    """Return the inter-token latencies; see ``itl_s`` in ``DEFINITIONS``.
 
     Args:
-        times: (seconds, tokens so far) of every event that brought tokens.
+        times: (seconds, tokens so far) of every event with new tokens.
     """
     waits: list[float] = []
     for (before, had), (after, has) in pairwise(times):
@@ -85,10 +85,10 @@ def token_waits(times: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def decode_rate(answers: Sequence[Answer]) -> float | None:
-    """Return output tokens a second while all are decoding; None: they never are.
+    """Return output tokens per second while all requests decode; None: never.
 
     Args:
-        answers: Of requests that were sent together; failed ones left out.
+        answers: Successful answers to requests that were sent together.
     """
     times = [answer.times for answer in answers if answer.times]
     if not times:
@@ -103,7 +103,7 @@ def decode_rate(answers: Sequence[Answer]) -> float | None:
 
 
 def latencies(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the spreads of what clients waited for; failed answers do not count."""
+    """Return the spreads of client latencies; failed answers do not count."""
     good = [answer for answer in answers if not answer.error and answer.times]
     events = [[at for at, _ in answer.times] for answer in good]
     return {
@@ -115,7 +115,7 @@ def latencies(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def accepted(answers: Sequence[Answer]) -> dict[str, float] | None:
-    """Return the spread of drafts accepted by one verification; None without any."""
+    """Return the spread of acceptance lengths, without bonus tokens; None: no cycle."""
     found: list[float] = []
     for answer in answers:
         counts = (answer.drafting or {}).get("accepted_histogram", [])
@@ -133,10 +133,10 @@ def pass_figures(
     """Return the figures of one pass.
 
     Args:
-        done: What clients saw.
-        before: The server's counters before it; empty without VeriCache.
-        after: The same after it.
-        memory_gbps: Rate of the device's memory in GB/s; None: not known.
+        done: The clients' records.
+        before: The server's counters before the pass; empty without VeriCache.
+        after: The same after the pass.
+        memory_gbps: Bandwidth of device memory in GB/s; None: unknown.
     """
     good = [answer for answer in done.answers if not answer.error]
     tokens = sum(len(answer.ids) for answer in good)
@@ -176,12 +176,12 @@ def _counted(
 
 
 def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a server's ``TOTALS`` grew by; empty without VeriCache."""
+    """Return the increments of a server's ``TOTALS``; empty without VeriCache."""
     return {key: after[key] - before.get(key, 0) for key in TOTALS if key in after}
 
 
 def per_verify(grown: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return drafts drafted and accepted per verification; None without any."""
+    """Return tokens drafted and accepted per verification; None without any."""
     verified = grown.get("rounds", 0)
     return {
         f"{what}_per_verify": _ratio(grown.get(what, 0), verified)

@@ -1,9 +1,9 @@
 """Malformed and extreme requests, drawn by schemathesis from SGLang's own OpenAPI.
 
-Most are right requests of which one to three fields are replaced by what the document's
-schema allows, by what it forbids, or by values whose meaning no schema tells; some are
-what the schema of another route allows or forbids. The same seed gives the same bodies,
-whatever modules are loaded.
+Most are valid requests with one to three fields replaced by values that the schema
+allows, values that it forbids, or values with a meaning outside the schema; some follow
+or violate the schema of another route. The same seed gives the same bodies, whatever
+modules are loaded.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back.
+    """A server's reply.
 
     Attributes:
         status: HTTP status; 0 where the connection ended without one.
@@ -192,7 +192,7 @@ def draw(
         prompts: Of right requests, which a server would draft for.
         count: How many bodies.
         seed: Of all of them.
-        spared: Returns which contents are not sent; by default what ends plain SGLang.
+        spared: Predicate of contents not to send; by default those that crash SGLang.
     """
     rng = random.Random(seed)
     replaced = (GENERATE, CHAT, COMPLETION)

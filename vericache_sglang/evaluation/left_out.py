@@ -1,7 +1,7 @@
-"""Requests that plain SGLang 0.5.21 does not survive; both servers are spared them.
+"""Requests that crash or hang plain SGLang 0.5.21; they are sent to neither server.
 
-Most rules cover a request that was seen to end or hang it (``--disable-vericache``);
-the others follow from its source.
+Most rules cover a request that was observed to end or hang it
+(``--disable-vericache``); the others follow from its source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNCHECKED: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("stop", "stop_regex"), (str, list)),
     **dict.fromkeys(("logit_bias", "custom_params"), (dict,)),
 }
-"""Fields of ``/generate`` whose type is not checked, and the types that are safe."""
+"""Unchecked fields of ``/generate`` -> types that are safe."""
 
 
 def _numbers(value: Any) -> Iterator[int]:
@@ -114,14 +114,14 @@ LEFT_OUT: Mapping[str, Callable[[Fields], bool]] = {
         or abs(_real(fields, "top_k")) >= 2**31
     ),
 }
-"""Everything that is left out: what happens, and of which requests."""
+"""Excluded requests: consequence -> predicate."""
 
 
 def left_out(content: Mapping[str, Any]) -> bool:
-    """Return whether plain SGLang does not survive a request.
+    """Return whether a request crashes or hangs plain SGLang.
 
     Args:
-        content: Its body.
+        content: Body of the request.
     """
     params = content.get("sampling_params")
     fields = {**content, **(params if isinstance(params, dict) else {})}

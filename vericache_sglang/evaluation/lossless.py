@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KEPT = ("finish_reason", "cached_tokens", "prompt_tokens", "vericache")
 LOGPROBS = tuple(f"output_{name}_logprobs" for name in ("token", "top", "token_ids"))
-"""Entries of ``meta_info`` that an answer keeps; log-probabilities where asked for."""
+"""Entries of ``meta_info`` stored with an answer; log-probabilities if requested."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The settings under which answers must be identical: one row a system."""
+"""The settings under which answers must be identical: one row per system."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SMALL: dict[str, Any] = {
     "staging_tokens": 20480,
     "residency": "host",
 }
-"""Settings a row may override: every prompt is split, whatever the throughput model
-says of requests this small; two 8K residuals fit the staging buffer."""
+"""Settings a row may override: every prompt is compressed, although the throughput
+model would not for requests this small; two 8K residuals fit the staging buffer."""
 
 TIGHT: dict[str, Any] = {"max_total_tokens": 11000}
-"""A pool that holds the longest prompt and little else: waiting and eviction."""
+"""A pool little larger than the longest prompt: forces queueing and eviction."""
 
 
 def system(
@@ -115,7 +115,7 @@ COVERING = (
     ),
     system("sequential, draft 4", pacing="sequential", draft_length=4),
 )
-"""What the test suite runs: every feature and every value of each knob once."""
+"""Rows of the test suite: every feature and every value of each setting once."""
 
 TWO_RANKS = system(
     "two tensor-parallel ranks, the model decides, page 16, draft 16",
@@ -123,7 +123,7 @@ TWO_RANKS = system(
     draft_length=16,
     engine={"tp_size": 2, "page_size": 16},
 )
-"""The suite has a file of its own for them (tests/lossless/test_tensor_parallel.py)."""
+"""The row with two ranks, tested in tests/lossless/test_tensor_parallel.py."""
 
 
 METHODS = (
@@ -170,17 +170,17 @@ PLACES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         {"page_size": 16, "chunked_prefill_size": 512},
     ),
 )
-"""Where the residual KV is, with a kept share and a draft length. The host is the
-long-context scenario; the slow link is that of a remote prefix, emulated."""
+"""Placements of the residual KV, each with a kept share and a draft length. The host is
+the long-context scenario; a slow link emulates a remote prefix."""
 
 
 def methods(
     place: int | None = None, compressors: Sequence[str] = METHODS
 ) -> list[System]:
-    """Return every method in every place.
+    """Return every method with every placement.
 
     Args:
-        place: Index into ``PLACES``; None returns all places.
+        place: Index into ``PLACES``; None: all placements.
         compressors: As ``--vericache-compressor`` takes them.
     """
     places = PLACES if place is None else PLACES[place : place + 1]
@@ -199,8 +199,8 @@ def methods(
 def full() -> list[System]:
     """Return the whole matrix: COVERING, two ranks, and draft length x kept share.
 
-    Page size, overlap, chunking, compressor and residency change from cell to cell, so
-    that each of their values meets every draft length and every kept share.
+    Page size, overlap, chunking, compressor and residency vary from cell to cell, so
+    that each of their values is combined with every draft length and kept share.
     """
     rows = [*COVERING, TWO_RANKS]
     for d, draft in enumerate((1, 4, 16, 32)):

@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass
 class LoadOutcome:
-    """What became of the requests.
+    """Outcomes of the requests.
 
     Attributes:
         asked: Requests by kind.
@@ -77,7 +77,7 @@ class LoadOutcome:
         ends: Finish reasons of streams.
         controls: Control requests by what came of them.
         lost: Healthy requests without an answer, with what came instead.
-        wrong: Healthy requests whose answer is not plain SGLang's.
+        wrong: Healthy requests with another answer than plain SGLang's.
     """
 
     asked: Counter[str] = field(default_factory=Counter)
@@ -151,7 +151,7 @@ def drawn(
 
 
 class Client:
-    """Sends requests to one server and judges what comes back.
+    """Sends requests to one server and checks the replies.
 
     Args:
         target: The server.
@@ -177,7 +177,7 @@ class Client:
         self._one_operator = asyncio.Lock()
 
     async def ask(self, asked: Asked) -> None:
-        """Send one request and note what became of it."""
+        """Send one request and record its outcome."""
         self._seen.asked[asked.kind] += 1
         try:
             if asked.body is None:

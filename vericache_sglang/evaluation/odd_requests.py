@@ -1,6 +1,6 @@
-"""Requests that plain SGLang 0.5.21 does not survive or refuse, one field each.
+"""Malformed requests, each in one field, that crash or pass plain SGLang 0.5.21.
 
-What VeriCache answers with a 400 that names the field (docs/upstream.md).
+VeriCache answers them with status 400 and names the field (docs/upstream.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Odd:
 
     @property
     def is_json(self) -> bool:
-        """Whether JSON has all its values: NaN comes in-process only."""
+        """Whether JSON can express all its values (not NaN)."""
         return all(value == value for value in self.params.values())
 
     def generate(self, prompt: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROGRAM = "python -m vericache_sglang.bench"
 
 LABEL = "SIMULATED ACCEPTANCE"
-"""First words of everything a run with ``--simulated-acceptance`` writes."""
+"""Prefix of every output of a run with ``--simulated-acceptance``."""
 
 LEAST = {
     **dict.fromkeys(("count", "output", "repeats", "top_k"), 1),
@@ -157,7 +157,7 @@ def _kind(default: Any) -> tuple[type, Any]:
 
 
 def check(options: argparse.Namespace) -> tuple[System, ...]:
-    """Check what the flags say together; returns the systems.
+    """Check the combination of the flags; returns the systems.
 
     Raises:
         ConfigError: A value is out of bounds, or flags contradict each other.
@@ -185,7 +185,7 @@ def check(options: argparse.Namespace) -> tuple[System, ...]:
 
 
 def _check_label(options: argparse.Namespace, systems: tuple[System, ...]) -> None:
-    """Refuse figures that would be worth nothing, or not be what they say."""
+    """Refuse options that would make figures meaningless or mislabelled."""
     shared = words("--engine", options.engine)
     words("--vericache", options.vericache)
     dummy = "--load-format=dummy" in shared or "dummy" in [
@@ -221,7 +221,7 @@ def draw_requests(options: argparse.Namespace) -> list[BenchRequest]:
 
 
 def label(options: argparse.Namespace) -> str:
-    """Return what every output begins with; "" where all is measured."""
+    """Return the prefix of every output; "" if everything is measured."""
     if options.simulated_acceptance is None:
         return ""
     return (

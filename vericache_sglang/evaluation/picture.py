@@ -170,7 +170,7 @@ def _first(axis: Any, systems: Systems) -> None:
 
 def _waits(axis: Any, systems: Systems) -> None:
     _groups(axis, systems, "itl_s", 1e3)
-    # A burst's later tokens wait 0 ms, and its first one for the whole round.
+    # Later tokens of a burst wait 0 ms, its first one a whole draft-verify cycle.
     axis.set_yscale("symlog", linthresh=1.0)
     axis.set(ylabel="ms (log above 1)", title="Wait between tokens")
 

@@ -1,8 +1,7 @@
-"""How far answers and next-token distributions are from the full KV's.
+"""Task-independent metrics of answers and distributions against the full KV's.
 
-Functional scores are the tasks' own; here is what does not depend on a task. Sequences
-of KL divergences are per decoded token: the first token of an answer is the prompt's
-own forward's and is left out.
+Functional scores belong to the tasks. KL divergence sequences are per decoded token:
+the first token of an answer comes from the prefill and is left out.
 """
 
 from __future__ import annotations

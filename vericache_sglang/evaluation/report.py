@@ -1,4 +1,4 @@
-"""Results as JSON and as a Markdown page, and writing them."""
+"""Formats results as JSON and as a Markdown page, and writes them."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def as_json(
     results: Mapping[str, dict[str, Any]],
     origin: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return everything that is known of a run, as plain values.
+    """Return the report of a run as plain values.
 
     Args:
         options: The command line.
-        systems: What was compared.
-        results: Of each, by name; see ``Experiment.results``.
+        systems: The compared systems.
+        results: Results by system name; see ``Experiment.results``.
         origin: See ``provenance``.
     """
     given = vars(options).items()
@@ -220,7 +220,7 @@ def _failures(systems: Mapping[str, dict[str, Any]]) -> str:
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose text is one too."""
+    """Return a Markdown table with padded columns, readable as plain text."""
     cells = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
@@ -229,7 +229,7 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def publish(file: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
         ConfigError: It cannot be written.

@@ -157,7 +157,7 @@ def sampled_waves(
         Waves as ``lossless.answer`` takes them, with the ``kind``'s name.
     """
     code = each - each // 3
-    # The demo model is sure of its documents; source code leaves it in doubt.
+    # The demo model's distributions are peaked on its documents, flat on source code.
     texts = code_prompts(tokenizer, spread(code, 200, longest), seed)
     texts += record_prompts(tokenizer, spread(each // 3, 200, longest), seed)
     kinds = sorted(KINDS, key=_is_cut)

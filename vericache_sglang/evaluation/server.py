@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     """Starts a command with further environment variables, its output in a file."""
 
 FLUSH_SECONDS = 30.0
-"""How long requests whose client has disconnected may take to end."""
+"""Timeout for aborting requests of disconnected clients, in seconds."""
 
 PORTS = range(12000, 32000)
 """Ports that servers are started on."""
 
 STOP_SECONDS = 30.0
-"""How long a server may take to end after a signal."""
+"""Timeout for a server to end after a signal, in seconds."""
 
 
 class ServerError(VeriCacheError):
@@ -249,7 +249,7 @@ class OwnServer(Server):
         """Signal its process group; return whether there is one.
 
         What it has started may outlive it, and keeps its process id from being given
-        to others. A process that has this id after it has ended is somebody else's.
+        to others. Once it has ended, a process with this id is not ours.
         """
         pid = self.process.pid
         if self.process.poll() is not None and psutil.pid_exists(pid):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 REFERENCE = "plain"
-"""The system whose answers are right and whose speed is 1."""
+"""The reference system: its answers are right, and its speed is 1."""
 
 OFF = "--disable-vericache"
 
@@ -26,11 +26,11 @@ class System:
 
     Attributes:
         name: As it appears in results.
-        about: What it is and where it departs from what its name promises.
-        flags: Of ``launch_server``, after those all systems share.
-        alteration: What a benchmark changes in the server's code; see ``altered``.
+        about: Description, with differences from the system it is named after.
+        flags: Flags of ``launch_server``, after those all systems share.
+        alteration: Alteration of the server's code by a benchmark; see ``altered``.
         environment: Variables of the server's processes beyond the benchmark's.
-        url: Of a server that runs already; "" starts one.
+        url: URL of a running server; "" starts one.
     """
 
     name: str
@@ -174,7 +174,7 @@ def command(
 
 
 def words(flag: str, text: str) -> tuple[str, ...]:
-    """Split the value of ``flag`` as a shell would.
+    """Tokenise the value of ``flag`` as a shell would.
 
     Raises:
         ConfigError: A quote is left open.

@@ -1,7 +1,7 @@
-"""Times prefills and every part of compressing inside a server, call by call.
+"""Times prefills and every step of compressing a prompt inside a server, per call.
 
-It works in plain SGLang too, where only prefills are found. A call that runs inside
-another one is in both: ``observe`` is part of ``probe``, ``watch`` of ``prefill``.
+In plain SGLang only prefills are timed. Nested calls count in both: ``observe`` is part
+of ``probe``, ``watch`` of ``prefill``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     """What to write of a call, from its arguments; None passes it over."""
 
 CLOCKS = ("cpu", "wall")
-"""Seconds of the scheduler's thread alone, and seconds that passed."""
+"""CPU time of the scheduler's thread, and wall time, in seconds."""
 
 OUTER = ("prefill", "probes", "probe", "split")
-"""What is timed by itself; the rest counts inside one of these, so not in decoding."""
+"""Top-level events; all others are nested in one of these, so not in decoding."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Sums:
         prompt: Tokens its prefill ran.
         seconds: Clock -> what was timed -> seconds, all layers and calls together.
         calls: What was timed -> how often it was called.
-        split: Counts of its compressed prompt: tokens offered, kept and coded, slots.
+        split: Counts of the compressed prompt: tokens offered, kept and coded, slots.
     """
 
     prompt: int = 0
@@ -158,14 +158,14 @@ def install(events: Path) -> None:
 
 
 def _prefill(_: Any, batch: Any, *more: Any, **named: Any) -> dict[str, Any] | None:
-    """Pass over decoding, and over mixed forwards, which come without a batch."""
+    """Skip decoding, and mixed forwards, which come without a batch."""
     if batch is None or not batch.forward_mode.is_extend():
         return None
     return {"start": int(batch.prefix_lens[0]), "tokens": sum(batch.extend_lens)}
 
 
 def _watched(watch: Any, layer: int, *more: Any) -> dict[str, Any] | None:
-    """Pass over probes, whose observing is timed itself."""
+    """Skip probes: their ``observe`` calls are timed separately."""
     return {"layer": layer} if watch.probe is None else None
 
 

@@ -1,4 +1,4 @@
-"""First guesses of what an iteration costs, timed at boot on the machine itself."""
+"""Initial iteration-cost estimates, measured at boot on the machine itself."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ LINK_SLOTS = (32, 2048)
 """Slots of the copies that time the link."""
 
 TIMED_ROWS = 16
-"""Rows whose reading is timed: enough that a GPU is busy with them."""
+"""Block-table rows per timed attention call: enough to occupy a GPU."""
 
 REPEATS = 5
 LEAST_S = 1e-13
 
 
 def measure_link(handles: KVHandles, region: StagingRegion, link: LinkEstimate) -> None:
-    """Time a small and a large copy each way: the first decision needs to know.
+    """Time a small and a large copy in each direction, for the first decisions.
 
     Args:
         handles: Geometry, dtype and transfers.
-        region: The staging region; nothing is staged yet.
-        link: Takes both measurements.
+        region: The staging buffer, still empty.
+        link: Receives the measurements.
     """
     for slots in LINK_SLOTS:
         room = handles.host.fits(handles.host.swapped_bytes(slots))
@@ -54,7 +54,7 @@ def measure_link(handles: KVHandles, region: StagingRegion, link: LinkEstimate) 
         try:
             _time_copies(handles, lease, link)
         except TransferError as error:
-            # Reloads meet the same fault and are made again, or their request is.
+            # Prefetches meet the same fault; they or their requests are retried.
             logger.error("VeriCache: the link could not be timed: %s", error)
         region.give(lease)
 
@@ -83,14 +83,15 @@ def _wait(transfer: Transfer) -> None:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Time something on the device it runs on; the host waits for it once.
+    """Time ``run`` on its device; the host synchronises once.
 
     Args:
-        run: Launches the work, the same each time.
-        device: What it is done by.
+        run: Launches the same work on every call.
+        device: The device that executes it.
 
     Returns:
-        Seconds; on a GPU those between two events, per run.
+        Seconds per run: the least of ``REPEATS`` runs on a CPU, their mean between
+        two events on a GPU.
     """
     if device.type == "cpu":
         times = []
@@ -113,19 +114,20 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def starting_coefficients(
     pool: Any, layers: Sequence[Any], draft_length: int
 ) -> Coefficients:
-    """Time attention over the KV pool with one query and with a round's queries.
+    """Time attention over the KV pool with one query and with a verification's.
 
-    What a token costs outside attention, and an iteration's base, are learned while
-    serving; the cost of a slot is what drafting saves, and must be known before.
+    The cost per token outside attention and the base cost of an iteration are learned
+    while serving. The cost per slot determines what drafting saves, so it must be
+    known before.
 
     Args:
         pool: The KV pool; only read.
         layers: The model's ``RadixAttention`` layers.
-        draft_length: Most drafts of a round.
+        draft_length: Most draft tokens of a draft-verify cycle.
 
     Returns:
-        Seconds per unit of work over all layers; the assumed ones where the pool is
-        too small to tell.
+        Seconds per unit of work over all layers; ``START_COEFFICIENTS`` where the pool
+        is too small to measure.
     """
     kv = pool.k_buffer[0], pool.v_buffer[0]
     long = min(LONG, len(kv[0]))
@@ -138,7 +140,7 @@ def starting_coefficients(
         return seconds_of(attend, kv[0].device) / rows
 
     def slot_s(queries: int) -> float:
-        """Return what one more slot takes, in a row of so many queries."""
+        """Return the seconds one more slot costs a row with so many queries."""
         return (seconds(queries, long) - seconds(queries, SHORT)) / (long - SHORT)
 
     one, many = slot_s(1), slot_s(most)
@@ -159,7 +161,7 @@ def _attend(
     most_queries: int,
     slots: int,
 ) -> tuple[int, Callable[[], object]]:
-    """Return how many rows of ``slots`` slots are attended, and what attends them."""
+    """Return the number of rows of ``slots`` slots, and a call that attends them."""
     keys, device = kv[0], kv[0].device
     count = 1 if device.type == "cpu" else TIMED_ROWS
     shape = (count * queries, layer.tp_q_head_num, layer.head_dim)

@@ -1,10 +1,10 @@
-"""Packed draft parts inside ordinary KV slots: a slot is so many bytes, nothing more.
+"""Packed draft KV stored as bytes in ordinary KV slots.
 
-A codec's draft part is a few tensors of fixed shape. Laid end to end they fill whole
-slots of SGLang's pool, in every layer the same slots, so packed and exact KV share one
-pool, one allocator and one row of ``req_to_token``; parking and freeing move bytes.
-Fields whose names begin with "value" lie where values do, all others where keys do: so
-attention gathers either in one pass.
+A codec's draft KV is a few tensors of fixed shape. Laid end to end they fill whole
+slots of SGLang's pool, the same slots in every layer, so packed and exact KV share one
+pool, one allocator and one block-table row; swapping out and freeing treat both alike.
+Fields whose names begin with "value" are stored in the value buffer, all others in the
+key buffer, so attention gathers either in one pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.geometry import KVGeometry
 
 ALIGN = 16
-"""Byte offset of every tensor in a segment is a multiple of this."""
+"""Alignment of every tensor in a segment, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class CodeSegment:
     """Packed tokens that are written, read and decoded together.
 
     Attributes:
-        start: First of its tokens among the packed ones.
-        tokens: Tokens.
-        first: First of its slots among the code slots.
-        slots: Slots.
-        part_shape: What its size depends on.
+        start: Index of its first token among the packed tokens.
+        tokens: Number of tokens.
+        first: Index of its first slot among the code slots.
+        slots: Number of slots.
+        part_shape: Determines its size.
     """
 
     start: int
@@ -49,13 +49,13 @@ class CodeSegment:
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """Where the packed tokens of one prompt lie among its code slots.
+    """Layout of one prompt's packed tokens in its code slots.
 
     Attributes:
-        codec: Whose draft parts they are.
+        codec: Codec of the draft KV.
         geometry: Shapes of the pool.
-        dtype: Of the pool.
-        coded: Packed tokens of each head.
+        dtype: Dtype of the pool.
+        coded: Packed tokens per head.
     """
 
     codec: Codec
@@ -89,7 +89,7 @@ class CodeLayout:
         return -(-used // page) * page
 
     def offsets(self, segment: CodeSegment) -> dict[str, int]:
-        """Return where each field begins in a segment's keys or values, in bytes."""
+        """Return the byte offset of each field in a segment's keys or values."""
         keys, values = (offsets for offsets, _ in self._halves(segment.part_shape))
         return keys | values
 
@@ -100,13 +100,13 @@ class CodeLayout:
         slots: torch.Tensor,
         part: PartSpec,
     ) -> None:
-        """Write one layer's draft part of a segment.
+        """Write one layer's draft KV of a segment.
 
         Args:
-            segment: Which.
+            segment: One of ``segments``.
             buffers: Keys [slots of the pool, H, D] and values of the layer.
             slots: [code slots] int64 of the prompt.
-            part: Its draft part.
+            part: Its draft KV.
         """
         places = slots[segment.first : segment.first + segment.slots]
         halves = self._halves(segment.part_shape)
@@ -126,15 +126,15 @@ class CodeLayout:
         layer: int,
         positions: torch.Tensor | None,
     ) -> PartSpec:
-        """Read one layer's draft part of a segment.
+        """Read one layer's draft KV of a segment.
 
         Args:
-            segment: Which.
+            segment: One of ``segments``.
             buffers: As in ``write``.
             slots: As in ``write``.
             layer: Layer index.
             positions: [tokens] or [H, tokens] of the segment; None: the codec does not
-                ask for them.
+                need them.
         """
         places = slots[segment.first : segment.first + segment.slots]
         layout, found = self.codec.draft_layout(segment.part_shape), {}
@@ -152,14 +152,14 @@ class CodeLayout:
     def images(
         self, buffers: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one layer's draft parts as bytes, segment after segment; copies.
+        """Return one layer's draft KV as bytes, segment by segment; copies.
 
         Args:
             buffers: As in ``write``.
             slots: As in ``write``.
 
         Returns:
-            What lies in keys, and in values: [used slots * bytes of one] uint8 each.
+            Bytes of keys and of values: [used slots * bytes per slot] uint8 each.
         """
         used = slots[: sum(segment.slots for segment in self.segments)]
         keys, values = (
@@ -169,7 +169,7 @@ class CodeLayout:
         return keys, values
 
     def _halves(self, part_shape: PartShape) -> list[tuple[dict[str, int], int]]:
-        """Return, of keys and of values, where each field begins, and all bytes."""
+        """Return field offsets and total bytes, for keys and for values."""
         halves: list[tuple[dict[str, int], int]] = [({}, 0), ({}, 0)]
         for name, (dtype, shape) in self.codec.draft_layout(part_shape).items():
             half = int(name.startswith("value"))
@@ -190,14 +190,14 @@ class CodeLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Bytes of a slot in one layer, of its key and of its value."""
+        """Bytes of one slot in one layer: of its key and of its value."""
         geometry = self.geometry
         row = geometry.kv_heads * geometry.element_bytes
         return row * geometry.head_dim, row * geometry.v_head_dim
 
 
 def _rows(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a layer's slots; on a CPU a view where they are in a run."""
+    """Return the bytes of a layer's slots; on a CPU a view if they are consecutive."""
     entries = None
     if buffer.device.type == "cpu":
         first, last = int(places[0]), int(places[-1])

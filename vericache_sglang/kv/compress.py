@@ -1,4 +1,4 @@
-"""Splits a prefilled prompt's KV in two parts, on the device or to the host."""
+"""Compresses prefilled prompts into draft KV and residual KV, on device or host."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
-    """What stays of a prompt; int32, on the pool's device.
+    """Kept tokens of a prompt; int32, on the pool's device.
 
     Attributes:
-        exact: [L, H, n] prompt positions.
-        coded: [L, H, coded] prompt positions.
+        exact: [L, H, n] prompt positions kept exactly.
+        coded: [L, H, coded] prompt positions kept packed.
     """
 
     exact: torch.Tensor
@@ -51,7 +51,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLayer:
-    """One layer of a draft part: exact entries [n, H, D], and what is packed."""
+    """One layer of draft KV: exact entries [n, H, D], and packed segments."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -59,19 +59,19 @@ class DraftLayer:
 
 
 class PromptCompressor:
-    """Moves entries between a row's slots, fresh slots and the host.
+    """Compresses prompts: moves KV between a row's slots, new slots and the host.
 
-    Slots the tree owns are never written: other rows may list them. Then the draft
-    part gets slots of its own, and the tree keeps its full copy for as long as it
-    is not evicted. Where no slot is free for a split to the host, the draft part
-    waits in host memory while our own lock on the tree is dropped, so device memory
-    never exceeds the full KV.
+    Slots owned by the prefix tree are never written, because other rows may list
+    them: the draft KV then gets slots of its own, and the tree keeps its full copy
+    until it is evicted. Where no slot is free for a compression to the host, the
+    draft KV waits in host memory while the request's own lock on the tree is
+    dropped, so device memory never exceeds the full KV.
 
     Args:
         config: Compressor budget and protected tokens.
         selector: Bound to the model; None: every token is kept.
-        codes: Packs what is kept; None: it stays as it is.
-        handles: Pool, row table, host memory.
+        codes: Packs kept tokens; None: nothing is packed.
+        handles: Pool, block table, host memory.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class PromptCompressor:
         self._host = handles.host
 
     def budget(self, prompt: int, share: float | None = None) -> Budget | None:
-        """Return the counts for a prompt of ``prompt`` tokens; None: do not split.
+        """Return the counts for a prompt of ``prompt`` tokens; None: not compressed.
 
         Args:
             prompt: T, in tokens.
-            share: The method's own share to keep; None: as configured.
+            share: Share of tokens the method asks to keep; None: as configured.
         """
         body = self._geometry.page_floor(prompt)
         if prompt < self._config.min_prompt or body == 0:
@@ -118,21 +118,22 @@ class PromptCompressor:
     def to_host(
         self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
     ) -> Transfer | None:
-        """Split the prompt of a plainly decoding request; the complement leaves.
+        """Compress a request that decodes autoregressively; residual KV to the host.
 
         Args:
-            state: A request whose row is whole and whose prefill was processed.
+            state: A request whose row lists the full KV and whose prefill was
+                processed.
             tree_cache: SGLang's prefix cache.
             budget: Counts of its prompt.
-            look: What was collected of it.
+            look: Observations of its prefill, by layer.
 
         Returns:
-            The copy to the host; None when device or host memory does not allow it
-            now, and nothing changed.
+            The copy to the host; None, and nothing changed, where device or host
+            memory is short now.
 
         Raises:
             TransferError: The copy could not be made; nothing changed.
-            LostKVError: Nor are the prompt's own slots whole any more.
+            LostKVError: It failed after the prompt's own slots were overwritten.
         """
         req = state.req
         if not self._host.fits_residual(budget):
@@ -174,15 +175,15 @@ class PromptCompressor:
         target: torch.Tensor | None,
         waiting: list[DraftLayer],
     ) -> Transfer:
-        """Copy the complement of a whole row to the host, and the draft part away.
+        """Copy the residual KV to the host and the draft KV to ``target``.
 
         Args:
             state: The request.
             body: [B] int64, slots of its prompt.
             budget: Counts of its prompt.
-            chosen: What stays.
-            target: [n] int64, slots of the draft part; None: it goes to ``waiting``.
-            waiting: See there.
+            chosen: Kept tokens.
+            target: [c + n] int64, slots of the draft KV; None: there are none yet.
+            waiting: Receives the draft KV by layer where ``target`` is None.
 
         Raises:
             TransferError: See ``to_host``.
@@ -214,13 +215,13 @@ class PromptCompressor:
     def on_device(
         self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
     ) -> bool:
-        """Split a prompt and leave both parts in the pool.
+        """Compress a prompt; draft KV and residual KV stay in the pool.
 
-        Where the tree owns prompt slots, or something is packed, the draft part gets
-        slots beside them; otherwise the prompt's own slots are permuted.
+        Where the tree owns prompt slots, or tokens are packed, the draft KV gets slots
+        beside them; otherwise the prompt's own slots are permuted.
 
         Returns:
-            False when there is no room for the draft part; nothing changed.
+            False where there is no room for the draft KV; nothing changed.
         """
         req = state.req
         row = self._handles.row(state)
@@ -255,13 +256,13 @@ class PromptCompressor:
             not req.skip_radix_cache_insert,
             noted=state.parts.noted if state.parts else [],
         )
-        # The row no longer lists token i at place i: the tree must not key it.
+        # The row no longer lists token i at index i: the tree must not key it.
         req.skip_radix_cache_insert = True
 
     def _chosen(
         self, state: RequestState, body: torch.Tensor, budget: Budget, look: Look
     ) -> Chosen:
-        """Choose what stays of a prompt, or return what was chosen before."""
+        """Select the kept tokens of a prompt, or return the earlier selection."""
         if state.parts is not None:
             return Chosen(state.parts.kept, state.parts.coded)
         if self._chooser is None:
@@ -286,7 +287,7 @@ class PromptCompressor:
     def _put(
         self, layer: int, target: torch.Tensor, budget: Budget, draft: DraftLayer
     ) -> None:
-        """Write one layer of a draft part into its slots."""
+        """Write one layer of draft KV into its slots."""
         codes = budget.code_slots
         self._handles.put(layer, target[codes:], draft.keys, draft.values)
         if self._codes is not None:

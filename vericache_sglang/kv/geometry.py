@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGeometry:
-    """The KV cache of one rank, counted.
+    """Sizes of one rank's KV cache.
 
     Attributes:
         layers: Layers that own KV.
@@ -15,7 +15,7 @@ class KVGeometry:
         head_dim: Elements of one key.
         v_head_dim: Elements of one value.
         element_bytes: Bytes of one element.
-        page_size: Tokens of one page, in slots.
+        page_size: Slots of one page, one token each.
     """
 
     layers: int

@@ -1,4 +1,4 @@
-"""Where KV can be: the pool, its row table and host memory, passed around as one."""
+"""Handles of the KV pool, its block table, host memory and transfers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVHandles:
-    """Everything that holds or lists KV.
+    """Bundles the memories of KV, the block table and the transfers.
 
     Attributes:
         geometry: Shapes of the pool.
-        pool: The staged KV pool (``k_buffer`` and ``v_buffer`` per layer,
-            [slots, H, D]).
-        table: ``req_to_token``, [rows, width] int32.
-        host: Complements and parked images.
-        transfers: What copies between pool and host.
+        pool: The KV pool with its staging buffer (``k_buffer`` and ``v_buffer`` per
+            layer, [slots, H, D]).
+        table: Block table ``req_to_token``, [rows, width] int32.
+        host: Residual KV and swapped-out requests.
+        transfers: Copies between pool and host.
     """
 
     geometry: KVGeometry
@@ -37,23 +37,23 @@ class KVHandles:
     transfers: Transfers
 
     def row(self, state: RequestState) -> torch.Tensor:
-        """Return a request's own row of the table, [width] int32."""
+        """Return a request's own block-table row, [width] int32."""
         return self.table[state.req.kv.req_pool_idx]
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
+        """Device of the pool."""
         device: torch.device = self.pool.k_buffer[0].device
         return device
 
     def pick(
         self, layer: int, slots: torch.Tensor, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather entries of one layer from the pool, per head, bit by bit.
+        """Gather entries of one layer from the pool, per head, bit-exactly.
 
         Args:
             layer: Layer index.
-            slots: [T] int64, where the tokens lie.
+            slots: [T] int64, slots of the tokens.
             index: [H, n] int32 or int64, tokens in [0, T).
 
         Returns:
@@ -66,7 +66,7 @@ class KVHandles:
     def put(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write entries of one layer into the pool, bit by bit.
+        """Write entries of one layer into the pool, bit-exactly.
 
         Args:
             layer: Layer index.

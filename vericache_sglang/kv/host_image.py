@@ -1,4 +1,4 @@
-"""KV in host memory: what every layer holds there, and a checksum of each layer."""
+"""KV images in host memory, with a checksum per layer."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
 
 
 class DraftParts(Protocol):
-    """Reads a request's packed draft part where it is, in the KV pool."""
+    """Reads a request's packed draft KV in the KV pool."""
 
     def __call__(self, layer: int) -> list[PartSpec]:
-        """Return one layer's draft parts, segment by segment; for the host."""
+        """Return one layer's packed draft KV by segment, to be joined on the host."""
 
     def planes(self, layer: int) -> DraftPlanes:
-        """Return them as a kernel reads them; copies, made on the caller's stream."""
+        """Return it in the kernel's layout; copies, made on the caller's stream."""
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep what it reads by for the work of another stream."""
+        """Keep its slot indices alive for work on another stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyTarget:
-    """Slots of the pool that receive an image's entries; tensors are on its device.
+    """Slots of the pool that receive an image's entries; tensors on its device.
 
     Attributes:
-        slots: [n] int64, unique. Without ``kept`` entry j goes to slot j. Else they are
-            a whole prompt's, token i goes to slot i.
+        slots: [n] int64, unique. Without ``kept``, entry j goes to ``slots[j]``.
+            Otherwise they are a whole prompt's: token i goes to ``slots[i]``.
         kept: [L, H, k] integers, the tokens that are exact on the device.
-        exact: [k] int64, the slots where these are; may be among ``slots``.
+        exact: [k] int64, the slots of these tokens; may be among ``slots``.
     """
 
     slots: torch.Tensor
@@ -68,9 +68,9 @@ class CopyTarget:
     exact: torch.Tensor | None = None
 
     def index(self, layer: int) -> torch.Tensor | None:
-        """Return [H, m] int64: which of ``slots`` entry j of head h goes to.
+        """Return [H, m] int64: the index into ``slots`` of entry j of head h.
 
-        None: entry j of every head goes to slot j.
+        None: entry j of every head goes to ``slots[j]``.
         """
         if self.kept is None:
             return None
@@ -78,7 +78,7 @@ class CopyTarget:
 
     @contextmanager
     def joined(self, layer: int, buffers: Buffers) -> Iterator[None]:
-        """Move the exact entries of a layer, around the writing of the others."""
+        """Move a layer's exact entries; the body of the context writes the others."""
         if self.kept is None or self.exact is None:
             yield
             return
@@ -106,27 +106,27 @@ class CopyTarget:
             return
         for buffer, entries in zip(own, rows, strict=True):
             if buffer.device.type == "cpu":
-                # No OpenMP threads beside the forward's: a link's thread may write.
+                # numpy: a transfer thread must not start OpenMP threads.
                 buffer.numpy()[self.slots.numpy()] = entries.numpy()
             else:
                 buffer.index_copy_(0, self.slots, entries)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep its tensors for the work of another stream."""
+        """Keep its tensors alive for work on another stream."""
         for tensor in (self.slots, self.kept, self.exact):
             if tensor is not None:
                 tensor.record_stream(stream)
 
 
 class HostImage(ABC):
-    """Something that left the device. A layer is trusted from its ``seal`` on.
+    """KV copied from the device. A layer is valid from its ``seal`` on.
 
     Args:
         layers: L.
 
     Attributes:
-        pages: Where its tensors are; None: it has no memory of its own.
-        filling: The job of a thread that writes it; None: nothing does.
+        pages: Host pages of its tensors; None: it has no memory of its own.
+        filling: The running job that writes it; None if there is none.
     """
 
     noun: ClassVar[str] = "host image"
@@ -144,12 +144,12 @@ class HostImage(ABC):
     @property
     @abstractmethod
     def slots(self) -> int:
-        """Tokens it stands for, a slot each when they are back."""
+        """Tokens it holds; each takes one slot once loaded."""
 
     @property
     @abstractmethod
     def nbytes_layer(self) -> int:
-        """Bytes of one layer: what crosses the link for it."""
+        """Bytes of one layer that cross the link."""
 
     @property
     @abstractmethod
@@ -157,7 +157,7 @@ class HostImage(ABC):
         """Bytes of all its tensors."""
 
     def sides(self, layer: int) -> Blocks:
-        """Return a layer's entries where they lie, views; none: it has to make them."""
+        """Return views of a layer's entries; empty if they must be decoded first."""
         return [], []
 
     @property
@@ -172,7 +172,7 @@ class HostImage(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pages it takes, what is not written included."""
+        """Bytes of its pages, unwritten ones included."""
         return self.pages.nbytes if self.pages else 0
 
     @property
@@ -182,11 +182,11 @@ class HostImage(ABC):
 
     @property
     def sealed(self) -> bool:
-        """Every layer is sealed."""
+        """Whether every layer is sealed."""
         return None not in self._checksums
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take one layer in, in the caller's thread, and seal it.
+        """Copy one layer in, in the caller's thread, and seal it.
 
         Args:
             layer: Layer index.
@@ -202,7 +202,7 @@ class HostImage(ABC):
     def outgoing(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """Return what of a layer crosses the link; the host waits for nothing.
+        """Return the tensors of a layer that cross the link; does not synchronise.
 
         Args:
             layer: Layer index.
@@ -210,8 +210,8 @@ class HostImage(ABC):
             values: As for ``write``.
 
         Returns:
-            Tensors on the device of ``keys``; and the numbers [*] int32 on which their
-            size depends, None where it does not.
+            Tensors on the device of ``keys``; and the counts [*] int32 that determine
+            their size, None where it is fixed.
         """
         return (keys, values), None
 
@@ -226,7 +226,7 @@ class HostImage(ABC):
             sizes: Likewise, on the host.
 
         Raises:
-            InvariantError: There are other than the image's slots.
+            InvariantError: The number of entries is not ``slots``.
         """
         if len(parts[0]) != self.slots:
             raise InvariantError(f"{len(parts[0])} entries for {self.slots} slots")
@@ -246,10 +246,10 @@ class HostImage(ABC):
         """Write a layer's entries into the pool, on the caller's stream.
 
         Args:
-            layer: Verified.
+            layer: Layer index; verified.
             buffers: Keys [slots of the pool, H, D] and values of the layer.
-            target: Where they go.
-            drafts: The draft part, for complements that hold only what it lacks.
+            target: Slots that receive them.
+            drafts: Draft KV, for residual KV that must be joined with it.
         """
         device = buffers[0].device
         sides = [list(map(as_bits, blocks)) for blocks in self.sides(layer)]
@@ -257,13 +257,13 @@ class HostImage(ABC):
         target.write(layer, buffers, rows)
 
     def settle(self) -> None:
-        """Give back what a sealed image does not need; default: nothing."""
+        """Free the pages a sealed image does not need; default: none."""
 
     def free(self) -> None:
-        """Free its pages; a copy that holds them keeps them until it has ended.
+        """Free its pages; a copy that holds them delays their reuse until it ends.
 
         Raises:
-            InvariantError: That was done before.
+            InvariantError: They were freed before.
         """
         if self.pages:
             self.pages.free()
@@ -273,7 +273,7 @@ class HostImage(ABC):
         self._checksums[layer] = self._digest(layer)
 
     def verify(self, layer: int) -> None:
-        """Compare one layer with its checksum; waits for a save that is under way.
+        """Compare one layer with its checksum; waits for a running save.
 
         Raises:
             TransferError: The bytes changed since ``seal``, or there was none.
@@ -289,14 +289,14 @@ class HostImage(ABC):
         """What the checksum of a layer covers, in this order: views, uint8."""
 
     def _take(self, pool: HostPagePool | None, nbytes: int) -> HostPages:
-        """Take the image's memory.
+        """Allocate the image's memory.
 
         Args:
-            pool: Where from; None: outside any budget, and not pinned.
-            nbytes: Of all its tensors, as laid out.
+            pool: Pool to allocate from; None: outside any budget, and not pinned.
+            nbytes: Bytes of all its tensors, as laid out.
 
         Raises:
-            TransferError: There is no room.
+            TransferError: The pool has no room.
         """
         if pool is None:
             pool = HostPagePool(aligned(nbytes), max(1, aligned(nbytes)), pinned=False)
@@ -319,13 +319,13 @@ class HostImage(ABC):
 def shapes_of(
     geometry: KVGeometry, slots: int, dtype: torch.dtype, kept: int | None = None
 ) -> Shapes:
-    """Return the shapes of entries as they were on the device.
+    """Return dtype and shape of a raw image's tensors.
 
     Args:
         geometry: Shapes of the pool they come from.
         slots: S.
         dtype: Dtype of the pool.
-        kept: n, exact tokens of a complement; None: it is none.
+        kept: n, exact tokens whose positions belong to residual KV; None: no residual.
     """
     row = (geometry.layers, slots, geometry.kv_heads)
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -338,10 +338,10 @@ def shapes_of(
 
 
 def laid_out(shapes: Shapes) -> tuple[dict[str, int], int]:
-    """Lay tensors out one behind the other, so that no page's end cuts an entry.
+    """Lay tensors out back to back, so that no page boundary cuts an entry.
 
     Returns:
-        The first byte of each, and the bytes of all.
+        The first byte of each, and the total bytes.
     """
     starts, end = {}, 0
     for name, (dtype, shape) in shapes.items():
@@ -356,7 +356,7 @@ def laid_out(shapes: Shapes) -> tuple[dict[str, int], int]:
 
 
 class RawImage(HostImage):
-    """Entries as they were on the device, and what belongs to them.
+    """Entries in the pool's dtype, and the tensors that belong to them.
 
     Args:
         shapes: L layers, see ``shapes_of``; further tensors are allowed. Keys and
@@ -401,7 +401,7 @@ class RawImage(HostImage):
 
     @property
     def keys(self) -> torch.Tensor:
-        """[L, S, H, D]; a view where its pages are neighbours, else a copy."""
+        """[L, S, H, D]; a view if its pages are contiguous, else a copy."""
         return self.tensors["keys"].read()
 
     @property

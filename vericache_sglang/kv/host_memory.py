@@ -1,4 +1,4 @@
-"""The pool of host pages of this process, sized and made."""
+"""Sizes and allocates this process's pool of host pages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def open_page_pool(
     """Return the pool, pinned where CUDA is present.
 
     Args:
-        config: Its ``host_gb``; 0 takes a part of what is free now.
+        config: Its ``host_gb``, in GiB; 0 takes a share of the free host memory.
         geometry: Shapes of the KV pool.
         ranks: Ranks on this machine, >= 1.
 
     Raises:
-        ConfigError: So much cannot be page-locked: the machine or the container has
-            less, and would end the process.
+        ConfigError: The machine or the container has less free; page-locking so much
+            would end the process.
     """
     free, pinned = available_host_bytes(), torch.cuda.is_available()
     size = int(resolve_host(config, free, ranks) * GIB)

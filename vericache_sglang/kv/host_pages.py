@@ -1,4 +1,4 @@
-"""Host memory in pages of one size: whatever leaves the device lies in some of them."""
+"""Host memory in pages of one size, for all KV that leaves the device."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 
 ALIGNMENT = 64
-"""Bytes that tensors begin at a multiple of: a cache line, and what DMA wants."""
+"""Alignment of tensors in bytes: a cache line, as DMA prefers."""
 
 PAGE_TOKENS = 128
-"""Tokens whose keys (or values) of one layer are a page.
+"""Tokens whose keys (or values) of one layer fill a page.
 
 Llama-3.1-8B in bf16: 256 KiB. An image leaves half a page unused on average, 0.3 % of
 the residual KV of a segment of 512 tokens that keeps a quarter (48 MiB), 0.8 % of its
-draft KV. Where no two pages of an image are neighbours, a copy is 256 KiB long; it is
-768 KiB where they are, which is what the segment has in one layer.
+draft KV. Where no two pages of an image are contiguous, a copy is 256 KiB long; it is
+768 KiB where all are, which is the size of the segment in one layer.
 """
 
 
 def page_bytes_of(geometry: KVGeometry) -> int:
-    """Return the bytes of a page: whole keys and whole values of a token fill it."""
+    """Return the bytes of a page, a multiple of a token's key and of its value."""
     dims = math.lcm(geometry.head_dim, geometry.v_head_dim)
     return PAGE_TOKENS * geometry.kv_heads * dims * geometry.element_bytes
 
@@ -48,24 +48,24 @@ def aligned(nbytes: int) -> int:
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the first byte of each of some tensors, aligned, and the bytes of all."""
+    """Return the aligned first byte of each tensor, and the total bytes."""
     *starts, total = accumulate(map(aligned, sizes), initial=0)
     return starts, total
 
 
 class HostPages:
-    """Pages of one owner, read as one string of bytes; see ``HostPagePool.take``.
+    """Pages of one owner, addressed as one byte range; see ``HostPagePool.take``.
 
     Attributes:
-        holds: Copies that read or write them now; they outlast ``free``.
-        freed: The owner has freed them.
+        holds: Copies that use them now; they delay reuse beyond ``free``.
+        freed: Whether the owner has freed them.
     """
 
     def __init__(self, pool: HostPagePool, pages: list[int]) -> None:
         self.holds = 0
         self.freed = False
-        # The buffer lives as long as its pages, but in no cycle: that would keep
-        # gigabytes of pinned memory until the collector comes by.
+        # Pages keep the buffer alive, but without a reference cycle: it would hold
+        # gigabytes of pinned memory until the next garbage collection.
         self._pool = weakref.ref(pool)
         self._buffer = pool.buffer
         self._lock = pool.lock
@@ -74,7 +74,7 @@ class HostPages:
 
     @property
     def pages(self) -> list[int]:
-        """Their numbers, in order."""
+        """Page numbers, in order."""
         return self._pages
 
     @property
@@ -83,10 +83,10 @@ class HostPages:
         return len(self._pages) * self._page_bytes
 
     def hold(self) -> None:
-        """Keep them from being used again, until as many ``release``; any thread.
+        """Prevent reuse of the pages until the matching ``release``; any thread.
 
         Raises:
-            InvariantError: They are freed.
+            InvariantError: They were freed.
         """
         with self._lock:
             if self.freed:
@@ -97,7 +97,7 @@ class HostPages:
         """End one ``hold``; any thread.
 
         Raises:
-            InvariantError: There is none.
+            InvariantError: There is no ``hold``.
         """
         with self._lock:
             if not self.holds:
@@ -106,10 +106,10 @@ class HostPages:
             self._return(self._pages if self.freed and not self.holds else [])
 
     def free(self) -> None:
-        """Give them back to the pool, which has them once no copy holds them.
+        """Free the pages; the pool reuses them once no copy holds them.
 
         Raises:
-            InvariantError: That was done before.
+            InvariantError: They were freed before.
         """
         with self._lock:
             if self.freed:
@@ -121,7 +121,7 @@ class HostPages:
         """Free the last pages; the first ``nbytes`` bytes stay.
 
         Raises:
-            InvariantError: There are fewer bytes, or they are freed.
+            InvariantError: There are fewer bytes, or they were freed.
         """
         keep = -(-nbytes // self._page_bytes)
         if self.freed or not 0 <= keep <= len(self._pages):
@@ -135,7 +135,7 @@ class HostPages:
         """Return bytes ``start`` to ``stop`` as uint8 views, one per run of pages.
 
         Raises:
-            InvariantError: They are not there, or freed.
+            InvariantError: The range exceeds the pages, or they were freed.
         """
         if (self.freed and not self.holds) or not 0 <= start <= stop <= self.nbytes:
             gone = ", freed" if self.freed else ""
@@ -166,7 +166,7 @@ class HostPages:
             at += len(block)
 
     def _set(self, pages: list[int]) -> None:
-        """Find runs of neighbours: first bytes in the string; in the buffer, length."""
+        """Set the pages, and find the contiguous runs among them."""
         self._pages, size = pages, self._page_bytes
         numbers = np.asarray(pages, dtype=np.int64)
         first = np.flatnonzero(np.diff(numbers, prepend=-2) != 1).tolist()
@@ -187,19 +187,19 @@ class HostPagePool:
     """A fixed number of pages of host memory, in one buffer allocated once.
 
     The free pages with the lowest numbers are taken first, as SGLang's allocators do:
-    most images lie in few runs of neighbours. No page moves. Deterministic: the same
+    most images lie in few contiguous runs. No page moves. Deterministic: the same
     calls give the same pages on every rank. One lock guards every call: any thread may
     hold and release.
 
     Args:
-        nbytes: Size in bytes; a broken page at the end stays unused.
+        nbytes: Size in bytes; a partial page at the end stays unused.
         page_bytes: Bytes of a page, see ``page_bytes_of``.
-        pinned: Lock the pages for copies by a CUDA device, until ``close``; else pages
-            nothing wrote cost nothing.
+        pinned: Page-lock the memory for copies by a CUDA device, until ``close``; else
+            pages take no memory before their first write.
 
     Attributes:
         buffer: [size] uint8.
-        lock: Guards everything.
+        lock: Guards all state.
         page_bytes: As given.
     """
 
@@ -230,12 +230,12 @@ class HostPagePool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all other pages."""
+        """Bytes of the pages in use."""
         return self.size - self.free_bytes
 
     @property
     def leaving_bytes(self) -> int:
-        """Of ``used_bytes``, those freed while a copy holds them; counted anew."""
+        """The part of ``used_bytes`` that is freed and still held; recounted."""
         with self.lock:
             return sum(each.nbytes for each in self._owned if each.freed)
 
@@ -244,16 +244,16 @@ class HostPagePool:
         return -(-nbytes // self.page_bytes) * self.page_bytes
 
     def take(self, nbytes: int) -> HostPages | None:
-        """Take as many pages as hold ``nbytes`` bytes; contents are whatever was there.
+        """Take pages for ``nbytes`` bytes; their contents are undefined.
 
         Returns:
-            None where fewer are free.
+            The pages; None where too few are free.
         """
         count = self.rounded(nbytes) // self.page_bytes
         with self.lock:
             if count > self._free:
                 return None
-            # No page below is free; the others are looked at in windows.
+            # No page below ``_lowest`` is free; the others are searched in windows.
             pages: list[int] = []
             at, window = self._lowest, max(4096, 2 * count)
             while len(pages) < count:
@@ -268,7 +268,7 @@ class HostPagePool:
             return taken
 
     def recover(self, owned: HostPages, pages: list[int]) -> None:
-        """Note that pages were freed or are free now; their owner calls it, locked."""
+        """Mark pages of ``owned`` free; called by their owner, under the lock."""
         self._mark(pages, True)
         if owned.freed and not owned.holds:
             self._owned.remove(owned)
@@ -280,15 +280,15 @@ class HostPagePool:
             self._lowest = min(self._lowest, pages[0]) if free else pages[-1] + 1
 
     def close(self) -> None:
-        """Unlock the pages; no copy runs, and none is made any more."""
+        """Unlock the pages; no copy may run then or later."""
         if self._pinned is not None:
             self._pinned.close()
 
     def check(self) -> None:
-        """Count everything anew; O(pages).
+        """Compare the counts with a recount; O(pages).
 
         Raises:
-            InvariantError: A page is not exactly once free or some owner's.
+            InvariantError: A page is lost, or is free or owned more than once.
         """
         with self.lock:
             times = self._is_free.astype(np.int8)
@@ -308,8 +308,8 @@ class HostTensor:
     """A tensor in host pages, read layer by layer.
 
     Attributes:
-        pages: Where it is.
-        dtype: Of its elements.
+        pages: Pages that hold it.
+        dtype: Dtype of its elements.
         shape: [L, ...].
         start: Its first byte in the pages.
     """
@@ -320,7 +320,7 @@ class HostTensor:
     start: int
 
     def __getitem__(self, layer: int) -> torch.Tensor:
-        """Return one layer; a view where its pages are neighbours, else a copy."""
+        """Return one layer; a view if its pages are contiguous, else a copy."""
         return self.read(layer)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -340,7 +340,7 @@ class HostTensor:
     def rows(self, layer: int) -> list[torch.Tensor]:
         """Return views [k, ...] of a layer's entries, one per run of pages.
 
-        None of them is cut by a page's end: pages hold whole keys and values.
+        No page boundary cuts an entry: pages hold whole keys and values.
         """
         row = self.shape[2:]
         blocks = [block.view(self.dtype) for block in self.raw(layer)]
@@ -353,7 +353,7 @@ class HostTensor:
     ) -> torch.Tensor:
         """Return a layer, or all of them, on a device.
 
-        On the host it is a view where the pages are neighbours, else a copy. To a GPU
+        On the host it is a view if the pages are contiguous, else a copy. To a GPU
         the copies are queued on the caller's stream.
         """
         start, stop = self._bounds(layer)
@@ -362,16 +362,16 @@ class HostTensor:
         return raw.view(self.dtype).view(shape)
 
     def write(self, source: torch.Tensor, layer: int | None = None) -> None:
-        """Copy a layer, or all of them, in, bit by bit.
+        """Write a layer, or all of them.
 
-        From a GPU the bytes follow on the current stream.
+        A copy from a GPU is queued on the current stream.
 
         Args:
             source: Of its shape, any strides and device; converted to its dtype.
             layer: None: all.
 
         Raises:
-            InvariantError: It has another shape.
+            InvariantError: ``source`` has another shape.
         """
         start, _ = self._bounds(layer)
         if source.shape != (self.shape if layer is None else self.shape[1:]):
@@ -388,11 +388,11 @@ class HostTensor:
 
 
 def gathered_on(device: torch.device, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return blocks of the host one behind the other on a device, along dimension 0.
+    """Concatenate host blocks on a device, along dimension 0.
 
     Args:
-        device: Where to; on the host a single block is returned as it is.
-        blocks: Integers of one dtype, of one shape but for dimension 0; none: no bytes.
+        device: Target device; on the host a single block is returned as it is.
+        blocks: Integers of one dtype, of one shape but for dimension 0; may be empty.
     """
     if not blocks:
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -405,7 +405,7 @@ def gathered_on(device: torch.device, blocks: Sequence[torch.Tensor]) -> torch.T
     for block in blocks:
         target = joined[at : at + len(block)]
         if device.type == "cpu":
-            # No OpenMP threads beside the forward's: a link's thread may read.
+            # numpy: a transfer thread must not start OpenMP threads.
             target.numpy()[...] = block.numpy()
         else:
             target.copy_(block, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What left the device, by request, in pages of host memory."""
+"""Residual KV and swapped-out KV of requests, in pages of host memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A complement, and how many requests refer to it.
+    """Residual KV, and the number of requests that refer to it.
 
-    ``owned``: its memory is given back with its last request.
+    ``owned``: its memory is freed with its last request.
     """
 
     name: str
@@ -39,22 +39,22 @@ class _Group:
 
 
 class HostStore:
-    """Complements and parked images in a pool of pages, which others may use too.
+    """Residual KV and swapped images in a pool of pages that others may use too.
 
-    A request holds at most one of each. Complements with the same content may be
-    shared (``share``); the bytes then count once. Not thread-safe: the engine's loop
+    A request holds at most one of each. Residual KV with the same content may be
+    shared (``share``); its bytes then count once. Not thread-safe: the engine's loop
     is its only caller.
 
     Args:
         geometry: Shapes of the pool the entries come from.
         dtype: Dtype of the pool.
-        page_pool: Where the pages come from.
-        codec: What packs draft parts; None: nothing is packed.
+        page_pool: Pool of the pages.
+        codec: Packs draft KV; None: nothing is packed.
 
     Attributes:
         page_pool: As given.
-        evictor: Asked to free this many bytes of the pool before something is refused;
-            it frees what it can. None: nothing is asked.
+        evictor: Called with the missing bytes before an allocation is refused; frees
+            what it can. None: no eviction.
 
     Raises:
         InvariantError: ``geometry`` and ``dtype`` differ in bytes per element.
@@ -96,15 +96,15 @@ class HostStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of complements, shared ones once, and parked images; counted anew."""
+        """Bytes of residual KV, shared once, and of swapped images; recounted."""
         groups = self._groups.values()
         images = [group.residual for group in groups if group.owned]
         return sum(image.held_bytes for image in (*images, *self._swapped.values()))
 
     def residual_bytes(self, budget: Budget) -> int:
-        """Return the most bytes of a complement, its kept positions included.
+        """Return the most bytes of residual KV, its kept positions included.
 
-        Exact for one that holds entries; a residual is never larger than they are.
+        Exact for ``RawResidual``, an upper bound for ``PlaneResidual``.
         """
         geometry, dtype = self.geometry, self.dtype
         if isinstance(self._codec, SplitPlanes):
@@ -115,14 +115,14 @@ class HostStore:
         return self.page_pool.rounded(nbytes)
 
     def swapped_bytes(self, slots: int) -> int:
-        """Return the exact bytes of a parked image of ``slots`` slots."""
+        """Return the exact bytes of a swapped image of ``slots`` slots."""
         shapes = shapes_of(self.geometry, slots, self.dtype)
         return self.page_pool.rounded(laid_out(shapes)[1])
 
     def fits(self, nbytes: int) -> bool:
-        """Make room for ``nbytes`` bytes, and return whether there is.
+        """Evict until ``nbytes`` bytes are free; return whether they are.
 
-        Asks the evictor for what is missing. What is taken next finds that room.
+        The next allocation of this size then succeeds.
         """
         needed = self.page_pool.rounded(nbytes)
         if needed > self.budget_bytes:
@@ -136,19 +136,19 @@ class HostStore:
         return True
 
     def fits_residual(self, budget: Budget) -> bool:
-        """Make room for ``open`` with these counts, and say whether there is."""
+        """Evict until ``open`` fits with these counts; return whether it does."""
         return self.fits(self.residual_bytes(budget))
 
     def open(self, rid: str, budget: Budget) -> HostResidual:
-        """Allocate a complement for a request; the caller fills and seals it.
+        """Allocate residual KV for a request; the caller fills and seals it.
 
         Args:
-            rid: Request id, holding no complement yet.
+            rid: Id of a request without residual KV.
             budget: Counts of its prompt.
 
         Raises:
-            TransferError: It is over the budget; nothing was allocated.
-            InvariantError: The request has a complement.
+            TransferError: The pool has no room; nothing was allocated.
+            InvariantError: The request has residual KV already.
         """
         if rid in self._of_request:
             raise InvariantError(f"{rid} has a complement already")
@@ -159,15 +159,15 @@ class HostStore:
         return group.residual
 
     def adopt(self, rid: str, name: str, residual: HostResidual) -> None:
-        """Have a request refer to a complement whose memory is somebody else's.
+        """Have a request refer to residual KV whose memory has another owner.
 
         Args:
-            rid: Request id, holding no complement yet.
-            name: Equal for requests that refer to the same one.
-            residual: Sealed, or being filled; it stays until ``drop``.
+            rid: Id of a request without residual KV.
+            name: Equal for requests that refer to the same residual KV.
+            residual: Sealed, or being filled; must not be freed before ``drop``.
 
         Raises:
-            InvariantError: The request has a complement.
+            InvariantError: The request has residual KV already.
         """
         if rid in self._of_request:
             raise InvariantError(f"{rid} has a complement already")
@@ -176,21 +176,21 @@ class HostStore:
         self._of_request[rid] = group
 
     def settle(self, rid: str) -> None:
-        """Take back what a request's complement does not need, once it is filled."""
+        """Free the pages that a request's filled residual KV does not need."""
         group = self._of_request.get(rid)
         if group is not None and group.owned and group.residual.sealed:
             group.residual.settle()
 
     def swap_out(self, rid: str, slots: int) -> SwappedImage:
-        """Allocate a parked image for a request; the caller fills it.
+        """Allocate a swapped image for a request; the caller fills it.
 
         Args:
-            rid: Request id, holding no parked image yet.
+            rid: Id of a request that is not swapped out.
             slots: Slots the request has on the device, >= 1.
 
         Raises:
-            TransferError: It is over the budget; nothing was allocated.
-            InvariantError: The request is parked.
+            TransferError: The pool has no room; nothing was allocated.
+            InvariantError: The request is swapped out already.
         """
         if rid in self._swapped:
             raise InvariantError(f"{rid} is parked already")
@@ -200,16 +200,16 @@ class HostStore:
         return image
 
     def share(self, rid: str) -> str:
-        """Let a request refer to an equal complement that lives already, if any.
+        """Have a request refer to equal residual KV that exists already, if any.
 
-        Its own copy is dropped then; take ``residual(rid)`` from here on. Reads every
-        byte of both, but only where all checksums agree.
+        Its own copy is then freed; call ``residual(rid)`` again. Reads every byte of
+        both, but only where all checksums agree.
 
         Returns:
-            The name of the complement it refers to now, see ``group_of``.
+            The name of the residual KV it refers to now, see ``group_of``.
 
         Raises:
-            InvariantError: The request has no complement, or it is not sealed.
+            InvariantError: The request has no residual KV, or it is not sealed.
         """
         own = self._group(rid)
         if not own.residual.sealed:
@@ -223,17 +223,17 @@ class HostStore:
         return own.name
 
     def group_of(self, rid: str) -> str:
-        """Return the name of the complement a request refers to.
+        """Return the name of the residual KV a request refers to.
 
-        Names are never used again and equal for requests that share.
+        Names are never reused, and equal for requests that share.
 
         Raises:
-            InvariantError: The request has no complement.
+            InvariantError: The request has no residual KV.
         """
         return self._group(rid).name
 
     def residual(self, rid: str) -> HostResidual:
-        """Return the complement a request refers to.
+        """Return the residual KV a request refers to.
 
         Raises:
             InvariantError: It has none.
@@ -241,20 +241,20 @@ class HostStore:
         return self._group(rid).residual
 
     def swapped(self, rid: str) -> SwappedImage | None:
-        """Return the image of a parked request, None where it is not parked."""
+        """Return a request's swapped image; None where it is not swapped out."""
         return self._swapped.get(rid)
 
     def drop(self, rid: str) -> int:
-        """Let go of all a request holds; nothing happens when it holds nothing.
+        """Drop all that a request holds; no effect if it holds nothing.
 
         Returns:
-            Bytes given back; a shared complement's only with its last request.
+            Bytes freed; shared residual KV is freed with its last request.
         """
         freed = self.drop_swapped(rid)
         return freed + (self._leave(rid) if rid in self._of_request else 0)
 
     def clear(self) -> None:
-        """Let go of what every request holds, whatever is counted."""
+        """Drop what all requests hold, whatever the counts say."""
         images: list[HostImage] = [*self._swapped.values()]
         images += [each.residual for each in self._groups.values() if each.owned]
         self._swapped.clear()
@@ -265,7 +265,7 @@ class HostStore:
                 image.free()
 
     def drop_swapped(self, rid: str) -> int:
-        """Free a request's parked image, if any, and return its bytes."""
+        """Free a request's swapped image, if any, and return its bytes."""
         image = self._swapped.pop(rid, None)
         if image is None:
             return 0
@@ -273,15 +273,15 @@ class HostStore:
         return image.held_bytes
 
     def check(self, living: Collection[str], others: int | None = None) -> None:
-        """Count everything anew, the pool too.
+        """Compare all counts with a recount, the pool's too.
 
         Args:
-            living: Ids of requests that may hold something.
-            others: Bytes of the pool that are not the store's; None: not known, so
-                a leak of pages is not noticed.
+            living: Ids of requests that may hold memory.
+            others: Bytes of the pool in use by other owners; None: not known, so a
+                leak of pages is not noticed.
 
         Raises:
-            InvariantError: A dead request holds something, or a count is off.
+            InvariantError: A dead request holds memory, or a count is off.
         """
         holding = self._of_request.keys() | self._swapped.keys()
         dead = sorted(rid for rid in holding if rid not in living)

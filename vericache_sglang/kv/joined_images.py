@@ -1,4 +1,4 @@
-"""Host images one behind the other, so that one transfer fills or reads them all."""
+"""Concatenated host images, so that one transfer fills or reads them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class JoinedImages(HostImage):
-    """Images of equally many layers, seen as one; it owns no memory.
+    """Images with the same number of layers, read as one; it owns no memory.
 
     Args:
         parts: In the order of their entries; at least one.
@@ -49,17 +49,17 @@ class JoinedImages(HostImage):
 
     @property
     def nbytes(self) -> int:
-        """See ``HostImage.nbytes``; the parts' own."""
+        """See ``HostImage.nbytes``; the sum over its parts."""
         return sum(part.nbytes for part in self._joined)
 
     @property
     def checksums(self) -> tuple[int | None, ...]:
-        """Of every layer of every part."""
+        """Checksums of every layer of every part."""
         return tuple(value for part in self._joined for value in part.checksums)
 
     @property
     def sealed(self) -> bool:
-        """Every layer of every part is sealed."""
+        """Whether every layer of every part is sealed."""
         return all(part.sealed for part in self._joined)
 
     def seal(self, layer: int) -> None:
@@ -77,6 +77,6 @@ class JoinedImages(HostImage):
 
 
 def one_behind_the_other(found: Iterable[Blocks]) -> Blocks:
-    """Return the blocks of several images as those of one."""
+    """Concatenate the blocks of several images."""
     keys, values = zip(*found, strict=True)
     return list(chain(*keys)), list(chain(*values))

@@ -1,4 +1,4 @@
-"""Who holds what: every slot and byte VeriCache takes, entered once and given back."""
+"""Books of the slots that requests hold, for consistency checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Account(Enum):
 
 
 class Ledger:
-    """Double-entry in miniature: what a request takes is booked under its id."""
+    """Counts the slots that each request holds, by account."""
 
     def __init__(self) -> None:
         self._books: dict[Account, Counter[str]] = {kind: Counter() for kind in Account}
@@ -36,27 +36,27 @@ class Ledger:
         self._books[account][rid] = amount
 
     def give(self, account: Account, rid: str) -> int:
-        """Book back everything a request holds of an account; returns the amount."""
+        """Clear a request's holding of an account; return its amount."""
         return self._books[account].pop(rid, 0)
 
     def clear(self) -> None:
-        """Forget what everybody holds."""
+        """Clear all holdings."""
         for book in self._books.values():
             book.clear()
 
     def total(self, account: Account) -> int:
-        """Return what all requests together hold."""
+        """Return the holdings of all requests together."""
         return sum(self._books[account].values())
 
     def check(self, living: Collection[str], staging_used: int) -> None:
-        """Compare the books with the world.
+        """Compare the books with the requests and the staging buffer.
 
         Args:
-            living: Who may hold something: requests, and complements being staged.
-            staging_used: Slots the staging region says are taken.
+            living: Ids that may hold slots: requests, and residual KV being staged.
+            staging_used: Slots in use according to the staging buffer.
 
         Raises:
-            InvariantError: A dead request still holds something, or a total is off.
+            InvariantError: A dead request still holds slots, or a total is off.
         """
         for account, book in self._books.items():
             dead = sorted(rid for rid in book if book[rid] and rid not in living)

@@ -1,4 +1,4 @@
-"""The host link: what a copy over it promises, and the pace of an emulated one."""
+"""The host link: protocols of copies over it, and an emulated bandwidth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(Protocol):
-    """One copy on its way; polled by the engine, never waited for."""
+    """One asynchronous copy; the engine polls it and never waits for it."""
 
     @property
     def nbytes(self) -> int:
@@ -32,10 +32,10 @@ class Transfer(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Time on the link, not that spent behind other copies; 0.0 until done."""
+        """Time on the link, without queueing behind other copies; 0.0 until done."""
 
     def done(self) -> bool:
-        """Say whether every byte is in place.
+        """Return whether every byte is in place.
 
         Raises:
             TransferError: The copy failed, or a checksum did not match; the message
@@ -43,50 +43,50 @@ class Transfer(Protocol):
         """
 
     def cancel(self) -> None:
-        """Stop when convenient; returns only when no byte will be written any more."""
+        """Stop the copy; after the return no further writes occur."""
 
 
 class Transfers(Protocol):
-    """Copies between one device's KV pool and the host, in the order they are asked.
+    """Copies between one device's KV pool and the host, in the order of the calls.
 
-    Nothing is tried twice: after a failure the caller may ask for the copy again.
+    No copy is retried: after a failure the caller may start it again.
     """
 
     def start(
         self, residual: HostResidual, lease: Lease, drafts: DraftParts | None
     ) -> Transfer:
-        """Copy a complement into the first slots of a lease.
+        """Copy residual KV into the first slots of a lease.
 
-        Each layer is verified, then keys and values go with one contiguous copy per
-        piece: what of one run of host pages lies in one span of the lease.
+        Each layer is verified, then its keys and values are copied piece by piece; a
+        piece is contiguous both in a run of host pages and in a span of the lease.
 
         Args:
             residual: Sealed.
-            lease: Nobody else's until the copy is done or cancelled.
-            drafts: The draft part it is joined with, which stays where it is until
-                then; None: it has none.
+            lease: Exclusive until the copy is done or cancelled.
+            drafts: The draft KV it is joined with, whose slots stay unchanged until
+                then; None: nothing is packed.
 
         Raises:
-            InvariantError: The lease is smaller than the complement.
+            InvariantError: The lease is smaller than the residual KV.
         """
 
     def load(
         self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
     ) -> Transfer:
-        """Copy an image back into any slots, each layer once it is verified.
+        """Copy an image into any slots; each layer is verified first.
 
         Args:
             image: Sealed, or being saved.
-            target: Slots that are nobody else's until the copy is done or cancelled.
+            target: Slots that are exclusive until the copy is done or cancelled.
             drafts: As for ``start``.
         """
 
     def place(
         self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
     ) -> None:
-        """Do the same now; what the caller does next on the device sees the entries.
+        """Do as ``load``, ordered before the caller's next work on the device.
 
-        The image may be freed at once.
+        The image may be freed once this returns.
 
         Raises:
             TransferError: A layer's bytes changed; it and later ones are not written.
@@ -95,15 +95,15 @@ class Transfers(Protocol):
     def bring(
         self, blocks: Blocks, slots: torch.Tensor, pages: Iterable[HostPages | None]
     ) -> None:
-        """Write entries into any slots; what the caller does next there sees them.
+        """Write entries into any slots, ordered before the caller's next work there.
 
-        All of ``blocks`` is consumed before this returns, and what it raises is raised;
-        the bytes themselves may follow. Whoever makes it checks what it yields.
+        All of ``blocks`` is consumed before this returns, and its exceptions propagate;
+        the copies themselves may end later. The producer of ``blocks`` verifies them.
 
         Args:
             blocks: One pair per layer, on the host or the device.
-            slots: [S] int64 on the pool's device, unique; nobody else's.
-            pages: Host memory the pairs lie in; it may be freed at once.
+            slots: [S] int64 on the pool's device, unique; exclusive.
+            pages: Host pages of the pairs; they may be freed once this returns.
 
         Raises:
             InvariantError: There are fewer or more pairs than layers.
@@ -118,17 +118,17 @@ class Transfers(Protocol):
 
         Args:
             blocks: One pair of gathered tensors per layer.
-            image: Receives them; not read before the transfer is done. A complement's
-                ``kept`` positions of a layer are written before its pair is yielded.
+            image: Receives them; not read before the transfer is done. ``kept``
+                positions of a layer are written before its pair is yielded.
 
         Raises:
             InvariantError: There are fewer or more pairs than layers.
-            TransferError: A layer could not be copied; the image is not sealed. Where
-                copies go on behind the caller's back, ``Transfer.done`` may raise it.
+            TransferError: A layer could not be copied; the image is not sealed. For an
+                asynchronous copy ``Transfer.done`` raises it.
         """
 
     def close(self) -> None:
-        """Finish the copy that runs, drop those that wait, release the thread."""
+        """Finish the running copy, drop the queued ones, stop the thread."""
 
 
 class Booking(NamedTuple):
@@ -139,7 +139,7 @@ class Booking(NamedTuple):
 
 
 class Link:
-    """One serial link with a bandwidth of its own, shared by both directions.
+    """An emulated serial link, shared by both directions.
 
     Args:
         gbps: Bandwidth in GB/s (1e9 bytes); 0 for a link that takes no time.
@@ -151,12 +151,12 @@ class Link:
         self._lock = Lock()
 
     def book(self, nbytes: int, asked: float) -> Booking:
-        """Reserve the link for ``nbytes``, behind what was booked before.
+        """Reserve the link for ``nbytes``, behind earlier bookings.
 
         Args:
             nbytes: Bytes to carry.
-            asked: When the copy wanted the link; in the past for one that goes on, so
-                that a late thread does not make the link slower.
+            asked: Time of the request; for later layers of a copy the end of the last
+                booking, so that a late thread does not slow the link down.
         """
         if not self._bytes_per_s:
             return Booking(asked, asked)
@@ -170,7 +170,7 @@ def copy_layer(copy: Callable[[int], None], layer: int) -> None:
     """Run ``copy(layer)``.
 
     Raises:
-        TransferError: It failed, whatever the reason; the message names the layer.
+        TransferError: It failed, for any reason; the message names the layer.
     """
     try:
         copy(layer)
@@ -181,7 +181,7 @@ def copy_layer(copy: Callable[[int], None], layer: int) -> None:
 
 
 def raise_failure(future: Future[None]) -> None:
-    """Raise what a finished job raised.
+    """Raise the exception of a finished job, if any.
 
     Raises:
         TransferError: It failed or was cancelled.

@@ -1,4 +1,4 @@
-"""Moves a split request between residencies, and makes finished rows whole again."""
+"""Moves KV of compressed requests between placements, and restores finished rows."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloader:
-    """Carries out every move but the first split; rows and pool stay in step.
+    """Carries out every move except compression; keeps block table and pool in step.
 
     Args:
-        handles: Pool, row table, host memory.
-        drafts: Returns a reader of a request's packed draft part.
-        watch: Knows the scores of tokens by slot.
+        handles: Pool, block table, host memory.
+        drafts: Returns a reader of a request's packed draft KV.
+        watch: Holds the scores of tokens by slot.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KVOffloader:
     ) -> None:
         self._drafts = drafts
         self._watch = watch
-        # Of parked requests, the scores of what lies behind their prompts' parts.
+        # By id of a swapped-out request, the scores in its decode slots.
         self._noted: dict[str, list[torch.Tensor]] = {}
         self._handles = handles
         self._geometry = handles.geometry
@@ -58,13 +58,13 @@ class KVOffloader:
         self._transfers = handles.transfers
 
     def offload(self, state: RequestState, tree_cache: Any) -> Transfer | None:
-        """Move the complement from the device to the host; see ``Layout``.
+        """Move the residual KV from the device to the host; see ``Layout``.
 
         Returns:
-            The copy; None when the host budget does not allow it.
+            The copy; None where the host budget is exhausted.
 
         Raises:
-            TransferError: It could not be made; nothing changed.
+            TransferError: The copy could not be made; nothing changed.
         """
         parts, row = state.split, self._handles.row(state)
         budget = parts.budget
@@ -91,7 +91,7 @@ class KVOffloader:
         return transfer
 
     def give_up_residual(self, state: RequestState, tree_cache: Any) -> None:
-        """Free the slots of a complement that the host has; the draft part stays."""
+        """Free the slots of residual KV that the host holds; the draft KV stays."""
         parts, row, kv = state.split, self._handles.row(state), state.req.kv
         budget = parts.budget
         body = row[: budget.offered].to(torch.int64).clone()
@@ -108,10 +108,10 @@ class KVOffloader:
         kv.cache_protected_len = parts.shared_count
 
     def pin(self, state: RequestState, tree_cache: Any) -> bool:
-        """Bring the complement back into slots of the pool, for good.
+        """Load the residual KV back into slots of the pool, permanently.
 
         Returns:
-            False when there is no room.
+            False where there is no room.
 
         Raises:
             LostKVError: The host copy is damaged.
@@ -124,7 +124,7 @@ class KVOffloader:
             return False
         draft = row[: budget.slots].to(torch.int64).clone()
         try:
-            if packed:  # codes stay codes, so the whole KV goes beside them
+            if packed:  # packed tokens stay packed: full KV goes beside them
                 self._write_whole(state, draft[budget.code_slots :], fresh)
             else:
                 residual = self._host.residual(state.rid)
@@ -139,7 +139,7 @@ class KVOffloader:
         return True
 
     def unsplit(self, state: RequestState, tree_cache: Any) -> None:
-        """Give the copies beside a whole prompt back; the choice is remembered."""
+        """Free the draft KV beside a prompt's full KV; the selection is remembered."""
         parts, row = state.split, self._handles.row(state)
         if parts.layout is not Layout.BESIDE:
             return
@@ -151,25 +151,25 @@ class KVOffloader:
         state.req.skip_radix_cache_insert = not parts.insertable
 
     def swap_out(self, state: RequestState, tree_cache: Any) -> Transfer | None:
-        """Move what a request on the host still holds on the device there too.
+        """Move the draft KV and decode slots of an offloaded request to the host.
 
         Returns:
-            The copy; None when the host budget does not allow it, or no page is free
-            for a row that has none of its own.
+            The copy; None where the host budget is exhausted, or no page is free for a
+            row that owns none.
 
         Raises:
-            TransferError: It could not be made; nothing changed.
+            TransferError: The copy could not be made; nothing changed.
         """
         parts, row, kv = state.split, self._handles.row(state), state.req.kv
         held = state.row_length + state.pending_max + state.drafted
         own = row[parts.shared_count : kv.kv_allocated_len].to(torch.int64).clone()
         taken = own[:0]
-        if not len(own):  # a shared draft part, and nothing decoded yet
+        if not len(own):  # shared draft KV, and nothing decoded yet
             page = allocate(tree_cache, self._page)
             if page is None:
                 return None
             own = taken = page
-        # Only now: what an allocation evicts may go to the host.
+        # After the allocation, whose evictions may take host memory.
         if not self._host.fits(self._host.swapped_bytes(held)):
             free(tree_cache, taken)
             return None
@@ -184,8 +184,8 @@ class KVOffloader:
             self._noted.pop(state.rid)
             free(tree_cache, taken)
             raise
-        # SGLang takes a row without slots for one it has released already, and a parked
-        # request may be aborted: the first page of its own stays.
+        # SGLang takes a row without slots for a released one, and a swapped-out request
+        # may be aborted: the first page it owns stays.
         free(tree_cache, own[self._page :])
         row[: self._page] = own[: self._page].to(row.dtype)
         kv.kv_committed_len -= state.row_length
@@ -195,10 +195,10 @@ class KVOffloader:
         return transfer
 
     def resume(self, state: RequestState, tree_cache: Any) -> bool:
-        """Bring a parked request's slots back.
+        """Swap a request in: load its draft KV and decode slots.
 
         Returns:
-            False when there is no room.
+            False where there is no room.
 
         Raises:
             LostKVError: The host copy is damaged.
@@ -227,19 +227,19 @@ class KVOffloader:
         return True
 
     def forget(self, rid: str) -> None:
-        """Drop what is kept of a parked request; nothing happens where there is none.
+        """Drop the saved scores of a swapped-out request; no effect without any.
 
-        Its image is the host store's.
+        Its image belongs to the host store.
         """
         self._noted.pop(rid, None)
 
     def join(self, state: RequestState, tree_cache: Any) -> bool:
-        """Make a finished request's row list every token in order, for the tree.
+        """Restore a finished request's row to prompt order, for the prefix tree.
 
         Returns:
-            False when the row stays as it is: no prefix cache, the user asked for no
-            insertion, no room, or a damaged host copy. The scheduler then releases
-            the row uncached.
+            False where the row stays as it is: no prefix cache, shared draft KV, a
+            request that opted out of insertion, no room, or a damaged host copy. The
+            scheduler then releases the row uncached.
         """
         parts = state.parts
         if parts is None or parts.layout is Layout.WHOLE or parts.shared_count:
@@ -284,12 +284,13 @@ class KVOffloader:
     def _write_whole(
         self, state: RequestState, exact: torch.Tensor, whole: torch.Tensor
     ) -> None:
-        """Write a prompt's entries in order.
+        """Restore a prompt's entries in order.
 
         Args:
-            state: Split; its complement is on the host or behind its exact entries.
+            state: Compressed; its residual KV is on the host or behind its exact
+                entries.
             exact: [n] int64, slots of the exact entries.
-            whole: [B] int64, where the entries go; may be slots they come from.
+            whole: [B] int64, target slots; may overlap the source slots.
 
         Raises:
             TransferError: The host copy is damaged.

@@ -1,4 +1,4 @@
-"""Packed draft parts of running requests: written once, read by every draft."""
+"""Packed draft KV of running requests: written once, read by every draft forward."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Codes:
-    """Packs, finds and decodes the codes of split requests.
+    """Packs, locates and decodes the packed draft KV of compressed requests.
 
     Args:
         codec: Bound to the model.
-        handles: Pool and row table.
+        handles: Pool and block table.
 
     Raises:
         CompressionError: Its blocks do not divide a segment.
@@ -53,7 +53,7 @@ class Codes:
 
     @property
     def transfer_fraction(self) -> float:
-        """Bytes a verification brings back over those of the packed tokens' KV."""
+        """Bytes a verification loads, over the bytes of the packed tokens' KV."""
         geometry = self._handles.geometry
         part_shape = PartShape(
             heads=geometry.kv_heads,
@@ -65,7 +65,7 @@ class Codes:
         return self.codec.transfer_fraction(part_shape)
 
     def complete(self, budget: Budget) -> Budget:
-        """Return a budget with as many tokens packed as fill whole blocks."""
+        """Return the budget with as many tokens packed as fill whole blocks."""
         packed = code_from(budget, self.block)
         slots = self.layout(packed.coded).slots
         return replace(packed, code_slots=slots)
@@ -77,16 +77,16 @@ class Codes:
         values: torch.Tensor,
         positions: torch.Tensor,
     ) -> list[PartSpec]:
-        """Pack one layer's tokens.
+        """Pack tokens of one layer.
 
         Args:
             layer: Layer index.
             keys: [coded, H, D] of these tokens.
             values: [coded, H, Dv].
-            positions: [H, coded] integers, where they stand in the prompt.
+            positions: [H, coded] integers, their positions in the prompt.
 
         Returns:
-            Draft parts, segment by segment.
+            Packed draft KV, one part per segment.
         """
         return [
             self.codec.encode_draft(
@@ -100,7 +100,7 @@ class Codes:
         ]
 
     def put(self, layer: int, slots: torch.Tensor, parts: list[PartSpec]) -> None:
-        """Write one layer's draft parts.
+        """Write one layer's packed draft KV.
 
         Args:
             layer: Layer index.
@@ -112,11 +112,11 @@ class Codes:
             layout.write(segment, self.buffers(layer), slots, part)
 
     def drafts(self, state: RequestState) -> DraftParts:
-        """Return a reader of a request's draft parts, where they are now."""
+        """Return a reader of a request's packed draft KV in its present slots."""
         return SlotDrafts(self, state.split, self._slots(state))
 
     def segments(self, state: RequestState) -> Callable[[int], list[Segment]]:
-        """Return, by layer, what decodes each segment of a request's draft part."""
+        """Return a function from layer to decoders, one per segment of the draft KV."""
         parts, slots = state.split, self._slots(state)
         count = len(self.layout(parts.budget.coded).segments)
 
@@ -126,7 +126,7 @@ class Codes:
         return lambda layer: [partial(decoded, layer, i) for i in range(count)]
 
     def seconds_per_token(self) -> float:
-        """Time decoding one segment of one layer; per packed token, in seconds."""
+        """Time decoding one segment of one layer; return seconds per packed token."""
         geometry, device = self._handles.geometry, self._handles.device
         shape = (SEGMENT, geometry.kv_heads, geometry.head_dim)
         keys = torch.zeros(shape, dtype=self._handles.host.dtype, device=device)
@@ -135,13 +135,13 @@ class Codes:
         return seconds_of(lambda: self.codec.decode(part), device) / SEGMENT
 
     def part(self, layer: int, parts: Parts, slots: torch.Tensor, i: int) -> PartSpec:
-        """Return one layer's draft part of a segment.
+        """Return one layer's draft KV of a segment.
 
         Args:
             layer: Layer index.
-            parts: Of the request.
+            parts: Parts of the request.
             slots: [code slots] int64.
-            i: Number of the segment.
+            i: Index of the segment.
         """
         layout = self.layout(parts.budget.coded)
         span = layout.segments[i]
@@ -149,7 +149,7 @@ class Codes:
         return layout.read(span, self.buffers(layer), slots, layer, positions)
 
     def _slots(self, state: RequestState) -> torch.Tensor:
-        """Return a request's code slots: the first ones of its draft part."""
+        """Return a request's code slots: the first slots of its draft KV."""
         parts = state.split
         first = parts.budget.offered if parts.layout is Layout.BESIDE else 0
         row = self._handles.row(state)
@@ -166,11 +166,11 @@ class Codes:
 
 
 class SlotDrafts:
-    """See ``DraftParts``; reads the slots a request had when this was made.
+    """See ``DraftParts``; reads the slots a request had at its construction.
 
     Args:
-        codes: Of the server.
-        parts: Of the request.
+        codes: Codes of the server.
+        parts: Parts of the request.
         slots: [code slots] int64.
     """
 
@@ -196,9 +196,9 @@ class SlotDrafts:
 
     @cached_property
     def _where(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the offsets of every segment's fields, and its tokens.
+        """Return the field offsets and the token count of every segment.
 
-        Made on the device, where numbers of the host would have to be waited for.
+        Computed on the device: an upload from the host would synchronise.
         """
         segments, device = self._layout.segments, self._slots.device
         first, last = segments[0], segments[-1]

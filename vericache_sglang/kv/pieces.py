@@ -1,4 +1,4 @@
-"""Cuts a copy into pieces: wherever what is copied, or where it goes, ends."""
+"""Cuts a copy into pieces that are contiguous in source and target."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Entries in one piece on both sides: one copy of keys and one of values.
+    """Entries contiguous on both sides: one copy of keys and one of values.
 
     Attributes:
-        block: Which of the blocks they are of.
-        first: The first of them in it.
-        span: Where they go, as many slots.
+        block: Index of their block.
+        first: Index of the first entry in the block.
+        span: Target slots, one per entry.
     """
 
     block: int
@@ -25,23 +25,23 @@ class Piece(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """The entries in their block."""
+        """Range of the entries in their block."""
         return slice(self.first, self.first + self.span.slots)
 
     @property
     def slots(self) -> slice:
-        """The slots in their buffer."""
+        """Range of the slots in their buffer."""
         return slice(self.span.start, self.span.end)
 
 
 def deal(counts: Sequence[int], spans: Sequence[Span]) -> Iterator[Piece]:
-    """Deal blocks of entries out to spans of slots, both in order.
+    """Assign blocks of entries to spans of slots, both in order.
 
     At most ``len(counts) + len(spans) - 1`` pieces; none is empty.
 
     Args:
         counts: Entries of each block, >= 0.
-        spans: Together at least as many slots; what is left over stays as it is.
+        spans: Together at least as many slots; excess slots stay unused.
     """
     left = iter(spans)
     span = Span(0, 0)

@@ -1,4 +1,4 @@
-"""Residual KV of ``split-planes``: draft parts that lost nothing but their low bits."""
+"""Residual KV of ``split-planes``: the bits that the draft KV lacks, losslessly."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 class Fields(NamedTuple):
-    """Where a layer's bytes lie in its region; the escapes follow at ``end``.
+    """Byte offsets in a layer's region; the escapes follow at ``end``.
 
     Attributes:
         dropped: First byte of the dropped keys [d, H, D], and of the values.
         rest: First byte of the other mantissa bits of keys and of values, both
             segment after segment.
-        width: Bytes of one token of one head there, of keys and of values.
-        end: Bytes of all of them.
+        width: Bytes of one token of one head in ``rest``, of keys and of values.
+        end: Bytes of all fields.
     """
 
     dropped: tuple[int, int]
@@ -64,23 +64,23 @@ class Fields(NamedTuple):
 
 
 class PlaneResidual(HostResidual):
-    """The residuals of packed tokens, and the entries of dropped ones.
+    """Residual planes of packed tokens, and entries of dropped tokens.
 
-    It cannot be shared: it is joined with one request's draft part, in that request's
-    slots. A layer is one run of bytes, so one copy takes it to either side. How long
-    it is depends on the number of escapes, which is known when it was encoded.
+    It cannot be shared: it is joined with one request's draft KV, in that request's
+    slots. A layer is one byte range, so one copy moves it in either direction. Its
+    length depends on the number of escapes, which is known after encoding.
 
     Args:
         geometry: Shapes of the pool.
-        codec: Whose residuals they are.
+        codec: Codec of the residuals.
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
         pool: Where its memory comes from; None: outside any budget.
 
     Attributes:
         coded: [L, H, c] int32, prompt positions of the packed tokens.
-        escapes: [L, S] int32, escaped numbers of every segment. Both are covered by
-            the checksums.
+        escapes: [L, S] int32, count of escaped numbers per segment. The checksums
+            cover both.
 
     Raises:
         TransferError: The pool has no room for ``most_bytes``; nothing was allocated.
@@ -126,12 +126,12 @@ class PlaneResidual(HostResidual):
 
     @property
     def nbytes_layer(self) -> int:
-        """See ``HostImage.nbytes_layer``; the mean over the layers written."""
+        """See ``HostImage.nbytes_layer``; the mean over the written layers."""
         return self._held // max(1, len(self._regions))
 
     @property
     def nbytes(self) -> int:
-        """See ``HostImage.nbytes``; with the positions."""
+        """See ``HostImage.nbytes``; positions included."""
         return self._held + sum(each.nbytes for each in self._positions)
 
     @property
@@ -148,11 +148,11 @@ class PlaneResidual(HostResidual):
     def outgoing(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """See ``HostImage.outgoing``; packed entries are encoded for their residual.
+        """See ``HostImage.outgoing``; encodes the residuals of packed entries.
 
         Returns:
-            What has a fixed size, the exponents of escaped numbers, and how many of
-            these each segment has.
+            The fields of fixed size and the exponents of escaped numbers; the count of
+            escaped numbers per segment.
         """
         coded, dropped = self._places(layer, keys.device)
         sides = (keys, values)
@@ -191,24 +191,24 @@ class PlaneResidual(HostResidual):
         yield from self._pages.copies(start + len(fixed), escapes[: end - len(fixed)])
 
     def settle(self) -> None:
-        """See ``HostImage.settle``; how well residuals pack is known only now."""
+        """See ``HostImage.settle``; the size of the escapes is known only now."""
         if not self._pages.freed:
             self._pages.shrink(min(self._end, self._pages.nbytes))
 
-    # -- and back -----------------------------------------------------------------
+    # -- to the device ------------------------------------------------------------
 
     def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
-        """See ``HostResidual.blocks``; joins both planes.
+        """See ``HostResidual.blocks``; joins draft and residual planes.
 
         Raises:
-            InvariantError: There are fewer or more draft parts than residuals.
+            InvariantError: The numbers of draft and residual segments differ.
         """
         residuals = self._residuals(layer)
         parts = [] if drafts is None else drafts(layer)
         if len(parts) != len(residuals):
             raise InvariantError(f"{len(parts)} drafts, {len(residuals)} residuals")
         pairs = [
-            # Slots do not say how many escapes there are; the residual does.
+            # The number of escapes is stored with the residual, not in the slots.
             self._codec.join(
                 PartSpec(part.codec, own.part_shape, layer, None, part.tensors), own
             )
@@ -232,10 +232,10 @@ class PlaneResidual(HostResidual):
         target: CopyTarget,
         drafts: DraftParts | None,
     ) -> None:
-        """See ``HostImage.place``; on a GPU both planes are joined there.
+        """See ``HostImage.place``; on a GPU a kernel joins the planes.
 
         Raises:
-            InvariantError: There are no drafts.
+            InvariantError: Tokens are packed, and ``drafts`` is None.
         """
         device = buffers[0].device
         if device.type == "cpu":
@@ -247,7 +247,7 @@ class PlaneResidual(HostResidual):
         index = target.index(layer)
         if index is not None:
             coded, dropped = index.gather(1, coded), index.gather(1, dropped)
-        # Read before anything is written: the slots may be those of the draft part.
+        # Read before anything is written: the slots may be those of the draft KV.
         planes = None
         if self._bounds:
             if drafts is None:
@@ -279,7 +279,7 @@ class PlaneResidual(HostResidual):
     # -- a layer's region ---------------------------------------------------------
 
     def _region(self, layer: int, device: torch.device = HOST) -> torch.Tensor:
-        """Return a layer's bytes on a device; on the host a view where it can be."""
+        """Return a layer's bytes on a device; on the host a view if contiguous."""
         start, nbytes = self._regions[layer]
         return gathered_on(device, self._pages.blocks(start, start + nbytes))
 
@@ -322,7 +322,7 @@ class PlaneResidual(HostResidual):
         return found
 
     def _planes(self, layer: int, region: torch.Tensor) -> Residuals:
-        """Return a layer's residuals on the device as the kernel reads them."""
+        """Return a layer's residuals in the kernel's layout, on the region's device."""
         counts = self.escapes.read(layer, region.device)
         taken = escape_bytes(counts.long(), FORMATS[self._dtype].exponent)
         segment = torch.arange(len(self._bounds), device=region.device)
@@ -341,7 +341,7 @@ class PlaneResidual(HostResidual):
     def _places(
         self, layer: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [H, c] and [H, m - c] int64: packed and dropped ones among entries."""
+        """Return int64 indices of packed [H, c] and dropped [H, m - c] entries."""
         kept, coded = (
             positions.read(layer, device).to(torch.int64)
             for positions in (self._kept, self.coded)
@@ -359,7 +359,7 @@ class PlaneResidual(HostResidual):
 def fields_of(
     geometry: KVGeometry, codec: SplitPlanes, budget: Budget, dtype: torch.dtype
 ) -> Fields:
-    """Lay a layer's bytes out; see ``PlaneResidual``."""
+    """Return the byte layout of a layer; see ``PlaneResidual``."""
     dims = (geometry.head_dim, geometry.v_head_dim)
     rest = FORMATS[dtype].mantissa - codec.mantissa_bits
     width = (packed_bytes(dims[0], rest), packed_bytes(dims[1], rest))
@@ -374,7 +374,7 @@ def fields_of(
 def shape_of(
     geometry: KVGeometry, tokens: int, dtype: torch.dtype, escapes: int = 0
 ) -> PartShape:
-    """Return the shape of a segment's parts."""
+    """Return the shape of a segment's draft KV and residual."""
     return PartShape(
         heads=geometry.kv_heads,
         tokens=tokens,
@@ -388,13 +388,11 @@ def shape_of(
 def most_bytes(
     geometry: KVGeometry, codec: SplitPlanes, budget: Budget, dtype: torch.dtype
 ) -> int:
-    """Return the most bytes that a residual complement fills.
-
-    Every number may be escaped.
+    """Return the most bytes that a ``PlaneResidual`` fills: every number escaped.
 
     Args:
         geometry: Shapes of the pool.
-        codec: Whose residuals they are.
+        codec: Codec of the residuals.
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
     """
@@ -410,7 +408,7 @@ def most_bytes(
 
 
 def _write(region: torch.Tensor, start: int, content: torch.Tensor) -> None:
-    """Write a tensor's bytes into a run of bytes."""
+    """Write a tensor's bytes into ``region``."""
     raw = content.contiguous().view(torch.uint8).view(-1)
     region[start : start + len(raw)].copy_(raw)
 
@@ -418,6 +416,6 @@ def _write(region: torch.Tensor, start: int, content: torch.Tensor) -> None:
 def _read(
     region: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return a tensor in a run of bytes; a view."""
+    """Return a view of a tensor in ``region``."""
     end = start + math.prod(shape) * dtype.itemsize
     return region[start:end].view(dtype).view(shape)

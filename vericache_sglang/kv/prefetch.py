@@ -1,4 +1,4 @@
-"""Reloads: complements on their way into the staging region, and back out of it."""
+"""Prefetches residual KV into the staging buffer, and frees it again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress(IntEnum):
-    """How far a reload is; of several ranks, the one furthest behind counts."""
+    """State of a prefetch; of several ranks, the least advanced one counts."""
 
     FAILED = 0
     TRAVELLING = 1
@@ -35,14 +35,14 @@ class Progress(IntEnum):
 
 @dataclass(slots=True)
 class Staged:
-    """One complement in the staging region, or on its way there.
+    """Residual KV in the staging buffer, or on its way there.
 
     Attributes:
         lease: Its slots.
-        slots: Of these, slots filled.
+        slots: Number of its slots that are filled.
         transfer: The copy; None once it has arrived.
-        users: Requests that are to be verified over it, first come first.
-        told: Those of them whose arrival was reported.
+        users: Ids of the requests to be verified with it, in order of arrival.
+        told: Ids of the users to which its arrival was reported.
     """
 
     lease: Lease
@@ -53,20 +53,20 @@ class Staged:
 
 
 class StagingPrefetcher:
-    """Starts, polls and ends the copies a plan asks for.
+    """Starts, polls and ends the prefetches of a plan.
 
-    Requests that share a complement share its staging: one copy, one lease.
+    Requests that share residual KV share its staging: one copy, one lease.
 
     Args:
-        region: The staging slots.
-        transfers: What copies.
-        host: Where the complements are.
-        ledger: Where taken slots are booked.
+        region: The staging buffer.
+        transfers: Copies between host and pool.
+        host: Holds the residual KV.
+        ledger: Books the slots taken.
         counters: Staged bytes and seconds are added here.
-        link: Is told of copies that have ended.
+        link: Records the copies that have ended.
 
     Attributes:
-        region: The staging slots.
+        region: The staging buffer.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class StagingPrefetcher:
         self._key_of: dict[str, str] = {}
 
     def start(self, rid: str, key: str, drafts: DraftParts | None) -> int:
-        """Start staging a request's complement, or join the one that is staged.
+        """Start prefetching a request's residual KV, or use a copy staged already.
 
         Args:
             rid: Request id.
-            key: What its staging is known by; equal for those who share.
-            drafts: Its draft part, where the complement has to be joined with it.
+            key: Key of its staging; equal for requests that share it.
+            drafts: Its draft KV, where the residual KV has to be joined with it.
 
         Returns:
-            Bytes put on the link; 0 where another request's are used.
+            Bytes put on the link; 0 where another request's copy is used.
 
         Raises:
-            InvariantError: The plan promised room that is not there.
+            InvariantError: The staging buffer lacks the room that the plan assumed.
         """
         self._key_of[rid] = key
         staged = self._staged.get(key)
@@ -122,18 +122,18 @@ class StagingPrefetcher:
         return transfer.nbytes
 
     def progress(self) -> list[Progress]:
-        """Return how far every reload is, in the order they were started."""
+        """Return the state of every prefetch, in the order they were started."""
         return [self._progress(each) for each in self._staged.values()]
 
     def poll(self, agreed: Sequence[int] | None = None) -> tuple[list[str], list[str]]:
-        """Notice finished copies.
+        """Record finished copies.
 
         Args:
-            agreed: ``progress`` as all ranks agreed on it; None: as it is here.
+            agreed: ``progress`` as all ranks agreed on it; None: that of this rank.
 
         Returns:
-            Requests that may be verified since the last call; and those whose copy
-            failed, which hold no staging any more.
+            Requests that became ready for verification since the last call; and those
+            whose copy failed, which hold no staging slots any more.
         """
         counters = self._counters
         counters.link_in_bytes_per_s = self._link.rate("in")
@@ -158,7 +158,7 @@ class StagingPrefetcher:
         return arrived, failed
 
     def spans(self, rid: str) -> tuple[Span, ...]:
-        """Return the staged complement's slots, in order.
+        """Return the slots of a request's staged residual KV, in order.
 
         Raises:
             InvariantError: It has not arrived on every rank.
@@ -169,13 +169,13 @@ class StagingPrefetcher:
         return staged.lease.first(staged.slots)
 
     def end(self, rid: str) -> None:
-        """Let go of a request's staging; the last user stops a copy that still runs."""
+        """Release a request's staging; the last user cancels a running copy."""
         key = self._key_of.pop(rid, None)
         if key is None:
             return
         staged = self._staged[key]
         staged.users.pop(rid)
-        staged.told.discard(rid)  # it may join again
+        staged.told.discard(rid)  # it may be staged again
         if staged.users:
             return
         if staged.transfer is not None:
@@ -185,7 +185,7 @@ class StagingPrefetcher:
         del self._staged[key]
 
     def forget_all(self) -> None:
-        """Stop every copy and hold no slot, whatever is booked."""
+        """Cancel every copy and reset the staging buffer, whatever is booked."""
         for staged in self._staged.values():
             if staged.transfer is not None:
                 staged.transfer.cancel()
@@ -196,7 +196,7 @@ class StagingPrefetcher:
 
     @property
     def keys(self) -> set[str]:
-        """What is staged now, by key."""
+        """Keys of all stagings."""
         return set(self._staged)
 
     def _progress(self, staged: Staged) -> Progress:

@@ -1,4 +1,4 @@
-"""What a selector asked to see of a prompt, collected while SGLang runs it."""
+"""Collects the observations a selector needs of a prompt while SGLang runs it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 ProbeObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
-"""Called with a layer, its queries, keys and attention inputs, and returns whether
-anybody reads what the layer attends to; see ``observe``."""
+"""Called with a layer, its queries, keys and attention inputs; returns whether the
+attention output of the layer is needed; see ``observe``."""
 
 
 class PromptWatch:
-    """Shows a selector what it declared the need of; observes nothing else.
+    """Passes a selector the observations it declared in ``needs``, and no others.
 
     Scores of single tokens (``Selector.update``) are kept per slot of the KV pool: a
     token in the prefix cache keeps its score for the next prompt, and a slot that is
-    written anew gets a new one, because decoding is watched too.
+    rewritten gets a new one, because decoding is observed too.
 
     Args:
-        selector: Bound to the model; None watches nothing.
+        selector: Bound to the model; None observes nothing.
         handles: Pool and geometry.
     """
 
@@ -43,23 +43,23 @@ class PromptWatch:
         self._hidden: dict[int, torch.Tensor] = {}
         self._open: set[str] = set()
         self.probe: ProbeObserver | None = None
-        """Takes what a probe's forward shows, while one runs."""
+        """Receives the layers of a probe's forward; None while no probe runs."""
 
     def __len__(self) -> int:
-        """Requests something is kept for."""
+        """Number of requests with stored observations."""
         return len(self._open | set(self.tails.rids))
 
     @property
     def reprefill_tail(self) -> int:
-        """Tokens SGLang is to run again where its prefix cache has them."""
+        """Last tokens that SGLang must run even where its prefix cache has them."""
         return self.tails.width
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Have the layers of ``model`` report what is needed; else leave them alone.
+        """Hook the layers of ``model`` for what the selector needs, if anything.
 
         The hook on ``RadixAttention.forward`` (patches: layers_radix_attention) calls
-        the attribute set here; the input of the attention module is seen by torch's
-        own hook.
+        the attribute set here; torch's forward pre-hook captures the input of the
+        attention module.
         """
         if self._selector is None:
             return
@@ -76,18 +76,18 @@ class PromptWatch:
     def observe(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, batch: Any
     ) -> bool:
-        """Take in one layer of one forward.
+        """Record one layer of one forward.
 
         Args:
             layer: Layer index.
-            queries: [N, Hq, D] post-RoPE, the new tokens of all requests in a row.
+            queries: [N, Hq, D] post-RoPE, the new tokens of all requests, concatenated.
             keys: [N, H, D], as ``queries``.
             batch: SGLang's ``ForwardBatch``; one without request ids (a warm-up) is
-                passed over.
+                ignored.
 
         Returns:
-            False where nobody reads what the layer would attend to, so that the
-            attention may be left out; always True outside a probe.
+            False where the attention output of the layer is not needed and may be
+            skipped; always True outside a probe.
         """
         hidden = self._hidden.pop(layer, None)
         if self.probe is not None:
@@ -103,16 +103,16 @@ class PromptWatch:
         return True
 
     def ready(self, rid: str) -> bool:
-        """Say whether the last queries are there, where they are asked for."""
+        """Return whether a request's last queries were collected, if needed."""
         return not self.tails.width or len(self.tails.of(rid)) == self._geometry.layers
 
     def seen(self, rid: str, layer: int, slots: torch.Tensor) -> Seen:
-        """Return what was collected of a prompt in one layer; opens the request.
+        """Return the observations of a prompt in one layer; opens the request.
 
         Args:
             rid: Request id.
             layer: Layer index.
-            slots: [T] int64, where its tokens are, in order.
+            slots: [T] int64, slots of its tokens, in order.
         """
         self.open(rid)
         noted = None if self._noted is None else self._noted[layer][:, slots]
@@ -123,7 +123,7 @@ class PromptWatch:
         return [] if self._noted is None else list(self._noted[:, :, slots])
 
     def share(self, slots: torch.Tensor) -> float | None:
-        """Return the share of these tokens the method wants kept; None: any.
+        """Return the share of these tokens the method asks to keep; None: any.
 
         Raises:
             CompressionError: It is not in (0, 1].
@@ -136,25 +136,25 @@ class PromptWatch:
         return share
 
     def note(self, slots: torch.Tensor, scores: list[torch.Tensor]) -> None:
-        """Give tokens that changed their slots their scores back.
+        """Store the scores of tokens that moved to other slots.
 
         Args:
-            slots: [T] int64, where they are now.
+            slots: [T] int64, their present slots.
             scores: As ``noted`` returned them.
         """
-        if scores:  # also the first ones, of a prefix that comes from the store
+        if scores:  # may be the first scores, of a prefix from the store
             table = self._table()
             table[:, :, slots] = placed(torch.stack(scores), table.device)
 
     def forget(self, rid: str) -> None:
-        """Drop what is kept by request; nothing happens when there is nothing."""
+        """Drop all that is stored for a request; no effect without any."""
         self.tails.forget(rid)
         if rid in self._open:
             self._open.remove(rid)
             self._require().close(rid)
 
     def open(self, rid: str) -> None:
-        """Have the selector begin a request, once."""
+        """Open a request in the selector, once."""
         if self._selector is not None and rid not in self._open:
             self._open.add(rid)
             self._selector.open(rid)
@@ -195,7 +195,7 @@ class PromptWatch:
         return self._selector
 
     def _table(self) -> torch.Tensor:
-        """Return scores [L, H, slots], NaN where nobody scored; made at first use."""
+        """Return scores [L, H, slots], NaN without a score; allocated at first use."""
         if self._noted is None:
             keys = self._pool.k_buffer[0]
             shape = (self._geometry.layers, self._geometry.kv_heads, len(keys))
@@ -204,7 +204,7 @@ class PromptWatch:
 
 
 def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module]]:
-    """Return every ``RadixAttention`` of a model with the module it belongs to."""
+    """Return every ``RadixAttention`` of a model with its parent module."""
     layers = set(attention_layers(model))
     return [
         (child, module)
@@ -215,9 +215,10 @@ def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module
 
 
 def _extents(batch: Any) -> tuple[list[int], list[int | None]]:
-    """Return the new tokens of each request, and the position of its first one.
+    """Return each request's count of new tokens and the position of the first one.
 
-    From the host's lists; it does not know yet where decoded tokens stand.
+    Read from host lists; None where the host does not know the position yet (decoding
+    and verification).
     """
     mode, requests = batch.forward_mode, len(batch.rids)
     if mode.is_decode():

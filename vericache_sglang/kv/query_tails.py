@@ -17,8 +17,8 @@ class QueryTails:
     """Keeps per request and layer the last post-RoPE queries its prefill ran.
 
     A chunk that continues where the last one ended extends the tail; any other one
-    begins a prefill anew and replaces it. Tokens a prefix cache answers for are not
-    run, so a tail may be shorter than asked, but never empty: SGLang always runs the
+    begins a prefill anew and replaces it. Tokens from the prefix cache are not run,
+    so a tail may be shorter than ``width``, but never empty: SGLang always runs the
     last token. Reads host lists only, and copies what it keeps.
 
     Args:
@@ -33,14 +33,14 @@ class QueryTails:
         return len(self._tails)
 
     def observe(self, layer: int, queries: torch.Tensor, batch: Any) -> None:
-        """Take in one layer of one prefill forward.
+        """Record one layer of one prefill forward.
 
         Args:
             layer: Layer index.
-            queries: [N, Hq, D] post-RoPE, the new tokens of all requests in a row;
-                copied from.
+            queries: [N, Hq, D] post-RoPE, the new tokens of all requests, concatenated;
+                copied.
             batch: SGLang's ``ForwardBatch``; one without request ids (a warm-up) is
-                passed over.
+                ignored.
         """
         if batch.rids is None:
             return
@@ -66,7 +66,7 @@ class QueryTails:
         return self._tails.get(rid, {})
 
     def forget(self, rid: str) -> None:
-        """Drop a request's tails; nothing happens when there are none."""
+        """Drop a request's tails; no effect without any."""
         self._tails.pop(rid, None)
 
     def _extend(

@@ -1,4 +1,4 @@
-"""What the engine remembers of a running request between iterations."""
+"""Engine-side state of a running request between iterations."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ if TYPE_CHECKING:
 
 
 class Layout(Enum):
-    """What a request's row of ``req_to_token`` lists before its decode slots.
+    """What a request's block-table row lists before its decode slots.
 
-    B prompt slots in whole pages; the draft part is c slots of codes, none without a
-    codec, and n of exact entries; m = B - n entries are neither exact nor kept so. The
-    prompt's last partial page counts as decode slots.
+    B prompt slots in whole pages; the draft KV is c slots of codes, none without a
+    codec, and n slots of exact entries; the residual KV restores the other m = B - n
+    entries. The prompt's last partial page counts as decode slots.
     """
 
     WHOLE = "whole"
-    """The B prompt slots in order; plain SGLang's row."""
+    """The B prompt slots in order, as in unmodified SGLang."""
 
     BESIDE = "beside"
-    """The B prompt slots in order, then the draft part: c + n slots of its own; a
-    shared draft part only the shadow row lists."""
+    """The B prompt slots in order, then c + n slots of the request's own draft KV;
+    shared draft KV is listed only by the draft block-table row."""
 
     PERMUTED = "permuted"
-    """n slots of exact entries, then m of the other ones; never with codes."""
+    """n slots of exact entries, then m slots of the other ones; never with codes."""
 
     KEPT = "kept"
-    """The draft part; the complement is on the host."""
+    """The draft KV; the residual KV is on the host."""
 
     SWAPPED = "parked"
-    """One page of no content: all of it is on the host."""
+    """One page without content: all KV is on the host."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """The two parts of a prompt's KV.
+    """Draft KV and residual KV of a compressed prompt.
 
     Attributes:
-        budget: Counts.
-        kept: [L, H, n] int32 on the pool's device, the prompt positions that stayed
-            exact.
-        coded: [L, H, coded] int32, likewise those a codec packed.
-        layout: How the row lists them.
+        budget: Counts of tokens and slots.
+        kept: [L, H, n] int32 on the pool's device, prompt positions kept exactly.
+        coded: [L, H, coded] int32, likewise, prompt positions a codec packed.
+        layout: What the own block-table row lists.
         insertable: ``Req.skip_radix_cache_insert`` as it was, negated: whether the
-            finished request may enter the prefix tree once its row is whole again.
-        draft_row: Row of the table that lists the draft part and the decode slots,
-            where the request's own row lists more; -1 for none.
-        listed: Decode slots listed in the shadow row.
-        swapped_slots: Slots held when it was parked.
+            finished request may enter the prefix tree once its row is restored.
+        draft_row: Index of the draft block-table row, which lists the draft KV and the
+            decode slots, where the request's own row lists more; -1 for none.
+        listed: Decode slots listed in the draft block-table row.
+        swapped_slots: Slots held when the request was swapped out.
         noted: Per layer [H, B], scores of the prompt's tokens; empty without any.
-        segments: Names of the prompt's segments, where other prompts share its parts.
-        shared_slots: [n] int64, the slots of a shared draft part, which are not the
-            request's own; None for one of its own.
+        segments: Names of the prompt's segments, where other prompts share its KV.
+        shared_slots: [n] int64, slots of shared draft KV, which the request does not
+            own; None where it owns its draft KV.
     """
 
     budget: Budget
@@ -79,7 +78,7 @@ class Parts:
 
     @property
     def shared_count(self) -> int:
-        """Slots the own row begins with that are not the request's to free."""
+        """Leading slots of the own row that the request does not own."""
         listed = self.layout in (Layout.KEPT, Layout.PERMUTED)
         return self.budget.slots if listed and self.shared_slots is not None else 0
 
@@ -101,36 +100,38 @@ class Parts:
 class RequestState:
     """One request from its prefill to its release.
 
-    Lengths are in tokens. Row = the request's row of ``req_to_token``.
+    Lengths are in tokens. Row = the request's block-table row.
 
-    A forward is launched before the outcome of the last one was heard
-    (``in_flight.py``): what it certainly emits is counted at its launch, the rest when
-    it lands.
+    A forward is launched before the results of the last one are reported
+    (``in_flight.py``): tokens it certainly emits are counted at its launch, the others
+    when its results are reported.
 
     Attributes:
         req: SGLang's ``Req``.
         prompt: Tokens prefilled, T; after a retraction this includes earlier output.
-        verified: Tokens whose exact KV exists, F, as far as it is certain.
-        pending: The last verified token heard of; it has no KV yet.
-        outputs: Output tokens verified and heard of, ``pending`` included.
-        profile: How the next token follows from the logits.
-        eligible: The request may be split when there is room.
+        verified: F, committed tokens whose exact KV exists.
+        pending: The last verified token reported; it has no KV yet.
+        outputs: Output tokens verified and reported, ``pending`` included.
+        profile: How the next token is sampled from the logits.
+        eligible: The request may be compressed when there is room.
         stops: Token ids that end the request.
-        longest: Most drafts between two verifications.
-        figures: What its drafting came to.
+        longest: Most draft tokens between two verifications.
+        figures: Its speculation statistics.
         penalties: Of its output tokens; None where it has none.
-        cursor: Its place in its grammar; None without one.
-        late: Nothing the host decides depends on its tokens but its end, so they may
-            be heard one iteration late.
-        drafts: Tokens drafted since the last verification, as far as they were heard.
-        drafted_from: The distributions [V] they were drawn from, under rejection.
-        flying: Further drafts, still on the device.
-        sure: Verified tokens counted in ``verified`` and not heard yet.
-        pending_max: Most tokens that may have been verified beyond ``verified``.
-        round: Counts verifications launched, and drafts given up.
-        parts: The two parts once the prompt was split; None before.
-        planned: The runtime knows the request.
-        lost: The complement is damaged; the request is to prefill again.
+        cursor: Its state in its grammar; None without a grammar.
+        late: Results may be processed one iteration later: only the end of the request
+            depends on them.
+        drafts: Tokens drafted since the last verification, as far as reported.
+        drafted_from: The distributions [V] they were sampled from, under rejection
+            sampling.
+        flying: Further draft tokens in flight, not reported yet.
+        sure: Committed tokens counted in ``verified`` and not reported yet.
+        pending_max: Upper bound of the tokens verified beyond ``verified``.
+        round: Number of the draft-verify cycle; launching a verification and
+            discarding drafts increment it.
+        parts: Draft KV and residual KV once the prompt is compressed; None before.
+        planned: The scheduler has the request.
+        lost: The residual KV is damaged; the request must prefill again.
     """
 
     req: Any
@@ -164,26 +165,26 @@ class RequestState:
 
     @property
     def req_pool_idx(self) -> int:
-        """Its row of the row table, and of the token board."""
+        """Its row in the block table and in the draft token buffer."""
         row: int = self.req.kv.req_pool_idx
         return row
 
     @property
     def drafted(self) -> int:
-        """Drafts since the last verification, those still on the device included."""
+        """Draft tokens since the last verification, those in flight included."""
         return len(self.drafts) + self.flying
 
     @property
     def emitted(self) -> int:
-        """Output tokens certainly verified, those before a retraction included."""
+        """Committed output tokens, those before a retraction included."""
         return len(self.outputs) + self.sure
 
     @property
     def split(self) -> Parts:
-        """The two parts of the prompt.
+        """Draft KV and residual KV of the prompt.
 
         Raises:
-            InvariantError: It was not split.
+            InvariantError: It was not compressed.
         """
         if self.parts is None:
             raise InvariantError(f"{self.rid} is not split")
@@ -205,22 +206,23 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """Tokens the request may still emit if all that was not heard was emitted."""
+        """Tokens the request may still emit if all unreported tokens were accepted."""
         limit: int = self.req.sampling_params.max_new_tokens
         return max(0, limit - self.emitted - self.pending_max)
 
-    # -- a forward is launched, and lands -----------------------------------------
+    # -- launches and results of forwards ------------------------------------------
 
     def launch_draft(self) -> None:
-        """A forward that drafts one token was launched."""
+        """Record the launch of a forward that drafts one token."""
         self.flying += 1
 
     def land_draft(self, token: int, round: int) -> bool:
-        """Hear of a drafted token; say whether it would end the request.
+        """Record a reported draft token; return whether it would end the request.
 
         Args:
             token: The draft.
-            round: ``self.round`` at its launch; of an earlier round it is of no use.
+            round: ``self.round`` at its launch; a token of an earlier cycle is
+                discarded.
         """
         if round != self.round:
             return False
@@ -232,7 +234,7 @@ class RequestState:
         return ended
 
     def launch_emission(self) -> int:
-        """A forward that verifies the drafts, or decodes plainly, was launched.
+        """Record the launch of a verification or of an autoregressive decode.
 
         Returns:
             The drafts it verifies, d; it emits one token and up to d more.
@@ -245,7 +247,7 @@ class RequestState:
         return drafts
 
     def land_emission(self, tokens: list[int], drafts: int) -> None:
-        """Hear of the tokens of a launched emission.
+        """Record the reported tokens of a launched emission.
 
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
@@ -262,12 +264,12 @@ class RequestState:
             self.cursor.settle()
 
     def draft(self, token: int) -> bool:
-        """Record one drafted token at once; say whether it would end the request."""
+        """Record a draft token at once; return whether it would end the request."""
         self.launch_draft()
         return self.land_draft(token, self.round)
 
     def accept(self, tokens: list[int]) -> None:
-        """Record verified tokens at once and start the next round.
+        """Record verified tokens at once and start the next draft-verify cycle.
 
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
@@ -275,7 +277,7 @@ class RequestState:
         self.land_emission(tokens, self.launch_emission())
 
     def drop_drafts(self) -> None:
-        """Forget what was drafted and not verified; the grammar goes back too."""
+        """Discard unverified drafts, and roll the grammar back."""
         self._next_round()
         if self.cursor is not None:
             self.cursor.settle()

@@ -1,4 +1,4 @@
-"""Complements in host memory: the part of a prompt's KV that left the device."""
+"""Residual KV of prompts in host memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class HostResidual(HostImage):
-    """What brings back the tokens of a prompt that are not exact on the device.
+    """Residual KV: restores a prompt's tokens that are not exact on the device.
 
-    They are counted per head in ascending position: entry j of head h is the j-th
-    token that is not among ``kept[layer, h]``; heads differ. ``slots`` is m, their
-    number.
+    Entries are in ascending position per head: entry j of head h is the j-th token
+    that is not among ``kept[layer, h]``; heads differ. ``slots`` is m, the number of
+    entries per head.
     """
 
     noun = "complement"
 
     @property
     def kept(self) -> torch.Tensor:
-        """[L, H, n] int32, the prompt positions that stayed exact, for joining again.
+        """[L, H, n] int32, prompt positions kept exactly, for the restore.
 
-        Covered by the checksums, so written before a layer is sealed. A view where its
-        pages are neighbours, else a copy.
+        Covered by the checksums, so written before a layer is sealed. A view if its
+        pages are contiguous, else a copy.
 
         Raises:
-            InvariantError: It consists of others, which have theirs.
+            InvariantError: It consists of segments, which have their own.
         """
         return self._kept.read()
 
@@ -44,24 +44,24 @@ class HostResidual(HostImage):
         raise InvariantError("a complement of several has no positions of its own")
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
-        """Say which tokens stay; before a layer is written.
+        """Store the positions of kept tokens; call before any layer is written.
 
-        From a GPU the numbers follow on the current stream: whoever seals a layer has
-        waited for a copy that was queued behind them.
+        From a GPU the copy is queued on the current stream: sealing a layer waits for a
+        copy that is queued behind it.
 
         Args:
-            exact: [L, H, n] int32, positions that stay as they are, ascending.
+            exact: [L, H, n] int32, positions kept exactly, ascending.
             coded: [L, H, c] int32, positions a codec packed, ascending.
         """
         self._kept.write(exact)
 
     def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
-        """Return one layer's entries, every bit as it was.
+        """Return one layer's entries, bit-exact.
 
         Args:
             layer: Layer index; verified.
-            drafts: The draft part, for complements that hold only what it lacks; None:
-                it has nothing packed.
+            drafts: The draft KV, for residual KV that must be joined with it; None:
+                nothing is packed.
 
         Returns:
             Keys and values of m tokens; not to be modified.
@@ -70,15 +70,15 @@ class HostResidual(HostImage):
 
     @abstractmethod
     def equals(self, other: HostResidual) -> bool:
-        """Say whether both hold the same bits; reads them only if checksums agree."""
+        """Return whether both hold the same bits; reads them if checksums agree."""
 
 
 class RawResidual(RawImage, HostResidual):
-    """The entries themselves.
+    """Residual KV as entries in the dtype of the pool.
 
     Args:
         geometry: Shapes of the pool.
-        slots: m, complement slots.
+        slots: m, entries per head.
         kept: n, exact tokens.
         dtype: Dtype of the pool.
         pool: Where its memory comes from; None: outside any budget.

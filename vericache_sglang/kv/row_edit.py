@@ -1,4 +1,4 @@
-"""Edits of one request's row of ``req_to_token``, and slots for them."""
+"""Edits of a request's block-table row, and slots for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def allocate(tree_cache: Any, slots: int) -> torch.Tensor | None:
     """Take ``slots`` slots, a multiple of the page size, evicting unlocked prefixes.
 
     Returns:
-        [slots] int64; None, and nothing was evicted, when even all of them would not
-        make room.
+        [slots] int64; None, and nothing was evicted, where evicting all of them would
+        not make room.
     """
     if room(tree_cache) < slots:
         return None
@@ -31,13 +31,13 @@ def room(tree_cache: Any) -> int:
 
 
 def free(tree_cache: Any, slots: torch.Tensor) -> None:
-    """Give slots back; whole pages."""
+    """Free slots, in whole pages."""
     if len(slots):
         tree_cache.token_to_kv_pool_allocator.free(slots)
 
 
 def own_lock_covers(req: Any, tree_cache: Any, slots: int) -> bool:
-    """Say whether dropping this request's lock makes room for ``slots`` slots."""
+    """Return whether dropping this request's lock makes room for ``slots`` slots."""
     node = req.last_node
     tree_cache.unpin(req)
     enough = room(tree_cache) >= slots
@@ -54,10 +54,10 @@ def leave_tree(req: Any, tree_cache: Any) -> None:
 
 
 def relist(row: torch.Tensor, kv: Any, old: int, head: torch.Tensor) -> None:
-    """Replace the first ``old`` slots of a row by ``head`` and shift what follows.
+    """Replace the first ``old`` slots of a row by ``head`` and shift the others.
 
-    Lengths change by the difference, so results SGLang has not processed yet still
-    add up.
+    Lengths change by the difference, so they stay right for results that SGLang has
+    not processed yet.
 
     Args:
         row: The request's row, int32.
@@ -73,7 +73,7 @@ def relist(row: torch.Tensor, kv: Any, old: int, head: torch.Tensor) -> None:
 
 
 def cached_prefix(req: Any, length: int, tree_cache: Any) -> torch.Tensor | None:
-    """Return the tree's slots of the first ``length`` tokens if it has them all."""
+    """Return the tree's slots of the first ``length`` tokens; None if it lacks any."""
     key = RadixKey(
         (req.origin_input_ids + req.output_ids)[:length],
         req.extra_key,

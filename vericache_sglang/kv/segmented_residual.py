@@ -1,4 +1,4 @@
-"""The complement of a prompt whose segments other prompts may share."""
+"""Residual KV of a prompt whose segments other prompts may share."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class SegmentedResidual(JoinedImages, HostResidual):
-    """Complements of segments one behind the other, seen as one.
+    """Residual KV of consecutive segments, read as one.
 
-    Entry j of a head is still the j-th token that is not kept: segments follow each
-    other in the prompt, and in each all heads drop equally many tokens.
+    Entry j of a head is still the j-th token that is not kept: segments are in prompt
+    order, and within each all heads drop the same number of tokens.
 
     Args:
-        segments: One complement per segment, in prompt order; at least one.
+        segments: Residual KV of each segment, in prompt order; at least one.
     """
 
     noun = HostResidual.noun
@@ -36,7 +36,7 @@ class SegmentedResidual(JoinedImages, HostResidual):
         self.segments = tuple(segments)
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
-        """Segments are described one by one, when they are made.
+        """Not supported: each segment is described when it is created.
 
         Raises:
             InvariantError: Always.
@@ -50,5 +50,5 @@ class SegmentedResidual(JoinedImages, HostResidual):
         )
 
     def equals(self, other: HostResidual) -> bool:
-        """See ``HostResidual.equals``: requests share segments, not the whole."""
+        """See ``HostResidual.equals``: requests share single segments only."""
         return False

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt stay: a selector's scores, turned into positions."""
+"""Selects the kept tokens of a prompt by the scores of a selector."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Stretch(NamedTuple):
-    """Parts of a prompt, one behind the other, in which a head keeps as many tokens.
+    """Consecutive parts of a prompt with the same number of kept tokens per head.
 
     Attributes:
-        first: First token.
-        parts: How many parts.
-        budget: Counts of each; ``offered`` is its length.
+        first: Position of the first token.
+        parts: Number of parts.
+        budget: Counts of each part; ``offered`` is its length.
     """
 
     first: int
@@ -37,10 +37,10 @@ class Stretch(NamedTuple):
 
 
 class Chooser:
-    """Has a selector score prompts, layer by layer, and chooses by the scores.
+    """Scores prompts with a selector, layer by layer, and selects tokens.
 
-    Nothing is read on the host: what was chosen stays on the device until somebody
-    copies it.
+    Nothing is read on the host: the selection stays on the device until it is
+    copied.
 
     Args:
         selector: Bound to the model.
@@ -54,16 +54,16 @@ class Chooser:
     def choose(
         self, rid: str, body: torch.Tensor, look: Look, stretches: Sequence[Stretch]
     ) -> list[torch.Tensor]:
-        """Choose the kept tokens of every layer.
+        """Select the kept tokens of every layer.
 
         Args:
-            rid: Request id, open.
+            rid: Id of a request open in the selector.
             body: [B] int64, slots of the prompt's tokens, in order.
-            look: What was collected of it.
-            stretches: Where how many are kept.
+            look: Observations of the prompt, by layer.
+            stretches: Parts of the prompt, with their counts.
 
         Returns:
-            Of each stretch [L, H, parts, n] int32 on the pool's device, ascending, in
+            For each stretch [L, H, parts, n] int32 on the pool's device, ascending, in
             [0, length of a part).
 
         Raises:
@@ -83,7 +83,7 @@ class Chooser:
     def _by_layers(
         self, rid: str, body: torch.Tensor, look: Look
     ) -> Iterator[torch.Tensor]:
-        """Yield the scores [layers, H, B] of as many layers as are ranked at once."""
+        """Yield scores [layers, H, B], for the layers that are ranked at once."""
         pool, heads = self._handles.pool, self._handles.geometry.kv_heads
         together = max(1, INDICES // (heads * len(body)))
         waiting: list[torch.Tensor] = []

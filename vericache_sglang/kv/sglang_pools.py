@@ -1,4 +1,4 @@
-"""SGLang's KV pool with staging slots behind the ones its allocator knows."""
+"""SGLang's KV pool with a staging buffer behind the allocator's slots."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 @cache
 def staged_pool_class(staging_tokens: int) -> type:
-    """Return a KV pool class whose buffers end in a staging region.
+    """Return a KV pool class whose buffers end in a staging buffer.
 
-    The region starts at a page boundary behind SGLang's own slots and is allocated
-    with them. ``size`` stays what SGLang asked for, so allocator, admission and leak
-    checks never see the region. Equal arguments give the same class.
+    The staging buffer starts at a page boundary behind SGLang's own slots and is
+    allocated with them. ``size`` stays as SGLang set it, so allocator, admission and
+    leak checks never see the staging buffer. Equal arguments give the same class.
 
-    Instances add ``staging_start`` (first slot of the region) and
-    ``staging_tokens`` to what ``MHATokenToKVPool`` has.
+    Instances add ``staging_start`` (first slot of the staging buffer) and
+    ``staging_tokens`` to the attributes of ``MHATokenToKVPool``.
 
     Args:
-        staging_tokens: Slots of the region, in tokens; 0 for none.
+        staging_tokens: Size of the staging buffer, in slots; 0 for none.
 
     Raises:
         ValueError: ``staging_tokens`` is negative.
@@ -28,11 +28,11 @@ def staged_pool_class(staging_tokens: int) -> type:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     class StagedMHATokenToKVPool(MHATokenToKVPool):
-        """Slots [0, size + page_size) are SGLang's, the rest are staging.
+        """Slots from ``staging_start`` on are the staging buffer, the others SGLang's.
 
         Raises:
-            ValueError: A region is asked for in a layout other than [slots, heads,
-                dim], in a quantized pool or in one that is backed after capture.
+            ValueError: A staging buffer is requested in a layout other than [slots,
+                heads, dim], in a quantized pool or in one backed after capture.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Splitting one layer's prompt KV in two parts, and joining the parts again."""
+"""Gather and scatter of kept and residual entries, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 INDICES = 2**22
-"""Most indices that are made at once: 16 MiB, and as much again while they are."""
+"""Most indices computed at once: 16 MiB, and as much again as workspace."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by element size: torch's gather rewrites NaN payloads of bfloat16."""
@@ -41,8 +41,8 @@ def pick(entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def dropped_by_layer(kept: torch.Tensor, offered: int) -> Iterator[torch.Tensor]:
     """Yield, layer by layer, the tokens that are not kept.
 
-    Several layers at a time, whose indices take ``INDICES`` int32 at most, are made in
-    the launches of one.
+    Layers are processed in groups of at most ``INDICES`` indices; a group takes the
+    kernel launches of one layer.
 
     Args:
         kept: [L, H, n] int32, ascending and unique per head, in [0, offered).
@@ -60,12 +60,12 @@ def dropped_by_layer(kept: torch.Tensor, offered: int) -> Iterator[torch.Tensor]
 def rest_of(
     kept: Sequence[torch.Tensor], tokens: int, starts: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield, layer by layer, what is not kept of parts of a prompt, as one index.
+    """Yield, layer by layer, one index of the tokens that parts of a prompt drop.
 
     Args:
-        kept: Of each part [L, H, n] int32, ascending, in [0, tokens).
-        tokens: Of a part.
-        starts: Where each part begins; ascending.
+        kept: For each part [L, H, n] int32, ascending, in [0, tokens).
+        tokens: Tokens per part.
+        starts: First token of each part; ascending.
 
     Yields:
         [H, parts * (tokens - n)] int32, ascending; nothing without parts.
@@ -101,7 +101,7 @@ def join_layer(
         dropped_entries: [m, H, D] on the device.
 
     Returns:
-        [n + m, H, D], in order of position, every bit as it was.
+        [n + m, H, D], in order of position, bit-exact.
     """
     total = kept_entries.shape[0] + dropped_entries.shape[0]
     joined = kept_entries.new_empty(total, *kept_entries.shape[1:])

@@ -1,4 +1,4 @@
-"""The staging region: slots a complement occupies while it is verified."""
+"""The staging buffer: slots that residual KV occupies during verification."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The slot behind the last one."""
+        """The slot after the last one."""
         return self.start + self.slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """What one ``take`` handed out. Compared by identity: slots are leased again.
+    """Slots of one ``take``. Compared by identity, because slots are reused.
 
     Attributes:
         pieces: Disjoint spans in address order, each of whole pages.
@@ -37,7 +37,7 @@ class Lease:
 
     @property
     def slots(self) -> int:
-        """Slots taken: what was asked for, rounded up to whole pages."""
+        """Slots taken: the requested number, rounded up to whole pages."""
         return sum(piece.slots for piece in self.pieces)
 
     def first(self, slots: int) -> tuple[Span, ...]:
@@ -58,15 +58,15 @@ class Lease:
 
 
 class StagingRegion:
-    """Leases of slots that SGLang's allocator never sees, in as few pieces as it takes.
+    """Leases slots outside SGLang's allocator, in as few pieces as possible.
 
-    The order of slots inside a row is free, so a lease may lie in pieces and no room
-    is lost to fragmentation. Deterministic: the same calls in the same order give the
-    same leases on every rank.
+    The order of slots inside a row is arbitrary, so a lease may consist of pieces and
+    no room is lost to fragmentation. Deterministic: the same calls in the same order
+    give the same leases on every rank.
 
     Args:
-        start: First slot of the region in the KV pool, at a page boundary.
-        slots: Size, in slots; a broken page at the end stays unused, 0 stages nothing.
+        start: First slot of the staging buffer in the KV pool, at a page boundary.
+        slots: Size, in slots; a partial page at the end stays unused, 0: no staging.
         page: Page size, in slots; >= 1.
 
     Raises:
@@ -85,7 +85,7 @@ class StagingRegion:
 
     @property
     def free(self) -> int:
-        """Slots nobody holds, a multiple of the page size."""
+        """Free slots, a multiple of the page size."""
         return self._free
 
     @property
@@ -122,11 +122,11 @@ class StagingRegion:
         return lease
 
     def give(self, lease: Lease) -> None:
-        """Return a lease that ``take`` handed out; merges it with free neighbours.
+        """Free a lease of ``take``; merges it with adjacent free spans.
 
         Raises:
-            InvariantError: It was given back before, or comes from elsewhere; the
-                region stays as it was.
+            InvariantError: It was freed before, or is not of this buffer; nothing
+                changed.
         """
         if lease not in self._leases:
             raise InvariantError(f"staging slots {lease} were given back twice")

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def timed() -> torch.cuda.Event:
-    """Return an event whose time can be read."""
+    """Return an event that records its time."""
     return torch.cuda.Event(enable_timing=True)
 
 
 class Outgoing(NamedTuple):
-    """A layer that is to be copied to the host.
+    """A layer to be copied to the host.
 
     Attributes:
         parts: See ``HostImage.outgoing``.
-        sizes: Likewise.
-        made: Recorded behind the work that writes them.
+        sizes: See ``HostImage.outgoing``.
+        made: Recorded after the work that writes them.
     """
 
     parts: Sequence[torch.Tensor]
@@ -40,12 +40,12 @@ class Outgoing(NamedTuple):
 
 
 class HeldMemory:
-    """Host pages a copy reads or writes, not used for anything else until it has ended.
+    """Host pages a copy reads or writes, protected from reuse until it ends.
 
-    What frees its image meanwhile frees the pages; the copy engine does not know.
+    Its image may be freed meanwhile, of which the copy engine knows nothing.
 
     Args:
-        lists: None among them are left out.
+        lists: Page lists; None among them are skipped.
     """
 
     def __init__(self, lists: Iterable[HostPages | None]) -> None:
@@ -54,7 +54,7 @@ class HeldMemory:
             pages.hold()
 
     def let_go(self) -> None:
-        """Release them; nothing happens the second time."""
+        """Release the pages; no effect the second time."""
         while self._lists:
             self._lists.pop().release()
 
@@ -64,11 +64,11 @@ class StreamTransfer:
     """See ``Transfer``; a thread's job and the CUDA events of what it queued.
 
     Attributes:
-        nbytes: See ``Transfer``; of a save it is known once that is done.
+        nbytes: See ``Transfer``; for a save known once it is done.
         held: Host memory it reads or writes.
         seconds: See ``Transfer``; between the first copy and the last on the stream.
         begin: Before the first copy.
-        end: Behind the last copy queued, also where the job failed.
+        end: After the last copy queued, also where the job failed.
         future: The job; it may end before its copies do.
     """
 
@@ -100,7 +100,7 @@ class StreamTransfer:
         self.held.let_go()
 
     def run_on(self, thread: ThreadPoolExecutor, job: Callable[[], None]) -> None:
-        """Hand the job over; held memory is let go where it never runs."""
+        """Submit the job; held memory is released if it never runs."""
         try:
             self.future = thread.submit(job)
         except BaseException:
@@ -140,13 +140,13 @@ class StreamTransfer:
         """Queue every layer's copies and seal it; the job of a copy to the host.
 
         Args:
-            stream: Where to.
+            stream: Stream of the copies.
             image: Receives the layers.
-            following: Waits for the next layer; returns None where there is none.
-            room: Is released once for every layer that has left the device.
+            following: Waits for the next layer; returns None if there is none.
+            room: Released once for every layer that has left the device.
 
         Raises:
-            TransferError: A layer could not be copied, or its maker gave up.
+            TransferError: A layer could not be copied, or its producer failed.
         """
         marks: list[torch.cuda.Event] = []
 
@@ -165,7 +165,7 @@ class StreamTransfer:
             for target, source in image.receive(layer, own.parts, _sizes(own)):
                 target.copy_(source, non_blocking=True)
             for part in own.parts:
-                # Its memory is the maker's stream's to reuse only after this.
+                # The producer's stream may reuse its memory only after this copy.
                 part.record_stream(stream)
             mark = torch.cuda.Event()
             mark.record()
@@ -185,7 +185,7 @@ class StreamTransfer:
 
 
 def _sizes(own: Outgoing) -> list[int]:
-    """Return a layer's sizes; waits for the device, so not in the engine's loop."""
+    """Return a layer's sizes; synchronises, so not for the engine's loop."""
     if own.sizes is None:
         return []
     known = own.sizes.to("cpu", non_blocking=True)

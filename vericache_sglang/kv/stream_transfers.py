@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.staging import Lease
 
 IN_FLIGHT = 1 << 29
-"""Bytes gathered on the device for a save whose copies have not ended. Saves are queued
+"""Most bytes gathered on the device for a save before its copies end. Saves are queued
 faster than they are copied, and 32K tokens of Llama-3.1-8B are 4 GiB."""
 
 
 class StreamTransfers:
-    """See ``Transfers``; host memory is pinned, or a copy would wait for itself.
+    """See ``Transfers``; host memory must be pinned, or copies are synchronous.
 
-    One thread and one stream a direction. A thread checks each layer's checksum and
-    queues its copies, so that the checks run ahead of the link; the other queues what
-    is saved, as soon as it is known how much that is, and seals it.
+    One thread and one stream per direction. The load thread verifies each layer's
+    checksum and queues its copies, so that verification runs ahead of the link; the
+    save thread queues a layer once its size is known, and seals it.
 
-    What one copy moves is a layer's keys or values in one run of host pages and one
-    span of the lease: H * D * element bytes (2 KiB for Llama-3.1-8B in bf16) per entry.
+    One copy moves a layer's keys or values in one run of host pages and one span of
+    the lease: H * D * element bytes (2 KiB for Llama-3.1-8B in bf16) per entry.
     A prompt of 32K tokens that keeps a quarter is one image of 24576 entries: 48 MiB a
-    copy, 64 copies, where its pages are neighbours. A segment (512 tokens, 384 entries)
+    copy, 64 copies, where its pages are contiguous. A segment (512 tokens, 384 entries)
     is an image of its own: 768 KiB a copy, 4096 copies for the same prompt, above the
     0.5 MB from which set-up is lost in the copy. With 8 ranks it is 96 KiB a copy:
-    segments do not lie side by side in host memory, and gathering them there first is
-    a memcpy no faster than the link.
+    segments are not contiguous in host memory, and gathering them there first is a
+    memcpy no faster than the link.
 
     Args:
         key_buffers: One [slots, H, D] device tensor per layer.
         value_buffers: One [slots, H, Dv] device tensor per layer.
-        forward_stream: The stream of forwards, whose stores into slots that are free
-            by now may be outstanding; None: the caller's own.
+        forward_stream: The stream of forwards, which may still write slots that were
+            freed meanwhile; None: the caller's own.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StreamTransfers:
     def save(self, blocks: Blocks, image: HostImage) -> StreamTransfer:
         """See ``Transfers.save``.
 
-        The caller waits for the link where more than ``IN_FLIGHT`` bytes are on it.
+        Blocks while more than ``IN_FLIGHT`` bytes of the save are in flight.
         """
         transfer = StreamTransfer(0, HeldMemory(image.page_lists))
         layers: SimpleQueue[Outgoing | None] = SimpleQueue()
@@ -178,10 +178,10 @@ class StreamTransfers:
 
     @contextmanager
     def _written(self, pages: Iterable[HostPages | None]) -> Iterator[None]:
-        """Write from host memory on the caller's stream, and hold it until then.
+        """Order the body's writes behind the forwards; hold ``pages`` until they end.
 
-        SGLang's schedule stream goes on once a forward has read its block table, and
-        the requests that ended meanwhile have freed slots it still stores to.
+        SGLang's schedule stream continues once a forward has read its block table, and
+        requests that ended meanwhile have freed slots that the forward still writes.
         """
         self._reap()
         if self._forwards is not None:
@@ -195,7 +195,7 @@ class StreamTransfers:
             self._reading.append((read, held))
 
     def _reap(self) -> None:
-        """Let go of host memory the device has read."""
+        """Release host memory that the device has read."""
         reading, self._reading = self._reading, []
         for read, held in reading:
             if read.query():  # asked once: the device goes on meanwhile

@@ -1,4 +1,4 @@
-"""Parked requests: all the KV a request still had on the device, in host memory."""
+"""Swapped-out requests: the KV that was still on the device, in host memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class SwappedImage(RawImage):
-    """Kept and decode slots of a request that waits without any slot on the device.
+    """Draft KV and decode slots of a swapped-out request.
 
-    Entry i of a layer is the one of the request's i-th slot, whatever its number was
-    and whatever it will be.
+    Entry i of a layer belongs to the i-th slot of the request's row, independent of
+    the slot's number in the pool.
 
     Args:
         geometry: Shapes of the pool the entries come from.
@@ -48,7 +48,7 @@ def gathered(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield every layer's keys [S, H, D] and values [S, H, Dv] of ``slots``.
 
-    One layer at a time, and as integers, whose bits no torch operator rewrites.
+    One layer at a time, gathered as integers: torch may rewrite bits of NaNs.
     """
     for k_buffer, v_buffer in zip(k_buffers, v_buffers, strict=True):
         keys = as_bits(k_buffer).index_select(0, slots)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class ThreadTransfer:
-    """See ``Transfer``; a copy the link's thread makes layer by layer."""
+    """See ``Transfer``; copied layer by layer by the link's thread."""
 
     nbytes: int
     seconds: float = 0.0
@@ -74,12 +74,12 @@ class ThreadTransfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BookedTransfer:
-    """See ``Transfer``; a copy the caller has made, waiting for the link to agree.
+    """See ``Transfer``; a finished copy, done once the emulated link has carried it.
 
     Attributes:
         nbytes: See ``Transfer``.
-        booking: When the link carries them.
-        copy_seconds: Time the memcpy itself took.
+        booking: Time interval on the emulated link.
+        copy_seconds: Duration of the memcpy.
     """
 
     nbytes: int
@@ -93,11 +93,11 @@ class BookedTransfer:
         return max(self.copy_seconds, booked) if self.done() else 0.0
 
     def done(self) -> bool:
-        """See ``Transfer.done``; never fails, the caller saw failures already."""
+        """See ``Transfer.done``; never raises, the copy was made before."""
         return perf_counter() >= self.booking.end
 
     def cancel(self) -> None:
-        """See ``Transfer.cancel``; every byte was written before this existed."""
+        """See ``Transfer.cancel``; no effect, every byte is written."""
 
 
 class ThreadTransfers:
@@ -118,7 +118,7 @@ class ThreadTransfers:
         self._keys = key_buffers
         self._values = value_buffers
         self._link = Link(link_gbps)
-        # One thread: a link carries one copy at a time, in the order they were asked.
+        # One thread: a link carries one copy at a time, in the order of the calls.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
     def start(
@@ -172,8 +172,8 @@ class ThreadTransfers:
     def save(self, blocks: Blocks, image: HostImage) -> BookedTransfer:
         """See ``Transfers.save``; copies in the caller's thread.
 
-        Only the emulated link's time passes behind the caller's back: copies asked
-        for later start after it.
+        Only the emulated link's time passes asynchronously: later copies start after
+        it.
         """
         asked = perf_counter()
         seconds = 0.0

@@ -1,4 +1,4 @@
-"""Picks what copies KV between a device and the host."""
+"""Opens the transfers of KV between a device and the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_transfers(
     Args:
         key_buffers: One [slots, H, D] tensor per layer.
         value_buffers: One [slots, H, Dv] tensor per layer.
-        link_gbps: Emulated bandwidth in GB/s; a CUDA device has a link of its own.
+        link_gbps: Emulated bandwidth in GB/s; ignored on a CUDA device.
         forward_stream: See ``StreamTransfers``.
     """
     if key_buffers[0].device.type == "cuda":

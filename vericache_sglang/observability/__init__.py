@@ -1,1 +1,1 @@
-"""What is seen of a server: counters, metrics, trace, online consistency check."""
+"""Observability: counters, metrics, trace, online consistency check."""

@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "online consistency check"
-"""As logs call it."""
+"""Name of the check in logs."""
 
 REPLAY_PREFIX = "vericache-check-"
-"""Begins the id of every replay, as the server's logs show it."""
+"""Prefix of the request ids of replays."""
 
 HEALTH_PREFIX = "HEALTH_CHECK"
-"""Begins the ids of SGLang's health checks: a server with these alone is idle."""
+"""Prefix of the ids of SGLang's health checks, which count as an idle server."""
 
 MOST_PENDING = 64
-"""Requests remembered for a check; a busy server keeps the latest."""
+"""Most requests that wait for a check; older ones are dropped first."""
 
 MOST_ATTEMPTS = 8
-"""Replays of one request that others may abort before it is dropped."""
+"""Aborted replays of one request after which its check is dropped."""
 
 POLL_S = 0.05
-"""Seconds between two looks whether the server is idle, or a replay has to leave."""
+"""Seconds between two polls for an idle server, or for a reason to abort a replay."""
 
 EPOCH_S = 1.0
-"""Seconds between two readings of the epoch while the server is busy."""
+"""Seconds between two reads of the epoch while the server is busy."""
 
 _NOT_TOKENS = (
     *("image_data", "video_data", "audio_data", "input_embeds"),
     *("positional_embed_overrides", "session_params", "session_id"),
 )
-"""Fields of a request whose input is more than tokens."""
+"""Request fields of inputs other than tokens."""
 
 
 def is_replay(rid: str) -> bool:
-    """Return whether a request is a replay: the prefix cache is not for it."""
+    """Return whether a request is a replay, which bypasses the prefix cache."""
     return rid.startswith(REPLAY_PREFIX)
 
 
@@ -58,12 +58,12 @@ class FinishedRequest:
     """A finished request that waits for its check.
 
     Attributes:
-        rid: Its id.
-        state: SGLang's ``ReqState``; it has the request and its output token ids.
-        finish: Its finish reason as the client saw it.
-        epoch: Control requests before it after which answers may differ, as last read;
-            None before the first reading.
-        attempts: Replays that others aborted.
+        rid: Request id.
+        state: SGLang's ``ReqState``, with the request and its output token ids.
+        finish: Finish reason sent to the client.
+        epoch: Last read count of control requests that may change answers; None before
+            the first read.
+        attempts: Replays aborted for other requests.
     """
 
     rid: str
@@ -75,15 +75,15 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two answers differ.
+    """The first position at which two answers differ.
 
     Attributes:
         position: Index of the first differing output token; the length of the output
             if only the finish reasons differ.
-        served: Token sent to the client there, None past its end.
-        full: Token of autoregressive decoding there, None past its end.
-        margin: How far apart the two best logits of autoregressive decoding were
-            there; None past its end.
+        served: Token sent to the client at ``position``; None past its end.
+        full: Token of autoregressive decoding at ``position``; None past its end.
+        margin: Distance of the two largest logits of autoregressive decoding at
+            ``position``; None past its end.
     """
 
     position: int
@@ -105,14 +105,15 @@ class ConsistencyCheck:
     """Replays a sample of the finished greedy requests while the server is idle.
 
     A client of SGLang's tokenizer manager, in the process of the HTTP server. One
-    request is replayed at a time, and withdrawn to be tried again as soon as another
-    one arrives, or an update of weights or adapters waits for the running requests.
+    request is replayed at a time. The replay is aborted and retried later when another
+    request arrives, or when an update of weights or adapters waits for the running
+    requests.
 
     Args:
-        rate: Sampled share of the requests, 0 to 1.
-        seed: Chooses the sample.
+        rate: Sampled share of the requests, in [0, 1].
+        seed: Seed of the sample.
         manager: SGLang's ``TokenizerManager``.
-        guard: Keeps faults away from SGLang's loop.
+        guard: Catches and logs exceptions, so that they do not reach SGLang's loop.
     """
 
     def __init__(self, rate: float, seed: int, manager: Any, guard: Guard) -> None:
@@ -128,10 +129,10 @@ class ConsistencyCheck:
         self._numbers = count()
         self._checks = self._mismatches = self._dropped = 0
         self.changed: Callable[[], None] = lambda: None
-        """Called when ``report`` has changed."""
+        """Callback for a changed ``report``."""
 
     def report(self) -> dict[str, int]:
-        """Return the figures whose source is "check" in the table."""
+        """Return the figures with the source "check" in the table."""
         return {
             "shadow_checks": self._checks,
             "shadow_mismatches": self._mismatches,
@@ -140,20 +141,20 @@ class ConsistencyCheck:
         }
 
     def samples(self, rid: str) -> bool:
-        """Return whether a request is in the sample; the same one always is."""
+        """Return whether a request is in the sample; depends on id and seed alone."""
         text = f"{self._seed} {rid}".encode()
         drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
         return drawn < self._rate * 2**64
 
     def finished(self, state: Any, meta_info: Mapping[str, Any]) -> None:
-        """Remember a finished request if it is in the sample and can be repeated.
+        """Queue a finished request if it is in the sample and can be replayed.
 
-        Called by the hook on the tokenizer manager for every piece of an answer, before
+        Called by the hook on the tokenizer manager for every chunk of an answer, before
         its tokens are added.
 
         Args:
             state: SGLang's ``ReqState``.
-            meta_info: What the client gets; id, finish reason and our statistics.
+            meta_info: The client's ``meta_info``: id, finish reason and our statistics.
         """
         if meta_info["finish_reason"] is not None:
             self._guard.call(NAME, lambda: self._note(state, meta_info), None)
@@ -176,10 +177,10 @@ class ConsistencyCheck:
         self.changed()
 
     def repeatable(self, request: Any, meta_info: Mapping[str, Any]) -> bool:
-        """Return whether an answer came from drafts and has to come out again.
+        """Return whether an answer used drafts and must be reproducible.
 
-        Only greedy answers are reproducible. Left out is what was aborted, and what
-        had more input than tokens: a session, an image, embeddings.
+        Only greedy answers are reproducible. Aborted requests are excluded, and so are
+        those with inputs other than tokens: a session, an image, embeddings.
 
         Args:
             request: SGLang's ``GenerateReqInput`` of one prompt.
@@ -200,16 +201,16 @@ class ConsistencyCheck:
     # -- replays --------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Check what is pending, one after the other, whenever the server is idle."""
+        """Check the queued requests one by one while the server is idle."""
         while self._pending and not self._guard.is_off(NAME):
             try:
                 await self._step()
-            except Exception:  # noqa: BLE001  # a check may not end SGLang's loop
+            except Exception:  # noqa: BLE001  # must not end SGLang's loop
                 self._guard.failed(NAME)
                 await asyncio.sleep(POLL_S)
 
     async def _step(self) -> None:
-        """Wait a moment, or check one answer."""
+        """Wait for ``POLL_S``, or check one answer."""
         if self._in_the_way() and time.monotonic() - self._read_at < EPOCH_S:
             await asyncio.sleep(POLL_S)
             return
@@ -262,7 +263,7 @@ class ConsistencyCheck:
             )
 
     async def _read_epoch(self) -> None:
-        """Ask the schedulers after how many control requests answers may differ."""
+        """Read the epoch from the schedulers."""
         states = await self._manager.get_internal_state()
         self._epoch = sum(state[KEY]["answer_epoch"] for state in states)
         self._read_at = time.monotonic()
@@ -271,7 +272,7 @@ class ConsistencyCheck:
                 answer.epoch = self._epoch
 
     async def _replay(self, answer: FinishedRequest) -> Any:
-        """Return the reply to a replay; None where it was withdrawn."""
+        """Return the reply to a replay; None if it was aborted."""
         rid = f"{REPLAY_PREFIX}{next(self._numbers)}"
         task = asyncio.create_task(self._ask(replay_of(answer.state.obj, rid)))
         while not task.done():
@@ -287,22 +288,22 @@ class ConsistencyCheck:
         return reply
 
     def _in_the_way(self) -> bool:
-        """Return whether a client's request is served, or an update waits or runs."""
+        """Return whether a client's request runs, or an update waits or runs."""
         ours = (REPLAY_PREFIX, HEALTH_PREFIX)
         if any(not rid.startswith(ours) for rid in self._manager.rid_to_state):
             return True
-        # SGLang's lock has no public view of those that wait for it (0.5.21).
+        # SGLang's lock does not publish its waiters (0.5.21).
         lock = self._manager.model_update_lock
         updates = lock._waiting_writers or lock._writer_active
         return bool(updates or self._manager.lora_update_lock.locked())
 
 
 def replay_of(request: Any, rid: str) -> Any:
-    """Return a request for the same answer, alone and with speculation disabled.
+    """Return a copy of a request with speculation disabled.
 
     Args:
         request: SGLang's ``GenerateReqInput`` of one prompt.
-        rid: Id of the replay; as its cache key it matches no cached prefix.
+        rid: Id of the replay, also its cache key, so that it matches no cached prefix.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -339,8 +340,8 @@ def compare(
         served: Output token ids the client was sent.
         served_finish: Finish reason the client was sent.
         full: Output token ids of the replay.
-        full_finish: Its finish reason.
-        margins: For each token of ``full``, the distance of the two best logits.
+        full_finish: Finish reason of the replay.
+        margins: For each token of ``full``, the distance of the two largest logits.
 
     Returns:
         The first difference, or None if tokens and finish reason are the same.

@@ -1,4 +1,4 @@
-"""The engine's counters, and totals that never fall."""
+"""The engine's counters, and totals that never decrease."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def move_name(move: Move) -> str:
 class Counters:
     """Totals since the start of the process, and the link's present throughput.
 
-    The attributes are ``ENGINE_KEYS``; the table says what each counts.
+    The attributes are ``ENGINE_KEYS``; ``table.yaml`` describes them.
     """
 
     __slots__ = ENGINE_KEYS
@@ -58,19 +58,19 @@ class Counters:
         def __setattr__(self, key: str, value: float) -> None: ...
 
     def note_iteration(self, running: int) -> None:
-        """Record one iteration and how many requests it has."""
+        """Record one iteration and its number of requests."""
         self.iterations += 1
         self._note_peak("peak_running", running)
 
     def note_drafting(self, drafting: int) -> None:
-        """Record how many requests have a compressed prompt."""
+        """Record the number of requests with a compressed prompt."""
         self._note_peak("peak_drafting", drafting)
 
     def _note_peak(self, key: str, value: int) -> None:
         setattr(self, key, max(getattr(self, key), value))
 
     def note_move(self, move: Move, made: bool) -> None:
-        """Record a change of residency, or that there was no memory for it."""
+        """Record a KV move, or that it failed for lack of memory."""
         name = MOVES[type(move)] if made else "refused_moves"
         setattr(self, name, getattr(self, name) + 1)
 
@@ -98,7 +98,7 @@ class Counters:
 
 
 class Totals:
-    """Keeps counters rising where what they are read from starts again at 0."""
+    """Keeps counters monotonic when their source restarts at 0."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -107,7 +107,7 @@ class Totals:
     def over(self, report: dict[str, Any]) -> dict[str, Any]:
         """Return ``report`` with every counter as a total since the first call.
 
-        What was counted between the last call and the restart is lost.
+        Counts between the last call and the restart are lost.
         """
         totals = dict(report)
         for key in COUNTER_KEYS:

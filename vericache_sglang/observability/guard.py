@@ -1,4 +1,4 @@
-"""The one place that keeps faults of observers away from serving."""
+"""Isolates serving from exceptions of observers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Failures in a row after which an observer is switched off."""
+"""Consecutive failures after which an observer is disabled."""
 
 T = TypeVar("T")
 
 
 class Guard:
-    """Calls observers; what one raises is logged and goes no further.
+    """Calls observers, and catches and logs their exceptions.
 
-    The first failure of an observer is logged with its traceback, later ones are not.
-    After ``MOST_FAILURES`` in a row it is switched off for the life of the process.
+    Only the first failure of an observer is logged with its traceback. After
+    ``MOST_FAILURES`` in a row it is disabled until the process ends.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -34,7 +34,7 @@ class Guard:
         self._logged: set[str] = set()
 
     def is_off(self, name: str) -> bool:
-        """Return whether an observer is switched off."""
+        """Return whether an observer is disabled."""
         return self._in_a_row.get(name, 0) >= MOST_FAILURES
 
     def call(
@@ -44,20 +44,20 @@ class Guard:
         default: T,
         slow_s: float = math.inf,
     ) -> T:
-        """Return what ``function`` returns.
+        """Call ``function`` and return its value.
 
         Args:
-            name: The observer's, as logs show it.
-            function: Its part.
-            default: Returned where it raises or is switched off.
-            slow_s: Seconds; taking longer is a failure too.
+            name: Name of the observer in logs.
+            function: The function to call.
+            default: Returned if it raises or the observer is disabled.
+            slow_s: Time limit, in seconds; exceeding it counts as a failure.
         """
         if self.is_off(name):
             return default
         began = self._clock()
         try:
             found = function()
-        except Exception:  # noqa: BLE001  # whatever it is, serving goes on
+        except Exception:  # noqa: BLE001  # serving must continue
             self.failed(name)
             return default
         seconds = self._clock() - began
@@ -68,7 +68,7 @@ class Guard:
         return found
 
     def failed(self, name: str, reason: str = "") -> None:
-        """Count a failure; without a ``reason`` it is the exception being handled."""
+        """Count a failure: ``reason``, or else the exception being handled."""
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
         if name not in self._logged:
             self._logged.add(name)

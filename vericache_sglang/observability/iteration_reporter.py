@@ -32,14 +32,14 @@ PHASES: Mapping[type, Phase] = {
 }
 
 MOST_LANES = 256
-"""Requests the live page shows at most."""
+"""Most requests on the live page."""
 
 SLOW_S = 1.0
-"""Seconds; a sink that takes longer for an iteration fails, as it holds up serving."""
+"""Time limit of a sink per iteration, in seconds; a slower sink counts as failed."""
 
 
 class RunningRequest(Protocol):
-    """What is reported of a request; the engine's ``RequestState`` has it."""
+    """Reported state of a request; the engine's ``RequestState`` implements it."""
 
     @property
     def rid(self) -> str:
@@ -55,12 +55,12 @@ class RunningRequest(Protocol):
 
     @property
     def emitted(self) -> int:
-        """Tokens emitted since."""
+        """Tokens emitted since the prefill."""
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """An iteration not reported yet: its end or its results are not known."""
+    """An iteration that is not reported yet: its end or its results are pending."""
 
     index: int
     began: float
@@ -94,7 +94,7 @@ class _Iteration:
 
 
 def _guarded(method: Callable[P, None]) -> Callable[P, None]:
-    """Keep what a method of ``IterationReporter`` raises away from the worker."""
+    """Run a method of ``IterationReporter`` under its guard, for the worker."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -109,16 +109,16 @@ def _guarded(method: Callable[P, None]) -> Callable[P, None]:
 
 
 class IterationReporter:
-    """Keeps the last iteration for the page and sends every one to the sinks.
+    """Keeps the last iteration for the live page and sends each one to the sinks.
 
-    An iteration is sent once its end and its results are known. Nothing raised here or
-    by a sink reaches the worker.
+    An iteration is sent once its end and its results are known. Exceptions raised here
+    or in a sink never reach the worker.
 
     Args:
-        runtime: What is planned.
-        link: Copies that have ended.
-        sinks: Name -> observer; without one nothing is recorded.
-        guard: Calls the sinks, and the parts of this.
+        runtime: Source of plans and rings.
+        link: Source of ended copies.
+        sinks: Name -> observer; if empty, nothing is recorded.
+        guard: Calls the sinks and the methods of this class.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class IterationReporter:
         requests: Mapping[int, RunningRequest],
         actions: Mapping[int, RowAction] | None,
     ) -> None:
-        """Record what is about to run.
+        """Record the batch of an iteration at its launch.
 
         Args:
             requests: Position in the batch -> request.
-            actions: Position in the batch -> what it does; None where all rows are
+            actions: Position in the batch -> planned action; None if all rows are
                 autoregressive.
         """
         self._index += 1
@@ -165,7 +165,7 @@ class IterationReporter:
         """Record the end of an iteration on the host.
 
         Args:
-            moves: Changes of residency made.
+            moves: KV moves made.
         """
         if not self._sinks:
             return
@@ -182,12 +182,12 @@ class IterationReporter:
     def landed(
         self, counts: Callable[[], list[int]], discarded: frozenset[int]
     ) -> None:
-        """Record the results of the oldest iteration, whether it has ended or not.
+        """Record the results of the oldest iteration, ended or not.
 
         Args:
-            counts: Tokens emitted, by position in the batch; called only where there
-                is a sink.
-            discarded: Positions whose request had ended before.
+            counts: Returns the tokens emitted, by position in the batch; called only if
+                there is a sink.
+            discarded: Positions of requests that had ended before.
         """
         for iteration in self._open:
             if iteration.emitted is None:
@@ -203,17 +203,17 @@ class IterationReporter:
                 self._guard.call(name, part, None, slow_s=SLOW_S)
 
     def idle(self) -> None:
-        """Tell the sinks that no request is left."""
+        """Notify the sinks that no request is left."""
         for name, sink in self._sinks.items():
             self._guard.call(name, sink.idle, None)
 
     def close(self) -> None:
-        """Let the sinks write what they hold; the process ends."""
+        """Close the sinks when the process ends."""
         for name, sink in self._sinks.items():
             self._guard.call(name, sink.close, None)
 
     def report(self, requests: Mapping[str, RunningRequest]) -> dict[str, Any]:
-        """Return the requests' lanes and the rings, for the live page."""
+        """Return the state of requests and rings for the live page."""
         phases = {rid: phase for rid, phase, _ in self._rows}
         lanes = []
         for request in islice(requests.values(), MOST_LANES):
@@ -245,9 +245,9 @@ class IterationReporter:
 
 
 def _drafts_wanted(track: Track | None, drafts: int) -> int:
-    """Return after how many drafts a cycle is to be verified; 0 where none is made.
+    """Return the draft length chosen for a cycle; 0 for a request without drafts.
 
-    The chosen length, not the width of the graph up to which a late one drafts on.
+    Excludes further drafts, up to the graph's width, after a deadline miss.
     """
     if track is None or track.most < 0:
         return 0

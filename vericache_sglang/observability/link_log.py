@@ -1,4 +1,4 @@
-"""The last copies over the host link, and its throughput."""
+"""Log of recent copies over the host link, and its throughput."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = 256
 """Most records kept for the sinks."""
 
 RECENT = 32
-"""Copies of one direction whose throughput is reported."""
+"""Copies per direction over which the throughput is averaged."""
 
 
 class EndedCopy(Protocol):
@@ -27,14 +27,14 @@ class EndedCopy(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Time it took."""
+        """Duration, in seconds."""
 
 
 class LinkLog:
-    """Feeds the link's estimate and keeps the last records.
+    """Updates the link estimate and keeps the last records.
 
     Args:
-        estimate: Learns the link's speed.
+        estimate: Bandwidth estimate to update.
     """
 
     def __init__(self, estimate: LinkEstimate) -> None:
@@ -56,7 +56,7 @@ class LinkLog:
         )
 
     def rate(self, direction: Literal["in", "out"]) -> float:
-        """Return the throughput of the last copies, in bytes/s; 0.0 before any."""
+        """Return the throughput of the last copies, in bytes/s; 0.0 without copies."""
         recent = self._recent[direction]
         seconds = sum(each for _, each in recent)
         return sum(nbytes for nbytes, _ in recent) / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""The table's figures as Prometheus metrics, beside SGLang's on ``GET /metrics``."""
+"""Publishes the table's figures as Prometheus metrics, with SGLang's."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from vericache_sglang.observability.table import Figure
 
 EVERY_SECONDS = 1.0
-"""Least time between two readings of the report."""
+"""Least time between two reads of the report, in seconds."""
 
 TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Upper bounds of the histograms' buckets, in tokens; a draft has 256 at most."""
+"""Upper bounds of the histograms' buckets, in tokens; drafts have at most 256."""
 
 
 class Metrics:
-    """See ``Observer``; publishes rows of the table.
+    """An ``Observer`` that publishes rows of the table.
 
-    SGLang serves the counts of several processes: it names their folder in
-    ``PROMETHEUS_MULTIPROC_DIR`` before prometheus_client is imported. So this is made
-    after SGLang has started its process with ``--enable-metrics``.
+    SGLang serves the metrics of several processes from the folder that it sets in
+    ``PROMETHEUS_MULTIPROC_DIR`` before prometheus_client is imported. Construct this
+    class after SGLang has started the process with ``--enable-metrics``.
 
     Args:
-        labels: Labels of every sample, as SGLang's own metrics have them.
-        report: Returns totals and gauges by key; read here once, so that all metrics
-            are there from the start.
-        rows: What is published.
-        registry: Where the metrics are registered; None is prometheus_client's own.
+        labels: Labels of every sample, equal to those of SGLang's metrics.
+        report: Returns totals and gauges by key; called once on construction, so that
+            all metrics exist from the start.
+        rows: Rows of the table to publish.
+        registry: Registry of the metrics; None: prometheus_client's default.
 
     Raises:
         InvariantError: The report lacks a key of ``rows``.
@@ -54,7 +54,7 @@ class Metrics:
         self._counted: dict[str, float] = {}
         self._histograms: dict[str, Any] = {}
         found = report()
-        # The rings' metrics are left out as a whole where the pacing has none.
+        # A pacing without rings publishes no metrics of rings.
         wanted = [row for row in rows if "ring_windows" in found or not row.rings]
         needed = {
             key for row in wanted for key in (*row.samples.values(), *row.told.values())
@@ -80,7 +80,7 @@ class Metrics:
             self.idle()
 
     def idle(self) -> None:
-        """Publish the report as it is now; gauges would keep their last busy value."""
+        """Publish the report, so that gauges do not keep their last busy value."""
         values = self._report()
         for key, gauge in self._gauges.items():
             gauge.set(values[key])
@@ -98,7 +98,7 @@ class Metrics:
         labels: Mapping[str, str],
         registry: CollectorRegistry | None,
     ) -> None:
-        # It reads the folder's name from the environment when it is first imported.
+        # prometheus_client reads the folder from the environment on first import.
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         names = [*labels, row.label] if row.label else [*labels]
@@ -112,7 +112,7 @@ class Metrics:
         if row.kind == "counter":
             family, samples = Counter(*shared, registry=place), self._counters
         else:
-            # "mostrecent" has no label for the process: each gauge has one writer.
+            # "mostrecent" adds no process label: each gauge has one writer.
             family = Gauge(*shared, registry=place, multiprocess_mode="mostrecent")
             samples = self._gauges
         for value, key in row.samples.items():

@@ -1,4 +1,4 @@
-"""The record of one decode iteration, as its observers receive it."""
+"""Records of one decode iteration, as observers receive them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.plan import Move
 
 Phase = Literal["draft", "verify", "plain", "wait"]
-"""What a request did in an iteration."""
+"""Action of a request in an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class RowRecord:
 
     Attributes:
         rid: Request id.
-        phase: What it did.
+        phase: Its action.
         tokens: Query tokens of its row: 0 for wait, d + 1 for verify, else 1.
-        emitted: Tokens it emitted, 0 to d + 1.
-        discarded: The request had ended before the results were known (the overlap
-            schedule launches one iteration too many), so nothing of them counts.
+        emitted: Tokens emitted, 0 to d + 1.
+        discarded: Whether the request had ended before the results were known (the
+            overlap schedule launches one iteration too many), so that they are ignored.
     """
 
     rid: str
@@ -39,11 +39,11 @@ class TransferRecord:
     """One copy over the host link that has ended.
 
     Attributes:
-        rid: Request it was made for.
+        rid: Request of the copy.
         direction: "in" for a prefetch into the staging buffer, "out" for an offload.
-        nbytes: Bytes moved.
-        ended: When its end was noticed; ``time.perf_counter()`` seconds.
-        seconds: How long it was on the link.
+        nbytes: Bytes copied.
+        ended: Time at which its end was observed; ``time.perf_counter()`` seconds.
+        seconds: Duration of the copy, in seconds.
     """
 
     rid: str
@@ -59,14 +59,14 @@ class IterationRecord:
 
     Attributes:
         index: Count of decode iterations since the start of the process, from 1.
-        began: Launch; ``time.perf_counter()`` seconds.
-        ended: The worker's return to SGLang's scheduler, same clock.
+        began: Time of the launch; ``time.perf_counter()`` seconds.
+        ended: Time of the worker's return to SGLang's scheduler, same clock.
         rows: Every request of the batch.
-        moves: Changes of residency made after the forward.
-        transfers: Copies whose end was noticed at the start of this iteration.
-        reservations: What the rings hold, by ring name: amounts of the current and
-            the coming windows (link in microwindows, a millionth of an iteration;
-            staging in slots; verify in rows).
+        moves: KV moves made after the forward.
+        transfers: Copies whose end was observed at the start of this iteration.
+        reservations: Ring name -> reserved amounts of the current and the following
+            iterations (link in microwindows, a millionth of an iteration; staging in
+            KV slots; verify in rows).
     """
 
     index: int
@@ -79,13 +79,13 @@ class IterationRecord:
 
 
 class Observer(Protocol):
-    """Receives every iteration; called through ``Guard``, and must not be slow."""
+    """Receives every iteration, through ``Guard``; must be fast."""
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one iteration."""
 
     def idle(self) -> None:
-        """The last request has left; no iteration follows for a while."""
+        """Handle an idle server: the last request has ended."""
 
     def close(self) -> None:
-        """The process ends; write what is still held."""
+        """Write all buffered data; the process ends."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "vericache"
-"""Name of a request's options in ``custom_params``, of its statistics in
+"""Key of a request's options in ``custom_params`` and of its statistics in
 ``meta_info``."""
 
 
@@ -15,21 +15,21 @@ KEY = "vericache"
 class RequestStats:
     """Totals of one request since its last prefill.
 
-    SGLang's streamer cuts a list of per-token values from ``Req.customized_info``; any
-    slice of this is a list of one entry, the totals so far. The hook on the tokenizer
-    manager (patches: managers_tokenizer_manager) keeps the last of them.
+    SGLang's streamer slices a list of per-token values in ``Req.customized_info``. A
+    slice of this object is a list of one entry, the totals so far. The hook on the
+    tokenizer manager (patches: managers_tokenizer_manager) keeps the last entry.
 
     Attributes:
-        enabled: Speculation may be used for it.
-        draft_length: Longest draft it may have.
-        reported: OpenAI's ``usage`` is to hold the statistics too.
+        enabled: Whether the request may speculate.
+        draft_length: Most drafts per cycle, in tokens.
+        reported: Whether OpenAI's ``usage`` includes the statistics too.
         rounds: Draft-verify cycles.
         drafted: Drafts verified.
         accepted: Drafts accepted; bonus tokens are not counted.
-        histogram: Accepted drafts of a cycle -> cycles.
-        staged_bytes: Bytes its prefetches put on the link; shared ones count for the
-            request that started them.
-        moves: Kind of change of residency -> how often.
+        histogram: Accepted drafts per cycle -> number of cycles.
+        staged_bytes: Bytes of its prefetches; a shared one counts for the request that
+            started it.
+        moves: Kind of KV move -> count.
     """
 
     enabled: bool

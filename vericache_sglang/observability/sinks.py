@@ -1,4 +1,4 @@
-"""The sinks of iterations: metrics where SGLang serves them, and a trace."""
+"""Creates the sinks of iterations: metrics if SGLang serves them, and a trace."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def open_sinks(
     config: VeriCacheConfig, report: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Observer]:
-    """Return, by name, the sinks that the settings of VeriCache and SGLang ask for.
+    """Return the sinks enabled by the settings of VeriCache and SGLang, by name.
 
     Args:
         config: Frozen settings.
-        report: Reads the engine's counters and gauges.
+        report: Returns the engine's counters and gauges.
 
     Raises:
         ConfigError: The trace's file cannot be written.
@@ -47,7 +47,7 @@ def open_sinks(
 
 
 def _labels() -> dict[str, str]:
-    """Return the labels of SGLang's own metrics (``SchedulerMetricsCollector``)."""
+    """Return the labels of SGLang's metrics (``SchedulerMetricsCollector``)."""
     parallel = get_parallel()
     labels = {
         "model_name": get_serving().served_model_name,

@@ -1,7 +1,7 @@
-"""Reads ``table.yaml``: every figure of the server, once.
+"""Loads ``table.yaml``, which defines every figure of the server.
 
-The engine's counters, the exposition on ``GET /metrics`` and ``docs/monitoring.md`` are
-made from that table.
+The engine's counters, the metrics on ``GET /metrics`` and ``docs/monitoring.md`` are
+generated from that table.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class Figure(BaseModel):
     """One row of the table: a Prometheus metric family, or a figure without one.
 
     Attributes:
-        metric: Its Prometheus name without prefix and ``_total``; "" for no metric.
-        kind: Its Prometheus type; counters are totals since the start of the process.
+        metric: Prometheus name without prefix and ``_total``; "" for no metric.
+        kind: Prometheus type; counters are totals since the start of the process.
         unit: Unit of the value, or "ratio" (0 to 1).
-        key: Its key in the report (``GET /server_info``); "" where ``keys`` has them.
+        key: Key in the report (``GET /server_info``); "" if ``keys`` is used.
         keys: Value of ``label`` -> key, for a family of several figures.
-        label: Name of the label of its own.
-        told: Further labels -> keys of the report that say their values, which stay.
-        source: What counts it: the engine's ``Counters``, another part of the worker's
-            report, or the consistency check in the HTTP process. A histogram is fed
-            from the rows of iterations and has no key.
-        rings: Only pacing over reserve rings (``staggered``) has it.
-        help: One sentence.
+        label: Name of the family's label.
+        told: Further labels -> keys of the report with their constant values.
+        source: Origin of the value: the engine's ``Counters``, another part of the
+            worker's report, or the consistency check in the HTTP process. A histogram
+            is computed from the rows of iterations and has no key.
+        rings: Whether only pacing over reserve rings (``staggered``) has it.
+        help: Description in one sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -46,17 +46,17 @@ class Figure(BaseModel):
 
     @property
     def name(self) -> str:
-        """Its Prometheus name."""
+        """Full Prometheus name."""
         return f"vericache_{self.metric}{'_total' if self.kind == 'counter' else ''}"
 
     @property
     def samples(self) -> dict[str, str]:
-        """Value of its label ("" without one) -> key of the report."""
+        """Value of the label ("" without a label) -> key of the report."""
         return self.keys or ({"": self.key} if self.key else {})
 
     @property
     def documentation(self) -> str:
-        """The help text, unit included."""
+        """The help text, with the unit."""
         return f"{self.help} Unit: {self.unit}."
 
 
@@ -70,7 +70,7 @@ SECTIONS: dict[str, list[Figure]] = TypeAdapter(
 TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
 
 METRICS = tuple(row for row in TABLE if row.metric)
-"""What Prometheus gets."""
+"""Rows that are Prometheus metrics."""
 
 ENGINE_KEYS = tuple(
     key for row in TABLE if row.source == "engine" for key in row.samples.values()
@@ -80,7 +80,7 @@ ENGINE_KEYS = tuple(
 COUNTER_KEYS = tuple(
     key for row in TABLE if row.kind == "counter" for key in row.samples.values()
 )
-"""Keys of totals, which never fall."""
+"""Keys of totals, which never decrease."""
 
 _PAGE = """\
 # Monitoring

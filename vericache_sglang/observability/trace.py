@@ -1,12 +1,12 @@
 """Writes every iteration to a file that Perfetto and chrome://tracing open.
 
-The format is Chrome's trace events, as a JSON array with one event a line. Every line
-ends with a comma and a newline, and ``close`` writes a last event and the bracket. A
-killed process leaves the array open: both readers take that. The lines of an iteration
-are written with one call and nothing is held back, so a kill costs whole iterations
-only. A machine that stops inside a write may leave part of a line: Perfetto skips it,
-chrome://tracing needs it cut off. A file that is full is closed and renamed, and a new
-one is begun.
+The format is Chrome's trace events, as a JSON array with one event per line. Every line
+ends with a comma and a newline; ``close`` writes a last event and the bracket. A killed
+process leaves the array open, which both readers accept. The lines of an iteration are
+written unbuffered with one call, so a kill loses whole iterations only. A machine that
+stops during a write may leave part of a line: Perfetto skips it, but it must be removed
+for chrome://tracing. A file that reaches its size limit is closed and renamed, and a
+new one is started.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ ITERATIONS = 1
 """Thread id of the track of iterations."""
 
 LINKS = {"in": (2, "prefetch"), "out": (3, "offload")}
-"""Direction of a transfer -> thread id of its track, name of its slices."""
+"""Direction of a transfer -> thread id of its track and name of its slices."""
 
 FIRST_LANE = 4
 """Thread id of the first lane of requests; the others follow."""
 
 PAUSE_US = 100_000
-"""Pause between two iterations, in microseconds, that counts as an idle server."""
+"""Least pause between iterations of an idle server, in microseconds."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Lanes:
-    """One track per running request; a track is used again when its request is gone.
+    """Assigns one track to each running request, and reuses it after its end.
 
-    There are never more tracks than requests ran at once.
+    The number of tracks is the largest number of concurrent requests.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Lanes:
             rids: Requests of an iteration, each once.
 
         Returns:
-            Thread ids of the lanes that did not exist before.
+            Thread ids of new lanes.
         """
         for rid in self._lane_of.keys() - set(rids):
             heapq.heappush(self._free, self._lane_of.pop(rid))
@@ -83,31 +83,31 @@ class Lanes:
         return opened
 
     def of(self, rid: str) -> int:
-        """Return a request's thread id; the track of iterations for one without."""
+        """Return a request's thread id, or ``ITERATIONS`` if it has no lane."""
         return self._lane_of.get(rid, ITERATIONS)
 
 
 class Trace:
-    """See ``Observer``; times in the file are microseconds of ``time.perf_counter``.
+    """An ``Observer``; times in the file are microseconds of ``time.perf_counter``.
 
     Tracks: iterations, prefetches, offloads, and one lane per running request, with a
-    slice per iteration and an instant per change of residency. Counters: requests by
-    phase, and for every ring what the current window and what the whole horizon hold.
+    slice per iteration and an instant per KV move. Counters: requests by phase, and for
+    every ring the reserved amounts of the current iteration and of the whole horizon.
 
-    Iterations come in order of time and do not overlap. When a write fails, an error is
-    logged, the file is cut after its last whole line and the trace ends; serving goes
-    on.
+    Iterations are ordered by time and do not overlap. When a write fails, an error is
+    logged, the file is truncated after its last complete line and the trace ends;
+    serving continues.
 
     Args:
-        path: File to write; one that exists is replaced, a symbolic link is refused.
-        process_name: What the viewer calls the process.
-        rank: Of several processes with the same path; goes into the file's name before
-            its last suffix ("t.json" becomes "t.2.json"). None where there is one.
-        most_bytes: Size at which the file is closed and renamed to ``path`` + ".1", in
-            place of an earlier one, and a new one is begun. 0 lets it grow.
+        path: File to write; an existing file is replaced, a symbolic link is refused.
+        process_name: Name of the process in the viewer.
+        rank: Rank among processes with the same path, inserted before the last suffix
+            of the file name ("t.json" becomes "t.2.json"). None for a single process.
+        most_bytes: Size at which the file is closed and renamed to ``path`` + ".1",
+            replacing an earlier one, and a new one is started. 0: no limit.
 
     Attributes:
-        path: The file that is written.
+        path: File being written.
 
     Raises:
         ConfigError: The file cannot be written; names ``--vericache-trace``.
@@ -135,12 +135,12 @@ class Trace:
             raise ConfigError(f"--vericache-trace {path}: {error}") from error
 
     def _open(self) -> None:
-        """Begin a file: no lane is in use, and every counter is written again."""
+        """Start a file, with no lane in use and no counter written."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        # Unbuffered: one write per iteration, which has nothing left to flush.
+        # Unbuffered: one write per iteration, and nothing to flush.
         self._file = os.fdopen(os.open(self.path, flags, 0o644), "wb", buffering=0)
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-            self._most_bytes = 0  # a device is not renamed
+            self._most_bytes = 0  # a device cannot be renamed
         self._size = 0
         self._lanes = Lanes()
         self._counted: dict[str, Mapping[str, float]] = {}
@@ -173,7 +173,7 @@ class Trace:
         self._write(*lines)
 
     def idle(self) -> None:
-        """Nothing is held back."""
+        """See ``Observer.idle``: nothing is buffered."""
 
     def close(self) -> None:
         """See ``Observer.close``: writes the last event and the bracket."""
@@ -185,7 +185,7 @@ class Trace:
         self._file.close()
 
     def _rotate(self) -> None:
-        """Close the file, rename it and begin a new one; the trace ends on an error."""
+        """Close and rename the file and start a new one; the trace ends on an error."""
         self.close()
         try:
             self.path.replace(f"{self.path}.1")
@@ -204,8 +204,7 @@ class Trace:
         return self._event("X", ITERATIONS, "iteration", begin, args, dur=end - begin)
 
     def _rows(self, record: IterationRecord, begin: int, end: int) -> Iterator[str]:
-        # Most of a file is rows: text put together by hand takes a sixth of the time
-        # the encoder takes.
+        # Most of a file is rows: an f-string takes a sixth of the JSON encoder's time.
         head = f'{{"ph":"X","pid":{self._pid},"ts":{begin},"dur":{end - begin},"tid":'
         for row in record.rows:
             yield (
@@ -222,10 +221,10 @@ class Trace:
         return self._event("i", self._lanes.of(move.rid), name, at, args, s="t")
 
     def _transfers(self, direction: str, copies: list[TransferRecord]) -> list[str]:
-        """Draw copies back to back, as a link makes them.
+        """Return slices of copies, back to back as on the link.
 
-        An end is known only as the time it was noticed, so copies noticed together, or
-        one noticed late, would overlap on paper. ``args`` hold the true duration.
+        Only the time at which an end was observed is known, so that copies observed
+        together or late would overlap. ``args`` holds the measured duration.
         """
         tid, name = LINKS[direction]
         floor = self._link_free[direction]
@@ -252,13 +251,13 @@ class Trace:
             yield from self._count(f"ring {ring}", at, levels)
 
     def _idle_counter(self) -> Iterator[str]:
-        """Let the counter of requests fall to 0 where the last iteration ended."""
+        """Set the counter of requests to 0 at the end of the last iteration."""
         if self._iterations:
             none = dict.fromkeys(get_args(Phase), 0)
             yield from self._count("requests", self._ended, none)
 
     def _count(self, name: str, at: int, levels: Mapping[str, float]) -> Iterator[str]:
-        """Yield a counter's event; none where nothing changed."""
+        """Yield a counter's event if its value has changed."""
         if self._counted.get(name) != levels:
             self._counted[name] = levels
             yield self._event("C", ITERATIONS, name, at, levels)
@@ -278,7 +277,7 @@ class Trace:
         return _encode({**head, **more, "args": args}) + ",\n"
 
     def _write(self, *lines: str) -> None:
-        """Append lines; the trace ends where that fails."""
+        """Append lines; the trace ends if that fails."""
         try:
             self._append(*lines)
         except OSError as error:
@@ -300,7 +299,7 @@ class Trace:
 
 
 def _us(seconds: float) -> int:
-    """Return whole microseconds; times in order stay in order."""
+    """Return whole microseconds; the order of times is kept."""
     return round(seconds * 1e6)
 
 

@@ -1,9 +1,9 @@
-"""How many drafted tokens survive a verification: the curves gamma(x, c).
+"""Acceptance curves gamma(x, c): accepted drafts as a share of drafted tokens.
 
-arXiv:2605.17613 draws gamma(x, c) and gives a few points of it in words: at c = 1/4 and
-x = 30, "~23" accepted drafts on Llama-70B (its rate stays "above ~0.8") and "~19" on
-Qwen-32B (section 4.2). Everything else here is an assumption: that each draft survives
-with one probability, independent of its position, and how that one depends on c.
+arXiv:2605.17613 plots gamma(x, c) and states a few points of it: at c = 1/4 and x = 30,
+"~23" accepted drafts on Llama-70B (its rate stays "above ~0.8") and "~19" on Qwen-32B
+(section 4.2). All else here is an assumption: each draft is accepted with the same
+probability at every position, and the dependence of that probability on c.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from vericache_sglang.errors import ConfigError
 
 
 class AcceptanceCurve(Protocol):
-    """Expected drafts accepted in one round; gamma(x, c) times x."""
+    """Expected accepted drafts of one cycle: gamma(x, c) times x."""
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """Return the accepted drafts, without the verifier's own token.
+        """Return the expected accepted drafts, without the bonus token.
 
         Args:
             draft_length: x, in tokens, >= 1.
@@ -31,7 +31,7 @@ class AcceptanceCurve(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Geometric:
-    """Each draft survives with the same probability, whatever the keep share.
+    """Each draft is accepted with the same probability, at every keep share.
 
     Attributes:
         survival: p in [0, 1]; E[accepted] = p + p^2 + ... + p^x.
@@ -43,7 +43,7 @@ class Geometric:
         _check_survival(self.survival)
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``AcceptanceCurve.accepted``; ``keep`` is not looked at."""
+        """See ``AcceptanceCurve.accepted``; ``keep`` is ignored."""
         return _geometric_sum(self.survival, draft_length)
 
 
@@ -51,12 +51,12 @@ class Geometric:
 class MissByKeep:
     """Geometric, with a miss probability proportional to (1 - c) / c: an assumption.
 
-    It is 0 where everything is kept and grows without bound as nothing is; a curve
-    measured on your own model should replace it.
+    The ratio is 0 at c = 1 and grows without bound towards c = 0. Replace it by a curve
+    measured on your own model.
 
     Attributes:
         survival: p at ``at_keep``, in [0, 1].
-        at_keep: Keep share ``survival`` belongs to, in (0, 1).
+        at_keep: Keep share to which ``survival`` applies, in (0, 1).
     """
 
     survival: float
@@ -76,9 +76,9 @@ class MissByKeep:
 
 @dataclass(frozen=True, slots=True)
 class EndingAnswers:
-    """Another curve, where the last round of an answer is cut short by its end.
+    """Another curve, reduced for the last cycle of an answer, which its end truncates.
 
-    An answer ends anywhere in its last round, so half a round is lost on average.
+    An answer ends anywhere in its last cycle, so half a cycle is lost on average.
 
     Attributes:
         curve: Acceptance inside an answer.
@@ -93,7 +93,7 @@ class EndingAnswers:
             raise ConfigError(f"--output must be >= 1 token, got {self.output_tokens}")
 
     def accepted(self, draft_length: int, keep: float) -> float:
-        """See ``AcceptanceCurve.accepted``; a mean over the rounds of one answer."""
+        """See ``AcceptanceCurve.accepted``; a mean over the cycles of one answer."""
         full_round = self.curve.accepted(draft_length, keep) + 1
         rounds = max(1.0, self.output_tokens / full_round + 0.5)
         return max(0.0, self.output_tokens / rounds - 1)
@@ -120,7 +120,7 @@ def survival_for(accepted: float, draft_length: int) -> float:
 def _geometric_sum(survival: float, draft_length: int) -> float:
     if survival == 1:
         return float(draft_length)
-    # Rounding may carry the closed form past x for p just below 1.
+    # Rounding may make the closed form exceed x for p just below 1.
     total = survival * (1 - survival**draft_length) / (1 - survival)
     return min(total, float(draft_length))
 

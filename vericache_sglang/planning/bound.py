@@ -1,4 +1,4 @@
-"""Ceilings no schedule gets past, for a plan to be held against."""
+"""Upper bounds on the throughput of any schedule, to compare a plan with."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 def speedup_bound(
     tokens_per_verify: float, machine: Machine, transfer_fraction: float
 ) -> float:
-    """Return the most speedup over a full-KV server saturated by reads of KV.
+    """Return the largest speedup over a full-KV server that is bound by KV reads.
 
     That server emits at most one token per full KV read from device memory; ours at
-    most ``tokens_per_verify`` per reload. Where weights are most of what an iteration
-    reads, or memory holds few full KVs, the full-KV server is below its limit and the
-    ratio may be exceeded.
+    most ``tokens_per_verify`` per prefetch. If an iteration reads mostly weights, or
+    memory holds few full KVs, the full-KV server is below its limit and the ratio may
+    be exceeded.
 
     Args:
-        tokens_per_verify: Accepted drafts of a round, the verifier's own token not
-            counted or counted, as the caller means it; >= 0.
-        machine: Its link and device memory rates.
-        transfer_fraction: Part of the full KV one reload moves, >= 0.
+        tokens_per_verify: Accepted drafts per cycle, with or without the bonus token,
+            as the caller chooses; >= 0.
+        machine: Provides link and device memory bandwidth.
+        transfer_fraction: Part of the full KV that one prefetch moves, >= 0.
 
     Returns:
-        tokens * (link / HBM) / transfer_fraction; infinite where nothing is reloaded.
+        tokens * (link / HBM) / transfer_fraction; infinite if nothing is prefetched.
     """
     if transfer_fraction < 0 or tokens_per_verify < 0:
         raise ConfigError("tokens_per_verify and transfer_fraction must be >= 0")
@@ -41,12 +41,12 @@ def speedup_bound(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Tokens per second each resource allows all requests together.
+    """Tokens per second of all requests together that each resource allows.
 
     Attributes:
-        link_tokens_per_s: Reloads alone.
-        hbm_tokens_per_s: Reads of KV alone; weights cost nothing in a huge batch.
-        full_kv_tokens_per_s: The same for decoding on the full KV.
+        link_tokens_per_s: Bound by prefetches.
+        hbm_tokens_per_s: Bound by reads of KV; reads of weights are neglected.
+        full_kv_tokens_per_s: Bound by reads of KV when decoding on the full KV.
     """
 
     link_tokens_per_s: float
@@ -55,7 +55,7 @@ class Roofline:
 
     @property
     def tokens_per_s(self) -> float:
-        """Most that an all-offloading server can reach."""
+        """Upper bound of a server that offloads every request."""
         return min(self.link_tokens_per_s, self.hbm_tokens_per_s)
 
 
@@ -66,14 +66,14 @@ def roofline(
     round_of: tuple[int, float],
     transfer_fraction: float,
 ) -> Roofline:
-    """Return the ceilings of a server that offloads every request.
+    """Return the upper bounds of a server that offloads every request.
 
     Args:
-        machine: Its rates.
+        machine: Rates of the server.
         kv_full_bytes: Full KV of a request.
         keep: c, in (0, 1].
-        round_of: Draft length and expected accepted drafts.
-        transfer_fraction: Part of the full KV one reload moves, > 0.
+        round_of: Draft length and expected accepted drafts of a cycle.
+        transfer_fraction: Part of the full KV that one prefetch moves, > 0.
     """
     drafted, accepted = round_of
     full = machine.hbm_bytes_per_s / kv_full_bytes

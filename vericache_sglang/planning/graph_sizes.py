@@ -1,32 +1,32 @@
-"""For which numbers of tokens CUDA graphs of mixed batches are captured.
+"""Token counts for which CUDA graphs of mixed batches are captured.
 
-A graph replays as many tokens as it was captured with. Which row has how many of them
-is read on the device, so two numbers say what a graph serves: rows that draft or decode
-have one token, those that are verified one more than were drafted.
+A graph replays the number of tokens with which it was captured; the tokens of each row
+are read on the device. Rows that draft or decode have one token, verified rows have one
+more than were drafted.
 """
 
 from __future__ import annotations
 
 STEP = 32
-"""Larger graphs are multiples of this: with it, the matrices of a model's layers fill
-their tiles, and of draft length 31 a verification is one step."""
+"""Larger graphs are multiples of this: it fills the tiles of the layers' matrix
+products, and is one verification at draft length 31."""
 
 
 def graph_tokens(
     max_running: int, draft_length: int, max_verifies: int
 ) -> tuple[int, ...]:
-    """List the tokens of every graph, ascending; the last is the largest batch.
+    """Return the tokens of every graph, ascending; the last is the largest batch.
 
-    Up to ``STEP`` tokens sizes double, as what is read besides the weights hardly
-    counts there. Above they grow by one step, or by at most a quarter.
+    Up to ``STEP`` tokens, where reads of the weights dominate, sizes double. Above,
+    they grow by one step, or by at most a quarter.
 
     Args:
-        max_running: Most rows of a batch, at least 1.
-        draft_length: Most drafts that are verified together, at least 1.
-        max_verifies: Most rows that are verified in one forward, at least 1.
+        max_running: Most rows of a batch, >= 1.
+        draft_length: Most drafts of a verification, >= 1.
+        max_verifies: Most rows verified in one forward, >= 1.
 
     Raises:
-        ValueError: An argument is below its least value.
+        ValueError: An argument is below its bound.
     """
     for name, number in (
         ("max_running", max_running),

@@ -1,4 +1,4 @@
-"""What GPUs can do: a catalogue with the source of each figure."""
+"""Catalogue of GPUs: memory and rates, with the source of each figure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PCIE5_X16 = 64 * GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as its datasheet has it, and what was measured where we know of it.
+    """One GPU: datasheet figures, and measured ones where they are known.
 
     Attributes:
-        name: Name the command line knows it by.
+        name: Name on the command line.
         memory_bytes: Device memory; datasheet gigabytes of 1e9 bytes.
-        memory_mib: Device memory that nvidia-smi reports as total, in MiB.
+        memory_mib: Total device memory as reported by nvidia-smi, in MiB.
         capability: CUDA compute capability.
         hbm_bytes_per_s: Device memory bandwidth, datasheet.
         link_bytes_per_s: Host to device, one direction, datasheet.
         flops_per_s: Dense BF16 tensor operations, datasheet.
-        hbm_measured_bytes_per_s: Device memory bandwidth reached; None: not known.
-        link_measured_bytes_per_s: Link bandwidth reached; None: not known.
-        source: Where each figure is from.
+        hbm_measured_bytes_per_s: Measured device memory bandwidth; None: unknown.
+        link_measured_bytes_per_s: Measured link bandwidth; None: unknown.
+        source: Source of each figure.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What one server computes with: rates and memory of its GPUs together.
+    """Rates and memory of all GPUs of one server.
 
-    Tensor parallelism splits weights, KV and transfers evenly, so that all four
-    figures add up over the ranks; its communication is not modelled.
+    Tensor parallelism shards weights, KV and transfers evenly, so all four figures are
+    sums over the ranks; its communication is not modelled.
 
     Attributes:
         name: The GPU's name, with the count where it is not 1.
@@ -189,12 +189,12 @@ def machine_of(
     datasheet: bool = False,
     memory_share: float = MEMORY_SHARE,
 ) -> Machine:
-    """Return what ``devices`` equal GPUs can do together.
+    """Return the rates and memory of ``devices`` equal GPUs.
 
     Args:
-        gpu: One of them.
+        gpu: The GPU.
         devices: Tensor-parallel ranks, >= 1.
-        datasheet: Datasheet rates even where a measured one is known.
+        datasheet: Whether to use datasheet rates where measured ones are known.
         memory_share: Part of the memory that weights and KV may use, in (0, 1].
 
     Raises:

@@ -1,9 +1,9 @@
 """Remote prefix caching: the best mix of six paths (appendix A.2).
 
-arXiv:2605.17613, equations t_tok, cap and opt_inter. One departure: a slot is held, and
-drafts appear, at the pace a request sees, B * T_tok(B), which is one iteration; the
-printed K * T_tok(B) is a request's share of GPU time and would let one slot hold B
-requests.
+arXiv:2605.17613, equations t_tok, cap and opt_inter. One departure: slots are held and
+drafts emitted at the latency that a request sees, B * T_tok(B), which is one iteration;
+the printed K * T_tok(B) is a request's share of GPU time, by which one slot would hold
+B requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cluster:
         acceptance_rate: gamma, accepted over drafted, in (0, 1].
 
     Raises:
-        ConfigError: Not one full KV fits beside the weights, or a bound is broken.
+        ConfigError: No full KV fits beside the weights, or a value is out of bounds.
     """
 
     machine: Machine
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """B_max, full KVs one instance holds."""
+        """B_max, the full KVs that fit one instance."""
         room = self.machine.memory_bytes - self.weight_bytes
         return int(room // self.kv_full_bytes)
 
@@ -82,12 +82,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one request of a path occupies, in seconds of one instance.
+    """Resources that one request of a path occupies, in seconds of one instance.
 
     Attributes:
-        net: Link busy.
+        net: Link time.
         gpu: Share of GPU time.
-        mem: One KV slot held.
+        mem: Time for which it holds one KV slot.
     """
 
     net: float = 0.0
@@ -101,10 +101,10 @@ class PoolMix:
 
     Attributes:
         tokens_per_s: Throughput of the cluster.
-        requests_per_s: n_i of each path that was offered.
+        requests_per_s: n_i of each allowed path.
         local_batch: B of a local instance, implied by the n_i.
         remote_batch: B of a remote instance.
-        converged: The batches the costs were evaluated at are the implied ones.
+        converged: Whether the costs were evaluated at the implied batches.
     """
 
     tokens_per_s: float
@@ -120,7 +120,7 @@ def path_costs(
     """Return the local and the remote cost of one request on each path.
 
     Args:
-        cluster: See there.
+        cluster: See ``Cluster``.
         local_batch: B of a local instance, in [1, slots].
         remote_batch: B of a remote instance, in [1, slots].
     """
@@ -187,13 +187,13 @@ def constraints(
 def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
     """Return the mix of highest throughput that was found, Eq. (opt_inter).
 
-    A mix that is best at the batches it implies need not be the best of all: fewer
-    paths may fill batches better. So those of the baseline, of P1 and of P2 alone
-    compete too; more paths then never lose.
+    A mix that is optimal at its implied batches need not be the global optimum: fewer
+    paths may fill batches better. The mixes of the baseline, P1 and P2 alone are
+    therefore evaluated too, so that more paths never give less throughput.
 
     Args:
-        cluster: See there.
-        paths: Those that may be used; ``BASELINE_PATHS`` for plain serving.
+        cluster: See ``Cluster``.
+        paths: Allowed paths; ``BASELINE_PATHS`` for serving without speculation.
     """
     fewer = [
         tuple(path for path in paths if path[:2] in (*BASELINE_PATHS, kind))
@@ -205,15 +205,15 @@ def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
 
 
 def fixed_point(cluster: Cluster, paths: Sequence[str]) -> PoolMix:
-    """Return a mix that is the best one at the batches it implies.
+    """Return a mix that is optimal at the batches it implies.
 
-    Costs depend on the batches and those on the mix: starting from full batches, the
-    program is solved again at the batches its own solution implies, half-way steps,
-    ``_ROUNDS`` times at most.
+    Costs depend on the batches, and the batches on the mix. Starting from full batches,
+    the program is solved again at the mean of its batches and the implied ones, at most
+    ``_ROUNDS`` times.
 
     Args:
-        cluster: See there.
-        paths: Those that may be used, at least one.
+        cluster: See ``Cluster``.
+        paths: Allowed paths, at least one.
     """
     batches = (float(cluster.slots), float(cluster.slots))
     mix = _program(cluster, paths, batches)
@@ -266,16 +266,16 @@ def _program(
 def _implied(
     cluster: Cluster, busy_s: Sequence[float], counts: Sequence[float], batch: float
 ) -> float:
-    """Return the smallest batch at which one instance's GPU keeps up.
+    """Return the smallest batch at which one instance's GPU sustains the load.
 
     With N tokens a second, B requests share each read of the weights:
     N (M / B + KV) = BW, solved for B.
 
     Args:
-        cluster: See there.
+        cluster: See ``Cluster``.
         busy_s: GPU seconds per request of each path, of one instance.
         counts: n_i, per instance.
-        batch: B that ``busy_s`` was evaluated at.
+        batch: B at which ``busy_s`` was evaluated.
     """
     busy = sum(second * count for second, count in zip(busy_s, counts, strict=True))
     rate = busy / cluster.token_s(batch)

@@ -1,11 +1,11 @@
-"""Throughput of one server that drafts, verifies and reloads (appendix A.1).
+"""Throughput of one server that drafts, prefetches and verifies (appendix A.1).
 
 arXiv:2605.17613, equations kv_avg, mem_constraint, t_gpu, t_xfer, load_constraint and
 opt. One departure: as printed, t_xfer divides by the cycles per load l although
-load_constraint already holds the link to one reload at a time, so that bytes move
-faster than the link carries them (10 requests, x = 29, l = 3: three times as fast). By
-default a reload takes bytes / link here, as in the paper's own Eq. (t_iter), and l is
-what follows from it; ``printed_transfer`` computes the printed one.
+load_constraint already limits the link to one prefetch at a time, so that the implied
+bandwidth exceeds the link's (10 requests, x = 29, l = 3: by a factor of three). By
+default a prefetch takes bytes / link here, as in the paper's own Eq. (t_iter), and l
+follows from it; ``printed_transfer`` uses the printed equation.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerModel:
-    """What does not change while settings are searched.
+    """Parameters that stay fixed during the search.
 
     Attributes:
         machine: Rates and memory.
         weight_bytes: M.
-        kv_bytes: Full KV of a request, in bytes, > 0; all are equal.
-        concurrency: Most requests that ever run at once, >= 1; None: no such limit.
+        kv_bytes: Full KV of a request, in bytes, > 0; equal for all requests.
+        concurrency: Most concurrent requests, >= 1; None: no limit.
         acceptance: gamma(x, c) times x.
-        flops_per_token: Of a forward pass, attention left out; 0 ignores compute.
-        staging_bytes: Device memory set aside for reloads; None charges their mean,
-            as the paper does.
-        most_verifies: Offloaded requests verified in one iteration; None: no limit.
-        printed_transfer: Compute t_xfer as printed; see the module.
+        flops_per_token: Operations of a forward without attention; 0 ignores compute.
+        staging_bytes: Device memory of the staging buffer; None: the mean in use, as in
+            the paper.
+        most_verifies: Most offloaded requests verified per iteration; None: no limit.
+        printed_transfer: Whether to compute t_xfer as printed; see the module.
     """
 
     machine: Machine
@@ -48,12 +48,12 @@ class ServerModel:
     printed_transfer: bool = False
 
     def fitting(self, room_bytes: float, share: float = 1.0, skip: int = 0) -> int:
-        """Return how many requests fit into ``room_bytes``; whole ones only.
+        """Return the whole number of requests that fit into ``room_bytes``.
 
         Args:
-            room_bytes: Device memory for them; below 0 nothing fits.
+            room_bytes: Device memory for them, in bytes; below 0 nothing fits.
             share: Part of its full KV that each of them occupies, > 0.
-            skip: Requests that are held elsewhere, counted by ``concurrency``.
+            skip: Other requests that count towards ``concurrency``.
         """
         count = int(max(0.0, room_bytes) // (self.kv_bytes * share))
         if self.concurrency is not None:
@@ -67,11 +67,11 @@ class IntraChoice:
 
     Attributes:
         resident: B_g, requests whose full KV stays on the device.
-        offloaded: B_c, requests whose full KV is reloaded to verify.
+        offloaded: B_c, requests whose full KV is prefetched to verify.
         draft_length: x, in tokens; 0 decodes on the full KV without drafting.
         keep: c, in (0, 1].
-        transfer_fraction: Part of the full KV a verification reloads: 1 - c where the
-            KV is split in two, 1 for a lossy codec; >= 0.
+        transfer_fraction: Part of the full KV prefetched per verification, >= 0: 1 - c
+            for residual KV beside draft KV, 1 for a lossy codec.
     """
 
     resident: int
@@ -83,18 +83,19 @@ class IntraChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a choice gives.
+    """Predicted times, memory and throughput of a choice.
 
     Attributes:
         choice: The knobs.
-        hbm_s: Device memory time of one iteration (T_gpu of the paper).
-        compute_s: Arithmetic time of one iteration.
-        link_s: Link time of one iteration (T_xfer).
-        cycles_per_load: l, iterations one reload spans; 0 where nothing is reloaded.
-        used_bytes: Device memory in use, by the memory constraint's left side.
-        accepted: Drafts accepted in a round, of ``choice.draft_length``.
+        hbm_s: Device memory time of one iteration, in seconds (T_gpu of the paper).
+        compute_s: Arithmetic time of one iteration, in seconds.
+        link_s: Link time of one iteration, in seconds (T_xfer).
+        cycles_per_load: l, iterations that one prefetch spans; 0 without prefetches.
+        used_bytes: Device memory in use: the left side of the memory constraint.
+        accepted: Accepted drafts per cycle of ``choice.draft_length``, without the
+            bonus token.
         tokens_per_s: Throughput of all requests.
-        binds: What more of would help: "hbm", "link", "compute" or "memory".
+        binds: Limiting resource: "hbm", "link", "compute" or "memory".
     """
 
     choice: IntraChoice
@@ -109,12 +110,12 @@ class Estimate:
 
     @property
     def requests(self) -> int:
-        """B, requests running at once."""
+        """B, the concurrent requests."""
         return self.choice.resident + self.choice.offloaded
 
     @property
     def iteration_s(self) -> float:
-        """T_iter; reads, arithmetic and transfers overlap."""
+        """T_iter in seconds; reads, arithmetic and transfers overlap."""
         return max(self.hbm_s, self.compute_s, self.link_s)
 
 
@@ -122,7 +123,7 @@ TransferFraction = Callable[[float], float]
 
 
 def split_residual(keep: float) -> float:
-    """Return the transfer fraction of KV split in two parts: what is not kept."""
+    """Return the transfer fraction of residual KV beside draft KV: 1 - c."""
     return 1 - keep
 
 
@@ -143,14 +144,14 @@ def used_bytes(server: ServerModel, choice: IntraChoice) -> float:
 def estimate(server: ServerModel, choice: IntraChoice) -> Estimate:
     """Return times, memory and throughput of one choice; 0 requests give 0 tokens.
 
-    The choice is taken as it is; ``search`` only proposes ones that fit.
+    The memory constraint is not checked; ``search`` proposes only choices that fit.
     """
     x, total = choice.draft_length, choice.resident + choice.offloaded
     machine, kv_all = server.machine, total * server.kv_bytes
     accepted = server.acceptance.accepted(x, choice.keep) if x else 0.0
     share = mean_share(choice.keep, x) if x else 1.0
     hbm_s = (server.weight_bytes + kv_all * share) / machine.hbm_bytes_per_s
-    # Beside one token a drafting request, each verification runs x drafts and one.
+    # One token per drafting request; each verification has x drafts and one more.
     passes = total * ((x / (x + 1) + 1) if x else 1)
     compute_s = passes * server.flops_per_token / machine.flops_per_s
     gpu_s = max(hbm_s, compute_s)
@@ -170,7 +171,7 @@ def estimate(server: ServerModel, choice: IntraChoice) -> Estimate:
 
 
 def full_kv(server: ServerModel) -> Estimate:
-    """Return the baseline: as many full KVs as fit, one exact token an iteration."""
+    """Return the baseline: as many full KVs as fit, autoregressive decoding."""
     room = server.machine.memory_bytes - server.weight_bytes
     return estimate(
         server,
@@ -187,7 +188,7 @@ def full_kv(server: ServerModel) -> Estimate:
 def resident_drafts(
     server: ServerModel, keep: float, lengths: Iterable[int]
 ) -> Estimate:
-    """Return the best of sparse drafts over resident full KV, as SparseSpec has it."""
+    """Return the best estimate of sparse drafts over resident KV, as in SparseSpec."""
     count = full_kv(server).requests
     return max(
         (
@@ -217,20 +218,20 @@ def search(
 ) -> Estimate:
     """Return the choice of highest throughput, Eq. (opt).
 
-    Every (c, x, B_g) is tried. Throughput rises with B_c until the link is the longer
-    of the two and never rises after, so only that B_c, its neighbour and the most that
-    fits are tried.
+    Every (c, x, B_g) is evaluated. Throughput rises with B_c until the link time
+    exceeds the GPU time and never rises beyond, so only that B_c, its neighbour and the
+    largest that fits are evaluated.
 
     Args:
-        server: See there.
+        server: See ``ServerModel``.
         keeps: Candidates for c, each in (0, 1].
         lengths: Candidates for x, each >= 1.
-        resident: Candidates for B_g; None tries every count that fits. ``[0]`` is a
-            server that offloads all.
-        transfer_fraction: From c to the part of the full KV that is reloaded.
+        resident: Candidates for B_g; None: every count that fits. ``[0]`` is a server
+            that offloads all requests.
+        transfer_fraction: c -> part of the full KV that is prefetched.
 
     Returns:
-        The best estimate; of equal ones the first. Of 0 tokens/s if nothing fits.
+        The best estimate, the first of equal ones; 0 tokens/s if nothing fits.
     """
     counts = list(range(full_kv(server).requests + 1) if resident is None else resident)
     lengths = list(lengths)
@@ -249,7 +250,7 @@ def search(
 def most_offloaded(
     server: ServerModel, keep: float, draft_length: int, held: int
 ) -> int:
-    """Return the largest B_c that memory, link slots and the concurrency allow."""
+    """Return the largest B_c allowed by memory, link and concurrency."""
     staging, share = _footprint(server, keep, draft_length)
     taken = server.weight_bytes + held * server.kv_bytes
     room = server.machine.memory_bytes - taken - staging
@@ -275,7 +276,7 @@ def _choices(
 
     most = most_offloaded(server, keep, x, held)
     low, high = 0, most
-    while low < high:  # the first B_c whose transfers outlast the GPU
+    while low < high:  # the first B_c whose link time exceeds the GPU time
         middle = (low + high) // 2
         found = estimate(server, choice(middle))
         if found.link_s >= max(found.hbm_s, found.compute_s):
@@ -303,7 +304,7 @@ def _transfer(
     moved = offloaded * choice.transfer_fraction / (choice.draft_length + 1)
     link_s = moved / server.machine.link_bytes_per_s
     if server.printed_transfer:
-        # Largest l that load_constraint allows: t_xfer only falls with l.
+        # Largest l that load_constraint allows: t_xfer decreases with l.
         cycles = max(1, floor((choice.draft_length + 1) / choice.offloaded))
         return link_s / cycles, cycles
     one_load_s = link_s * (choice.draft_length + 1) / choice.offloaded
@@ -318,8 +319,8 @@ def _binding(
         return "link"
     if compute_s > hbm_s:
         return "compute"
-    # Reads of weights are shared: while they are most of an iteration, one more
-    # request would cost little, if only it had room.
+    # Reads of weights are shared: while they dominate an iteration, one more request
+    # would cost little, so that memory is the limit.
     weights_s = server.weight_bytes / server.machine.hbm_bytes_per_s
     grown = "offloaded" if choice.offloaded else "resident"
     more = replace(choice, **{grown: getattr(choice, grown) + 1})

@@ -1,9 +1,9 @@
-"""The device memory of a server: every tensor, its formula, and what is left for KV.
+"""Device memory of a server: every tensor, its formula, and the rest for KV.
 
-SGLang 0.5.21 gives the KV pool what is free after the weights are loaded, less a
-reserve of ``1 - mem_fraction_static`` of the device. The reserve is meant for CUDA
-graphs and activations. Everything else that is allocated after the pool (block tables,
-logits buffer, page tables, scratch) is subtracted from the pool by our hook on
+SGLang 0.5.21 gives the KV pool the memory that is free after the weights are loaded,
+less a reserve of ``1 - mem_fraction_static`` of the device for CUDA graphs and
+activations. All other tensors allocated after the pool (block tables, logits buffer,
+page tables, scratch) are subtracted from the pool by our hook on
 ``_profile_available_bytes`` (patches: mem_cache_kv_cache_budget), with the formulas of
 this file and of ``memory_rows.py``.
 """
@@ -31,13 +31,13 @@ MIB = 2**20
 GIB = 2**30
 
 DEFAULT_RUNNING = 64
-"""``--max-running-requests`` on a GPU where the user gives none. SGLang takes 48 for
-its own speculative algorithms and 2,048 or more for a custom one."""
+"""Default of ``--max-running-requests`` on a GPU. SGLang's is 48 for its own
+speculative algorithms and 2,048 or more for a custom one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A model, a GPU and flags, as far as device memory depends on them.
+    """The model, GPU and flags on which device memory depends.
 
     Attributes:
         model: Shape of the model.
@@ -46,7 +46,7 @@ class Deployment:
         fraction: ``--mem-fraction-static``, in (0, 1).
         ranks: Tensor-parallel ranks.
         context: Longest context, in tokens.
-        page: Slots of a page.
+        page: Page size, in KV slots.
         running: ``--max-running-requests``.
         chunk: Tokens of a prefill chunk.
         backend: Attention backend: fa3, trtllm_mha or vericache.
@@ -55,8 +55,8 @@ class Deployment:
         most_slots: ``--max-total-tokens``; None: no limit.
         kept: Largest draft KV, as a share of a prompt.
         packed: Whether draft KV is packed, so that a verification loads all of it.
-        tail: Last queries of a prompt the compressor asks for, in tokens.
-        scored: Whether the compressor keeps a score for every slot.
+        tail: Last queries of a prompt that the compressor needs, in tokens.
+        scored: Whether the compressor stores a score for every slot.
     """
 
     model: ModelShape
@@ -96,16 +96,16 @@ class Deployment:
         return min(self.ranks, self.model.kv_heads)
 
     def staging(self, pool: int | None) -> int:
-        """Return the staging buffer's slots, of ``pool`` slots in all."""
+        """Return the staging buffer's slots, out of ``pool`` slots."""
         exact = 0.0 if self.packed else None
         return resolve_staging(self.config, self.context, exact, pool)
 
     def symbols(self, slots: int, staging: int) -> dict[str, float]:
-        """Return the values of the names that formulas use.
+        """Return the values of the formulas' symbols.
 
         Args:
-            slots: Slots of SGLang's own in the KV pool.
-            staging: Slots of the staging buffer behind them.
+            slots: SGLang's slots in the KV pool.
+            staging: Slots of the staging buffer, after SGLang's.
         """
         model, config = self.model, self.config
         drafts, verifies = config.draft_length, config.max_verifies
@@ -151,10 +151,10 @@ class MemoryLedger:
     """The device memory of one GPU, tensor by tensor.
 
     Attributes:
-        deployment: What it was computed for.
-        slots: Slots of SGLang's own in the KV pool; 0 where none fits.
+        deployment: The deployment it was computed for.
+        slots: SGLang's slots in the KV pool; 0 if none fits.
         staging: Slots of the staging buffer.
-        sizes: Bytes of every row that takes some, in the order of ``ROWS``.
+        sizes: Bytes of every nonzero row, in the order of ``ROWS``.
     """
 
     deployment: Deployment
@@ -164,22 +164,22 @@ class MemoryLedger:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are left with everything at once; may be negative."""
+        """Bytes left when all rows are allocated at once; may be negative."""
         return int(self.deployment.gpu_mib * MIB) - sum(self.sizes.values())
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are missing to serve a prefill; 0 where the device is enough."""
+        """Bytes missing to serve a prefill; 0 if the device is large enough."""
         passing = (b for row, b in self.sizes.items() if row.phase is Phase.PASSING)
         return max(0, -self.free_bytes - sum(passing))
 
 
 def subtracted_bytes(deployment: Deployment, budget: int) -> int:
-    """Return the bytes of ``budget`` that are not for KV slots.
+    """Return the bytes of ``budget`` that are not available for KV slots.
 
     Args:
-        deployment: Model and flags; its GPU is not looked at.
-        budget: Bytes that SGLang would give to the KV pool.
+        deployment: Model and flags; its GPU is ignored.
+        budget: Bytes of the KV pool without the hook.
     """
     total = max(0, budget) // deployment.slot_bytes
     symbols = deployment.symbols(total, deployment.staging(total))
@@ -188,11 +188,11 @@ def subtracted_bytes(deployment: Deployment, budget: int) -> int:
 
 
 def ledger(deployment: Deployment) -> MemoryLedger:
-    """Compute every row, with the KV pool that SGLang and our hook make of the rest."""
+    """Return all rows, with the KV pool that SGLang and our hook allocate."""
     symbols = deployment.symbols(0, 0)
     loaded = sum(row_bytes(row, symbols) for row in _rows(deployment, Phase.LOADED))
     context = row_bytes(ROWS[0], symbols)
-    # SGLang takes its share of what was free when the context was there.
+    # SGLang takes its share of the memory free after creating the CUDA context.
     reserve = int((deployment.gpu_mib * MIB - context) * (1 - deployment.fraction))
     budget = int(deployment.gpu_mib * MIB) - loaded - reserve
     budget -= subtracted_bytes(deployment, budget)
@@ -214,9 +214,9 @@ def _rows(deployment: Deployment, phase: Phase | None = None) -> Iterator[Memory
 
 
 def shortage(found: MemoryLedger) -> str | None:
-    """Return what a device is too small for, and what would help; None if it is not.
+    """Return why a device is too small, with remedies; None if it is large enough.
 
-    The KV pool must hold one prefill chunk, and the reserve what a prefill allocates.
+    The KV pool must hold one prefill chunk, and the reserve a prefill's activations.
     """
     at, missing = found.deployment, found.missing_bytes
     least = min(at.chunk, at.context, at.most_slots or at.context)
@@ -239,7 +239,7 @@ def shortage(found: MemoryLedger) -> str | None:
 
 
 def memory_table(found: MemoryLedger) -> str:
-    """Return the ledger as text: rows by phase, with formulas, sources and symbols."""
+    """Return the ledger as text: rows by phase, formulas, sources and symbols."""
     at = found.deployment
     whole = at.gpu_mib * MIB / GIB
     lines = [
@@ -267,7 +267,7 @@ def memory_table(found: MemoryLedger) -> str:
 
 
 def memory_overview(found: Mapping[str, MemoryLedger]) -> str:
-    """Return ledgers side by side as Markdown, by phase; ``found`` has their titles."""
+    """Return ledgers side by side as Markdown, by phase; the keys are titles."""
     rows = {"": list(found)}
     of = {title: one.deployment for title, one in found.items()}
     rows["one GPU"] = [_size(int(at.gpu_mib * MIB)) for at in of.values()]

@@ -1,4 +1,4 @@
-"""Every tensor a server allocates on a GPU, as a table of formulas.
+"""Every tensor that a server allocates on a GPU, as a table of formulas.
 
 Each formula is compared with the bytes of the real tensors on torch's meta device in
 ``tests/planning/test_memory_truth.py``.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """When a tensor is allocated, which decides where its bytes come from."""
+    """When a tensor is allocated, which determines from which budget."""
 
     LOADED = "loaded before the KV pool is sized"
     POOL = "the KV pool"
@@ -29,12 +29,12 @@ class MemoryRow:
     """One kind of tensor.
 
     Attributes:
-        name: What it is.
+        name: Description.
         phase: When it is allocated.
-        formula: Its bytes on one GPU, a Python expression over ``symbols``.
-        source: Who allocates it: a symbol of SGLang, or a file of ours.
+        formula: Bytes on one GPU, as a Python expression over ``symbols``.
+        source: Where it is allocated: a symbol of SGLang, or a file of this package.
         remedy: The flag that makes it smaller, with its direction.
-        backend: The attention backend that needs it; "" for every one.
+        backend: The attention backend that needs it; "" for all.
     """
 
     name: str

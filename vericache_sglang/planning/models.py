@@ -1,4 +1,4 @@
-"""The sizes of a model's weights, KV and activations, from its config.json."""
+"""Sizes of a model's weights, KV and activations, from its config.json."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query attention, as far as speed and memory need it.
+    """Shape of a decoder with grouped-query attention, for cost and memory models.
 
     Attributes:
-        name: What the user called it.
+        name: Name as given by the user.
         layers: Decoder layers.
-        heads: Query heads a layer.
-        kv_heads: KV heads a layer.
-        head_dim: Elements a head.
+        heads: Query heads per layer.
+        kv_heads: KV heads per layer.
+        head_dim: Elements per head.
         hidden: Elements of a hidden state.
-        mlp: Elements between the MLP's projections, of all experts a token goes to.
+        mlp: Intermediate size of the MLP, summed over the experts of a token.
         vocab: Entries of the vocabulary.
-        positions: Longest context the model was made for, in tokens.
-        params: Parameters; an estimate from the shapes, norms included.
+        positions: Longest context of the model, in tokens.
+        params: Parameters, estimated from the shapes, with norms.
         weight_bytes: Bytes of the weights on the device.
         element_bytes: Bytes of one KV element.
     """
@@ -49,7 +49,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers, in bytes."""
+        """Bytes of keys and values of one token over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
 
 
@@ -83,10 +83,10 @@ CATALOGUE: Mapping[str, Mapping[str, object]] = {
 
 
 def find_model(name: str) -> ModelShape:
-    """Return the model of a folder that holds a config.json, or of the catalogue.
+    """Return the model of a folder with a config.json, or of the catalogue.
 
     Raises:
-        ConfigError: Neither; or the folder's config.json lacks a field.
+        ConfigError: ``name`` is neither, or the config.json lacks a field.
         UnsupportedError: See ``shape_of``.
     """
     folder = Path(name)
@@ -101,14 +101,14 @@ def find_model(name: str) -> ModelShape:
 
 
 def read_model(folder: Path) -> ModelShape:
-    """Read a Hugging Face model folder; weights are sized by its files where it can.
+    """Read a Hugging Face model folder; weights are sized by its files if present.
 
     Raises:
         ConfigError: config.json is not a JSON object, or lacks a field.
         UnsupportedError: See ``shape_of``.
     """
     fields = _json_object(folder / CONFIG)
-    # Multimodal checkpoints keep the decoder's fields one level down.
+    # Multimodal checkpoints nest the decoder's fields in "text_config".
     inner = fields.get("text_config")
     if isinstance(inner, Mapping):
         fields = {**fields, **inner}
@@ -121,15 +121,15 @@ def shape_of(
     """Build the shape from the fields of a config.json.
 
     Args:
-        fields: Hugging Face's names.
-        name: First words of any error.
+        fields: Fields by their Hugging Face names.
+        name: Name of the model, which begins error messages.
         weight_bytes: Size of the stored weights; None estimates it from the shapes.
 
     Raises:
         ConfigError: A needed field is missing or not a whole number above 0.
             ``max_position_embeddings`` and ``intermediate_size`` may be missing.
-        UnsupportedError: Latent attention (MLA), whose KV has another shape; or a
-            mixture of experts without stored weights to size it by.
+        UnsupportedError: The model has latent attention (MLA), whose KV has another
+            shape, or is a mixture of experts without stored weights.
     """
     if fields.get("kv_lora_rank"):
         raise UnsupportedError(f"{name}: latent attention (kv_lora_rank) is not served")
@@ -185,15 +185,15 @@ def _estimated_params(
 
 
 def stored_bytes(folder: Path) -> int | None:
-    """Return the size of the safetensors weights in a folder; None: there are none."""
+    """Return the bytes of safetensors weights in a folder; None if there are none."""
     if (folder / INDEX).is_file():
         metadata = _json_object(folder / INDEX).get("metadata")
         if isinstance(metadata, Mapping) and isinstance(
             metadata.get("total_size"), (int, float)
         ):
             return int(metadata["total_size"])
-    # The header of a safetensors file is a few parts in a million of a real model.
-    # Mistral's repositories hold every weight a second time, in "consolidated" files.
+    # The headers of safetensors files are negligible. Mistral's repositories contain
+    # every weight a second time, in "consolidated" files.
     files = [file for file in folder.glob("*.safetensors") if "consol" not in file.name]
     return sum(file.stat().st_size for file in files) or None
 

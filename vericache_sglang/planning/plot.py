@@ -1,4 +1,4 @@
-"""Draw speedup and acceptance over draft length."""
+"""Plots speedup and acceptance rate over draft length."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of the picture.
+    """One line of the plot.
 
     Attributes:
-        label: Its name in the legend.
+        label: Name in the legend.
         points: (draft length in tokens, accepted over drafted, speedup).
     """
 
@@ -28,7 +28,7 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
-    """Write a PNG of 1600 x 720 pixels: acceptance left, speedup right.
+    """Write a PNG of 1600 x 720 pixels: acceptance rate left, speedup right.
 
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.

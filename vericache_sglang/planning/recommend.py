@@ -1,4 +1,4 @@
-"""Settings for a model, a GPU and a workload, or the advice to serve plainly."""
+"""Recommends settings, or no speculation, for a model, a GPU and a workload."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from vericache_sglang.planning.models import ModelShape
 
 KEEPS = (0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-"""Keep shares tried where the user names none."""
+"""Keep shares evaluated if the user gives none."""
 
 LENGTHS = (*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8))
-"""Draft lengths tried, in tokens; every one while it matters, coarser further out."""
+"""Draft lengths evaluated, in tokens; the steps grow with the length."""
 
 VERIFIES = (1, 2, 4, 8)
-"""Candidates for ``max_verifies``; each more takes one complement of staging."""
+"""Candidates for ``max_verifies``; each verification stages one residual KV."""
 
 GIB = 2**30
 
 DEFAULT_ACCEPTANCE = MissByKeep(PUBLISHED_QWEN_32B)
-"""The lower of the two published points, carried to other keep shares; both assumed."""
+"""The lower of the two published points, extrapolated to other keep shares: assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedWorkload:
-    """Equal requests, as the command line describes them.
+    """Workload of equal requests, from the command line.
 
     Attributes:
         context_tokens: Prompt length, in tokens, >= 1.
         output_tokens: Answer length, in tokens, >= 1.
-        concurrency: Most requests at once; None: as many as fit.
+        concurrency: Most concurrent requests; None: as many as fit.
 
     Raises:
         ConfigError: A number is below 1; the message names the flag.
@@ -66,22 +66,22 @@ class ExpectedWorkload:
 
     @property
     def mean_tokens(self) -> float:
-        """KV length of a request half-way through its answer, in tokens."""
+        """Mean KV length of a request over its answer, in tokens."""
         return self.context_tokens + self.output_tokens / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to serve with, and what to expect of it.
+    """Recommended settings and their predicted throughput.
 
     Attributes:
-        config: The settings; None where plain serving is at least as fast.
-        keep: Keep share of ``best``, in share of prompt tokens.
-        best: The fastest settings that were found, recommended or not.
-        plain: The full-KV server on the same machine.
-        bound: ``speedup_bound`` of ``best``, the verifier's own token counted.
+        config: The settings; None if autoregressive decoding is at least as fast.
+        keep: Keep share of ``best``, as a share of prompt tokens.
+        best: Estimate of the fastest settings found, recommended or not.
+        plain: Estimate of the full-KV server on the same machine.
+        bound: ``speedup_bound`` of ``best``, with the bonus token.
         ceilings: Throughput that each resource allows.
-        staging_bytes: Device memory that ``best`` sets aside.
+        staging_bytes: Device memory of the staging buffer of ``best``.
     """
 
     config: VeriCacheConfig | None
@@ -109,14 +109,14 @@ def recommend(
 ) -> Recommendation:
     """Search our settings for the highest throughput.
 
-    A server that offloads every drafting request's complement, keeps the decoded tokens
-    whole, and sets aside a staging region of one complement per verification of an
-    iteration and one that is arriving; the search has exactly these. Ours also leaves
-    complements on the device while there is room, which can only be faster.
+    The modelled server offloads the residual KV of every drafting request, keeps the
+    full KV of decoded tokens, and has a staging buffer of one residual KV per
+    verification of an iteration and one that is arriving. Our server also leaves
+    residual KV on the device while memory is free, which can only be faster.
 
     Raises:
-        ConfigError: Not one full KV fits beside the weights; nor would a draft part
-            with its staging, which is larger.
+        ConfigError: Not one full KV fits beside the weights, and so no draft KV with
+            its staging buffer, which is larger.
     """
     server, plain = _servers(model, machine, workload, acceptance)
     found = []
@@ -180,9 +180,9 @@ def _servers(
     workload: ExpectedWorkload,
     acceptance: AcceptanceCurve,
 ) -> tuple[ServerModel, Estimate]:
-    """Return the server that is searched, and how it decodes on the full KV.
+    """Return the modelled server, and its estimate for decoding on the full KV.
 
-    KV grows while an answer does; a request counts with its mean length.
+    KV grows with the answer; a request counts with its mean length.
     """
     kv_bytes = workload.mean_tokens * model.kv_bytes_per_token
     server = ServerModel(
@@ -209,7 +209,7 @@ def _best(
     candidate: tuple[float, int],
     lengths: Sequence[int],
 ) -> tuple[Estimate, int]:
-    """Return the best estimate at one keep share and verify count, and its staging."""
+    """Return the best estimate for one candidate, and its staging slots."""
     keep, verifies = candidate
     residual = _residual_tokens(keep, workload)
     staging = -(-(verifies + 1) * residual // STAGING_STEP) * STAGING_STEP
@@ -218,7 +218,7 @@ def _best(
         staging_bytes=staging * model.kv_bytes_per_token,
         most_verifies=verifies,
     )
-    # Only the prompt is split; what is decoded stays and is read by every draft.
+    # Only the prompt is compressed; every draft reads the KV of decoded tokens.
     moved = residual / workload.mean_tokens
     best = search(
         limited,
@@ -250,7 +250,7 @@ def _settings(
         max_verifies=verifies,
         min_prompt=min(default.min_prompt, workload.context_tokens),
         staging_tokens=staging_tokens,
-        # Two more complements than requests, so that a newcomer need not wait for a
-        # finished one's bytes; whole GiB.
+        # Two residual KVs more than requests, so that a new request need not wait until
+        # those of a finished one are freed; whole GiB.
         host_gb=float(ceil((host_bytes + 2 * residual) / GIB)),
     )

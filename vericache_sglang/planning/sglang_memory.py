@@ -1,4 +1,4 @@
-"""SGLang 0.5.21's memory defaults, by the memory of a GPU.
+"""SGLang 0.5.21's memory defaults, by GPU memory.
 
 Copied from ``arg_groups/memory_hook.py`` (``handle_gpu_memory_settings``,
 ``reserve_for_graph_mb``), ``cuda_graph_hook.py`` and ``allocation_sizing.py``; the
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class MemoryTier(NamedTuple):
-    """What SGLang chooses for GPUs of less than ``below_mib`` MiB.
+    """SGLang's defaults for GPUs of less than ``below_mib`` MiB.
 
     Attributes:
         below_mib: Bound on the GPU's memory, exclusive.
         chunk: ``--chunked-prefill-size``, in tokens.
         graph_rows: ``--cuda-graph-max-bs-decode`` with fewer than 4 ranks.
-        graph_rows_tp4: The same with 4 ranks and more.
+        graph_rows_tp4: The same with 4 or more ranks.
     """
 
     below_mib: float
@@ -44,7 +44,7 @@ def tier_of(gpu_mib: float) -> MemoryTier:
 
 
 def prefill_graph_sizes(most: int) -> int:
-    """Return how many sizes of prefill graphs are captured, up to ``most`` tokens."""
+    """Return the number of prefill graphs captured up to ``most`` tokens."""
     steps = (
         *range(4, 33, 4),
         *range(48, 257, 16),
@@ -65,8 +65,8 @@ def fraction_static(
         gpu_mib: Memory of the GPU, in MiB.
         ranks: Tensor-parallel ranks.
         chunk: Tokens of a prefill chunk.
-        graph_rows: Rows of the largest decode graph; 0 without them.
-        prefill_graphs: Captured sizes of prefill graphs; 0 without them.
+        graph_rows: Rows of the largest decode graph; 0 without graphs.
+        prefill_graphs: Captured sizes of prefill graphs; 0 without graphs.
     """
     reserve = 512 + max(chunk, 2048) * 1.5 + ranks / 8 * 1024
     reserve += graph_rows * 2 + prefill_graphs * 8
@@ -76,11 +76,11 @@ def fraction_static(
 
 
 def block_table_width(context: int, page: int, draft_length: int) -> int:
-    """Return the entries of a block-table row, in slots.
+    """Return the width of a block-table row, in KV slots.
 
     Args:
         context: Longest context, in tokens.
-        page: Slots of a page.
+        page: Page size, in KV slots.
         draft_length: x; SGLang is told to reserve x + 1 tokens a cycle.
     """
     extra = 4 + draft_length + 1

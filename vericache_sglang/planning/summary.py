@@ -1,4 +1,4 @@
-"""A recommendation as a short text for people."""
+"""A recommendation as a short text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 def flags(config: VeriCacheConfig | None) -> str:
-    """Return the launcher's flags: what was planned, or plain serving."""
+    """Return the launcher's flags, for the planned settings or no speculation."""
     if config is None:
         return "--disable-vericache"
     values = config.model_dump()
@@ -38,7 +38,7 @@ def summary(
     machine: Machine,
     workload: ExpectedWorkload,
 ) -> str:
-    """Return verdict, flags, what binds, the bound and the memory picture."""
+    """Return verdict, flags, limiting resource, bound and memory use."""
     lines = [
         f"{model.name} on {machine.name}: {workload.context_tokens} tokens of context, "
         f"{workload.output_tokens} of output, {_asked(workload)}",

@@ -1,1 +1,1 @@
-"""Platforms that SGLang does not have itself."""
+"""Out-of-tree SGLang platforms."""

@@ -1,1 +1,1 @@
-"""Prefixes kept for later requests, below SGLang's radix tree."""
+"""Prefix cache on the host and in a store, below SGLang's radix tree."""

@@ -1,4 +1,4 @@
-"""Puts together what keeps cached prefixes below SGLang's tree."""
+"""Builds the prefix cache below SGLang's radix tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.estimates import Estimates
 
 PRICED = 4 << 20
-"""Bytes of a copy whose speed prices moves: about a segment of a large model."""
+"""Bytes of a copy at whose rate moves are priced: a segment of a large model."""
 
 
 def open_segments(
@@ -44,16 +44,16 @@ def open_segments(
     free: Callable[[torch.Tensor], None],
     server_args: Any = None,
 ) -> tuple[CachedSegments, SegmentCompressor]:
-    """Return what is cached, empty, and what splits prompts so that they share it.
+    """Return an empty segment cache, and the compressor of shared prompt segments.
 
     Args:
         config: Frozen settings.
         compressor: Bound to the model.
-        handles: Pool, row table, host memory.
-        estimates: Price moves and prefills.
-        free: Gives slots back to SGLang's allocator.
+        handles: Pool, block table, host memory.
+        estimates: Measured rates, which price moves and prefills.
+        free: Frees slots in SGLang's allocator.
         server_args: SGLang's, for the model's identity and the store; None: segments
-            are nobody else's.
+            are not shared with other servers.
 
     Raises:
         ConfigError: The store does not open.
@@ -87,10 +87,10 @@ def open_segments(
 
 
 def _better(config: VeriCacheConfig) -> list[str]:
-    """Return whose draft KV is taken from a store before that of running requests.
+    """Return the compressors whose stored draft KV is preferred to this server's own.
 
-    ``python -m vericache_sglang.compress`` makes them with further forwards, whatever
-    that costs: a prefix is upgraded when it next comes from the store.
+    ``python -m vericache_sglang.compress`` runs them offline, with additional forwards;
+    a prefix is upgraded when it is next fetched from the store.
     """
     lines = [name for name in SELECTORS.names() if _mode(name) == "offline"]
     return [
@@ -101,17 +101,17 @@ def _better(config: VeriCacheConfig) -> list[str]:
 
 
 def _mode(line: str) -> str:
-    """Return whether a selector of ours is chosen ``online`` or ``offline``."""
+    """Return the mode of a registered selector, ``online`` or ``offline``."""
     if line not in SELECTORS:
         return UNKNOWN.mode
     return getattr(SELECTORS[line], "about", UNKNOWN).mode
 
 
 def _may_be_shared(selector: Selector | None) -> bool:
-    """Say whether a choice serves other prompts with the same prefix.
+    """Return whether a selection is valid for other prompts with the same prefix.
 
-    Not so where it depends on the last queries, or where the prompt decides how much
-    of it is kept.
+    It is not if it depends on the last queries, or if the prompt determines how many of
+    its tokens are kept.
     """
     if selector is None or selector.needs.q_tail:
         return False
@@ -119,7 +119,7 @@ def _may_be_shared(selector: Selector | None) -> bool:
 
 
 def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
-    """Return what the server has measured."""
+    """Return the costs that follow from the server's measurements."""
     stored = segments.stored
     iteration, link = estimates.iteration.coefficients, estimates.link
     return Prices(
@@ -128,6 +128,6 @@ def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
         store_latency_s=0.0,
         store_s_per_byte=inf if stored is None else stored.s_per_byte,
         prefill_s_per_token=iteration.per_token_s,
-        # Every token is multiplied with half of those before it.
+        # With a causal mask, n tokens form n^2 / 2 query-key products.
         prefill_s_per_square=iteration.per_product_s / 2,
     )

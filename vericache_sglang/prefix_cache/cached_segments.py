@@ -1,4 +1,4 @@
-"""Cached prefixes below SGLang's tree: what is where, and what gives way."""
+"""Cached prefixes below SGLang's radix tree: registration, saving and restoring."""
 
 from __future__ import annotations
 
@@ -36,29 +36,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_LOGGED = 10
-"""Failures of the cache that are logged; all are counted."""
+"""Most failures of the cache that are logged; all are counted."""
 
 
 class CachedSegments(SegmentRoom):
-    """Whole segments: by name those of the radix tree, and what left it.
+    """Segments of the radix tree and segments evicted from it, by name.
 
-    A segment on the device is the radix tree's; only its slots are known here, so that
-    an eviction that cuts into it is noticed. What left can be brought back from its
-    copies, for the radix tree or for a request that drafts.
+    The radix tree owns segments with full KV on the device; only their slots are
+    recorded here, to detect evictions from them. Evicted segments can be restored from
+    their copies, for the radix tree or for a compressed request.
 
     Args:
-        copies: Where they are, off the tree.
+        copies: Forms of segments off the radix tree.
         handles: Pool and geometry.
-        identity: What other servers' segments differ in.
-        free: Gives slots of draft parts back to SGLang.
-        prices: Returns what moves and prefills cost now.
+        identity: Model and compressor of this server's segments.
+        free: Frees slots of draft KV in SGLang's allocator.
+        prices: Returns the present costs of transfers and prefills.
+        reprefill_tail: See the attribute.
 
     Attributes:
-        active: There is a radix tree that fills it, and all adds up.
-        strict: Raise what does not add up, as tests want it, instead of going on.
-        kept: Tokens of a segment that stay where it is split, and then stored in two
-            parts; 0: segments are not split.
-        reprefill_tail: Last tokens of every prompt that are to run again.
+        active: A radix tree uses this cache, and no inconsistency was found.
+        strict: Raise on an inconsistency, for tests, instead of continuing without the
+            cache.
+        kept: Tokens per head in the draft KV of a compressed segment, which is stored
+            in two parts; 0: segments are not compressed.
+        reprefill_tail: Last tokens of every prompt to recompute although cached.
     """
 
     def __init__(
@@ -77,14 +79,14 @@ class CachedSegments(SegmentRoom):
         self.kept = 0
         self.reprefill_tail = reprefill_tail
 
-    # -- what does not add up --------------------------------------------------
+    # -- inconsistencies -------------------------------------------------------
 
     @contextmanager
     def cache_only(self) -> Iterator[None]:
-        """Go on after a failure that can cost cached prefixes, and no token.
+        """Contain a failure that affects cached prefixes, but no output token.
 
-        They are not used any more until SGLang's caches are flushed; what runs keeps
-        what it lists.
+        The cache is disabled until SGLang's caches are flushed; running requests keep
+        the KV they use.
         """
         try:
             yield
@@ -100,50 +102,51 @@ class CachedSegments(SegmentRoom):
 
     @property
     def abandoned(self) -> bool:
-        """Whether something did not add up since the last flush."""
+        """Whether an inconsistency was found since the last flush."""
         return self._abandoned
 
     def abandon(self) -> None:
-        """Use no cached prefix from now on until SGLang's caches are flushed."""
+        """Disable the cache until SGLang's caches are flushed."""
         self._abandoned = self._abandoned or self.active
         self.active = False
 
     def make_room(self, nbytes: int) -> None:
-        """See ``SegmentRoom.make_room``; without room a move is put off."""
+        """See ``SegmentRoom.make_room``; a failure disables the cache."""
         with self.cache_only():
             super().make_room(nbytes)
 
-    # -- names, and how far they reach ----------------------------------------
+    # -- names and matching ---------------------------------------------------
 
     def names(self, namespace: Namespace, tokens: Tokens) -> list[str]:
-        """Return the names of the whole segments of a text.
+        """Return the names of the whole segments of a token sequence.
 
         Args:
-            namespace: What requests must have in common to share KV.
-            tokens: Token ids from the beginning.
+            namespace: Values that requests must have in common to share KV.
+            tokens: Token ids from the start of the prompt.
         """
         return segment_names(self._identity.model, namespace, tokens, SEGMENT)
 
     def reach(self, names: Sequence[str], start: int) -> int:
-        """Return the token up to which a text can be brought back.
+        """Return the end of the prefix that can be restored, in tokens.
 
         Args:
-            names: Of its whole segments.
-            start: Tokens the device has; the first segment may be cut by it.
+            names: Names of the prompt's whole segments.
+            start: Tokens already on the device; may be inside a segment.
         """
         stop = first = start // SEGMENT
         while stop < len(names) and self._trusted(names[stop]):
             stop += 1
         return stop * SEGMENT if stop > first else start
 
-    # -- the radix tree tells -------------------------------------------------
+    # -- events of the radix tree ---------------------------------------------
 
     def register(self, names: Sequence[str], slots: torch.Tensor) -> None:
-        """Name a prefix that the tree owns now.
+        """Register the segments of a prefix that the radix tree owns now.
 
         Args:
-            names: Of its whole segments.
-            slots: [T] integers, its tokens in order; at least those segments.
+            names: Names of its whole segments.
+            slots: [T] integers, slots of its tokens in order; T >= ``len(names)``
+                segments.
         """
         self._slots.enter(names, slots)
         if not self.kept:
@@ -158,17 +161,17 @@ class CachedSegments(SegmentRoom):
                 self._index.touch([name], now)
 
     def leaving(self, slots: torch.Tensor) -> None:
-        """Copy the segments to the host that are about to lose a slot of the device."""
+        """Save the segments that contain ``slots``, which the tree is about to free."""
         with self.copies.together():
             for segment in self._slots.leave(slots):
                 self._leave(*segment)
 
     def _leave(self, name: str, parent: str | None, own: torch.Tensor) -> None:
-        """Copy a segment to the host where it is worth it; see ``leaving``."""
+        """Save an evicted segment to the host unless it has copies; see ``leaving``."""
         self.counters.evicted_device_tokens += SEGMENT
         self._write(name, own)
         if parent is not None and parent not in self._index:
-            self.forget(name)  # nothing leads to it any more
+            self.forget(name)  # no match can reach it without its parent
             return
         if self.copies.restorable(name) or name in self.residuals:
             self._catch_up(name)
@@ -188,7 +191,7 @@ class CachedSegments(SegmentRoom):
                 self._index.place(name, Part.RESIDUAL, Tier.HOST)
 
     def _catch_up(self, name: str) -> None:
-        """Have the index say where a segment is that has just left the device."""
+        """Update the tier of a segment with copies that has just left the device."""
         segment = self._index.get(name)
         if segment is None or segment.pins:
             return
@@ -199,18 +202,18 @@ class CachedSegments(SegmentRoom):
                 self.settle([name])
 
     def forget(self, name: str) -> None:
-        """See ``SegmentRoom.forget``; also that the store has it."""
+        """See ``SegmentRoom.forget``; also forgets that the store has the segment."""
         super().forget(name)
         if self.stored is not None and name not in self._slots:
             self.stored.forget(name)
 
     def keep(self, names: Sequence[str], first: int, slots: torch.Tensor) -> None:
-        """Copy segments to the host that the tree does not get.
+        """Save segments to the host that are not inserted into the radix tree.
 
         Args:
-            names: Of a text's whole segments.
-            first: The first of them that is new.
-            slots: [n] int64, the new ones' tokens in order.
+            names: Names of a request's whole segments.
+            first: Index of the first new segment.
+            slots: [n] int64, slots of the new segments' tokens in order.
         """
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
@@ -231,16 +234,16 @@ class CachedSegments(SegmentRoom):
         attempt: Callable[[], bool | None],
         content: Content,
     ) -> bool:
-        """Bring a segment to the host and know it, without losing what it follows.
+        """Copy a segment to the host and index it, without evicting its parent.
 
         Args:
             name: The segment.
-            parent: The one before it, which is known; None for the first.
-            attempt: Copies it; returns True, or None without room.
-            content: What the host has of it then.
+            parent: Its parent, which is in the index; None for a root segment.
+            attempt: Copies it; returns True, or None without free host pages.
+            content: Its content after the copy.
 
         Returns:
-            False without room.
+            False without free host pages.
         """
         with self.kept_back([] if parent is None else [parent]):
             if self._with_room(attempt) is None:
@@ -249,30 +252,31 @@ class CachedSegments(SegmentRoom):
         return True
 
     def _write(self, name: str, slots: torch.Tensor) -> None:
-        """Have a segment written to the store, where it is not."""
+        """Write a segment to the store, if there is one and it lacks the segment."""
         if self.stored is not None and self.stored.wants(name):
             self.stored.write(name, {"whole": self.copies.read_whole(slots)})
 
     def take_in(self, name: str, parent: str | None, found: Found) -> bool:
-        """Take in what the store had of a segment.
+        """Copy a segment that was read from the store to the host.
 
         Args:
             name: The segment.
-            parent: The one before it, None for the first.
-            found: What was read of it, checked.
+            parent: Its parent; None for a root segment.
+            found: Its verified parts.
 
         Returns:
-            False without room, or where the one before it is not known.
+            Whether the segment is cached now. False without free host pages, if its
+            parent is not in the index, or if a request holds its residual KV alone.
         """
         if parent is not None and parent not in self._index:
             return False
         if name in self._slots or self.copies.restorable(name):
             return True
-        if name in self.residuals:  # somebody's, without a draft part
+        if name in self.residuals:  # in use, without draft KV
             return False
         parts, kept = found.parts, found.manifest.kept
         ours = self.stored is not None and self.stored.usable(found)
-        # Of other pages another count may have been kept.
+        # With another page size, the number of kept tokens may differ.
         if ours and kept == self.kept:
             attempt = partial(
                 self.copies.take_split, name, parts["draft"], parts["residual"]
@@ -285,38 +289,39 @@ class CachedSegments(SegmentRoom):
         try:
             taken = self._enter_host(name, parent, lambda: attempt() or None, content)
         except Exception:
-            self.forget(name)  # what was copied before it failed
+            self.forget(name)  # its partial copies
             raise
         if taken:
             self.counters.match_store_tokens += SEGMENT
         return taken
 
     def _save(self, name: str, slots: torch.Tensor) -> bool | None:
-        """Copy a segment to the host, without what a draft part holds of it.
+        """Save a segment's full KV to the host, or its residual KV if it has draft KV.
 
         Returns:
-            True, or None without room.
+            True, or None without free host pages.
         """
         part = self.draft_pool.get(name)
         if part is None:
             return self.copies.save_whole(name, slots) or None
         return self.copies.save_rest(name, part, slots) or None
 
-    # -- bringing back --------------------------------------------------------
+    # -- restoring ------------------------------------------------------------
 
     def restore(
         self, names: Sequence[str], start: int, slots: torch.Tensor
     ) -> str | None:
-        """Write a text's tokens back into slots of the device.
+        """Restore full KV of a prefix into slots of the device.
 
         Args:
-            names: Of the text's whole segments, kept back.
-            start: First token to write.
-            slots: [n] int64, one for each of the next tokens, ending with a segment.
+            names: Names of the prompt's whole segments, protected by ``kept_back``.
+            start: Position of the first token to restore.
+            slots: [n] int64, destinations of the next n tokens, which end at the end of
+                a segment.
 
         Returns:
-            None, or the segment of which a copy is damaged: what was written into
-            ``slots`` means nothing then, and the segment is not restored again.
+            None, or the name of a segment with a corrupt copy: the contents of
+            ``slots`` are invalid then, and the segment is not restored again.
         """
         began = time.perf_counter()
         at, stop = start, start + len(slots)
@@ -336,15 +341,15 @@ class CachedSegments(SegmentRoom):
         )
         return None
 
-    # -- what is split now -------------------------------------------------------
+    # -- compressed segments -----------------------------------------------------
 
     def settle(self, names: Sequence[str]) -> None:
-        """Record the segments that have a draft part and a complement now.
+        """Record the segments that have both draft KV and residual KV now.
 
-        Copies on the host that say the same are given up.
+        Redundant host copies of full KV and draft KV are dropped.
 
         Args:
-            names: Consecutive, nothing of them kept back.
+            names: Consecutive segments, outside ``kept_back``.
         """
         for at, name in enumerate(names):
             part, rest = self.draft_pool.get(name), self.residuals.get(name)
@@ -366,7 +371,7 @@ class CachedSegments(SegmentRoom):
             self.copies.drop_copies(name)
 
     def close(self) -> None:
-        """Write what is only on the device to the store, and wait for it."""
+        """Write the device segments to the store that it lacks, and wait for this."""
         if self.stored is None:
             return
         for segment in self._slots.all():
@@ -374,7 +379,7 @@ class CachedSegments(SegmentRoom):
         self.stored.close()
 
     def leave_store(self) -> None:
-        """Neither read nor write the store any more; what waits is still written."""
+        """Stop using the store; queued writes are still completed."""
         if self.stored is not None:
             logger.warning("VeriCache: new weights, the store is not used any more")
             self.stored.close()
@@ -384,14 +389,14 @@ class CachedSegments(SegmentRoom):
                     self._index.drop(segment.name, strand=True)
 
     def forget_users(self) -> None:
-        """No request lists or refers to anything any more, whatever is counted."""
+        """Reset all uses by requests, for when none is running."""
         self._listing.clear()
         self._referring.clear()
         self.draft_pool.forget_users()
         self.residuals.forget_users()
 
     def clear(self) -> None:
-        """Forget everything; SGLang has taken back every slot, and nothing runs."""
+        """Clear the cache; SGLang has freed every slot, and no request is running."""
         self.copies.clear()
         self._index = SegmentIndex()
         self._slots.clear()
@@ -399,7 +404,7 @@ class CachedSegments(SegmentRoom):
         self.active, self._abandoned = self.active or self._abandoned, False
 
     def report(self) -> dict[str, int | float]:
-        """Return what each tier holds, and the counters."""
+        """Return the totals of each tier, and the counters."""
         self._hear_store()
         host, below = self._index.total(Tier.HOST), self._index.total(Tier.STORE)
         return {

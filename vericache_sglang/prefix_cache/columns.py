@@ -1,4 +1,4 @@
-"""The segments of an index in arrays: to look at ten thousand of them takes no loop."""
+"""Segments of an index as NumPy arrays, so that scans of them are vectorised."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.segment import Segment
 
 ROOT = -1
-"""Row before the first segment of a prompt."""
+"""Parent row of a root segment."""
 
 ABSENT = -2
-"""Row of a segment that others follow, but that is not in the index."""
+"""Parent row of a segment whose parent is not in the index."""
 
 NOWHERE = 4
-"""Tier of a part there is not; one more than those of ``Tier``."""
+"""Tier of a part that does not exist; one more than those of ``Tier``."""
 
 _LATEST, _MOST_BITS = (1 << 27) - 1, 36
-"""Last position a segment may start at; bits for all segments that ever come."""
+"""Largest start of a segment, in tokens; bits of the insertion counter in ``rank``."""
 
 _FEWEST = 64
-"""Rows to begin with."""
+"""Initial number of rows."""
 
 
 class Columns:
-    """One row per segment, in no order; rows of segments that left are used again.
+    """One row per segment, unordered; rows of removed segments are reused.
 
     Attributes:
-        rank: [R] int64; sorts children first, of equals the longest here first. 0 in
-            a row that is free.
+        rank: [R] int64, sort key: children first, then in order of insertion. 0 in a
+            free row.
         start: [R] int64, tokens before the segment.
-        parent: [R] int64, the row of the one before it, ROOT or ABSENT.
-        tokens: [R] int64.
-        nbytes: [2, R] float64, of complement and draft part; 0: there is none.
-        tier: [2, R] int64, where they are; NOWHERE for one there is not.
-        uses: [R] float64, as of ``last_use``.
-        last_use: [R] float64, seconds.
-        pinned: [R] bool.
-        stored: [R] bool.
-        names: [R] names; "" in a row that is free.
+        parent: [R] int64, row of the parent, ROOT or ABSENT.
+        tokens: [R] int64, tokens of the segment.
+        nbytes: [2, R] float64, bytes of residual KV and draft KV; 0: no such part.
+        tier: [2, R] int64, tiers of the two parts; NOWHERE for a missing part.
+        uses: [R] float64, decayed count of uses as of ``last_use``.
+        last_use: [R] float64, time in seconds.
+        pinned: [R] bool, whether the segment is pinned.
+        stored: [R] bool, whether the store has all of the segment.
+        names: [R] names; "" in a free row.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Columns:
         return len(self.names)
 
     def _rows(self, kept: int) -> None:
-        """Double the rows, those before ``kept`` as they are."""
+        """Double the number of rows, preserving the first ``kept``."""
         rows = max(_FEWEST, 2 * kept)
         old = None if not kept else self._arrays()
         self.rank = np.zeros(rows, np.int64)
@@ -85,14 +85,14 @@ class Columns:
         )
 
     def enter(self, segment: Segment, children: Iterable[str]) -> None:
-        """Take a new segment in.
+        """Add a segment.
 
         Args:
-            segment: The one before it may be absent.
-            children: Those here that follow it.
+            segment: The segment; its parent may be absent.
+            children: Its children in the index.
 
         Raises:
-            InvariantError: It starts too far into a prompt.
+            InvariantError: The segment starts beyond ``_LATEST`` tokens.
         """
         if segment.start > _LATEST:
             raise InvariantError(f"segment {segment.name} starts at {segment.start}")
@@ -111,12 +111,12 @@ class Columns:
         self.put(segment)
 
     def use(self, segment: Segment) -> None:
-        """Write how often a segment was used, and when."""
+        """Update the uses and the last use of a segment."""
         row = self._row_of[segment.name]
         self.uses[row], self.last_use[row] = segment.uses, segment.last_use
 
     def put(self, segment: Segment) -> None:
-        """Write what there is of a segment, where, and who holds it."""
+        """Update the sizes, tiers and flags of a segment."""
         row, content = self._row_of[segment.name], segment.content
         rest, draft = content.residual, content.draft
         self.tokens[row] = content.tokens
@@ -128,11 +128,11 @@ class Columns:
         self.pinned[row], self.stored[row] = segment.pins > 0, segment.stored
 
     def leave(self, name: str, children: Iterable[str]) -> None:
-        """Give a segment's row up.
+        """Free a segment's row.
 
         Args:
             name: The segment.
-            children: Those here that follow it.
+            children: Its children in the index.
         """
         row = self._row_of.pop(name)
         for child in children:
@@ -144,7 +144,7 @@ class Columns:
         """Compare every row with its segment.
 
         Raises:
-            InvariantError: One differs.
+            InvariantError: A row differs.
         """
         if self._row_of.keys() != segments.keys():
             raise InvariantError("the rows are of other segments")

@@ -1,4 +1,4 @@
-"""Splits prompts segment by segment, so that prompts with a common prefix share."""
+"""Compresses prompts by segments, which prompts with a common prefix share."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 
 class SegmentCompressor:
-    """Makes and lists the shared parts of prompts.
+    """Compresses whole segments of prompts into shared draft KV and residual KV.
 
-    In every segment all heads keep equally many tokens, chosen by their scores in the
-    first prompt that was split there; what is behind the last whole segment stays as
-    it is. A segment's draft part lies on the shelf and its complement on the host, once
-    for all prompts that begin with it.
+    In every segment all heads keep equally many tokens, selected by their scores in the
+    first prompt that was compressed there; tokens after the last whole segment stay
+    uncompressed. A segment has one copy of its draft KV, in the draft-segment pool, and
+    one of its residual KV, on the host, for all prompts that begin with it.
 
     Args:
         config: Compressor budget and protected tokens.
-        selector: Bound to the model; None: what it chooses is one request's only.
-        handles: Pool, row table, host memory.
-        segments: What is known of cached prefixes.
+        selector: Bound to the model; None: its selections cannot be shared.
+        handles: Pool, block table, host memory.
+        segments: Index and copies of cached prefixes.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class SegmentCompressor:
         segments.kept = self._each.kept if selector and self._each.dropped else 0
 
     def budget(self, state: RequestState) -> Budget | None:
-        """Return the counts of a prompt; None: it has nothing to be shared."""
+        """Return the token counts of a prompt; None if it cannot share segments."""
         counts = self._counts(state.prompt) if self._segments.active else None
         if counts is None or not self._segments.trusts(self._names(state, counts)):
             return None
         return counts
 
     def takes(self, state: RequestState, budget: Budget) -> bool:
-        """Say whether these are the counts of a prompt that is split here."""
+        """Return whether ``budget`` is that of a prompt which this class compresses."""
         return budget == self.budget(state)
 
     def known(self, state: RequestState) -> bool:
-        """Say whether it is chosen already what stays of a prompt."""
+        """Return whether the kept tokens of a prompt are already selected."""
         budget = self.budget(state)
         if budget is None:
             return False
@@ -98,18 +98,18 @@ class SegmentCompressor:
         budget: Budget,
         look: Look,
     ) -> tuple[bool, Transfer | None]:
-        """Split a prompt whose row is whole and whose prefill was processed.
+        """Compress a prompt with full KV whose prefill result was processed.
 
         Args:
             state: The request.
-            to: Where its complement goes.
+            to: Destination of its residual KV.
             tree_cache: SGLang's prefix cache.
-            budget: Counts of its prompt.
-            look: What was collected of it.
+            budget: Token counts of its prompt.
+            look: Selector input collected in its prefill, by layer.
 
         Returns:
-            Whether it is split (False without room, and nothing changed), and the copy
-            to the host where one was needed.
+            Whether it is compressed (False without free slots or host pages; nothing
+            changed then), and the transfer to the host if one was needed.
         """
         names = self._names(state, budget)
         if to is Residency.HOST:
@@ -145,7 +145,7 @@ class SegmentCompressor:
         """See ``PromptCompressor.to_host``; shared segments are not copied again.
 
         Returns:
-            Whether it is split, and the copy to the host where one was needed.
+            Whether it is compressed, and the transfer to the host if one was needed.
         """
         req, row = state.req, self._handles.row(state)
         body = row[: budget.offered].to(torch.int64).clone()
@@ -194,7 +194,7 @@ class SegmentCompressor:
         names: Sequence[str],
         look: Look,
     ) -> bool:
-        """See ``PromptCompressor.on_device``; the draft KV is shared, the row whole."""
+        """See ``PromptCompressor.on_device``; only the draft KV is shared."""
         body = self._handles.row(state)[: budget.offered].to(torch.int64).clone()
         with self._segments.kept_back(names):
             missing = self._missing(state, names, residuals=False)
@@ -213,14 +213,15 @@ class SegmentCompressor:
     def offload(
         self, state: RequestState, tree_cache: Any
     ) -> tuple[bool, Transfer | None]:
-        """Bring the complements of a request's segments to the host, if they are not.
+        """Offload the residual KV of a request's segments that the host lacks.
 
         Args:
-            state: On the device, listing shared draft parts.
+            state: On the device, with shared draft KV.
             tree_cache: SGLang's prefix cache.
 
         Returns:
-            Whether there was room, and the copy where one was needed.
+            Whether there were enough slots and host pages, and the transfer if one was
+            needed.
         """
         parts = state.split
         names, row = parts.segments, self._handles.row(state)
@@ -250,12 +251,12 @@ class SegmentCompressor:
         return True, transfer
 
     def finish(self, state: RequestState) -> None:
-        """Keep what a finished request adds to its prefix, as far as it fills segments.
+        """Cache the whole segments that a finished request appended to its prefix.
 
-        Its row is not whole, so the radix tree does not take it.
+        The request has no full KV on the device, so the radix tree cannot take it.
 
         Args:
-            state: On the host, listing shared draft parts.
+            state: With residual KV on the host and shared draft KV.
         """
         parts, req = state.split, state.req
         tokens = (req.origin_input_ids + req.output_ids)[: state.verified]
@@ -268,7 +269,7 @@ class SegmentCompressor:
         self._segments.keep(names, first, added.to(torch.int64))
 
     def _tail(self, state: RequestState, budget: Budget) -> Tail:
-        """Read what the tree owns behind the last segment; the row needs its own."""
+        """Read the tree-owned KV after the last segment, to copy to request slots."""
         owned = state.req.kv.cache_protected_len
         pool = self._handles.pool
         start = budget.offered
@@ -279,7 +280,7 @@ class SegmentCompressor:
         return Tail(start, len(slots), blocks, self._segments.copies.scores_of(slots))
 
     def _taken_back(self, tree_cache: Any, slots: int) -> torch.Tensor:
-        """Take the slots that our own prompt has just left to the tree."""
+        """Allocate the slots that this prompt has just released to the tree."""
         fresh = allocate(tree_cache, slots)
         if fresh is None:
             raise InvariantError("a prompt's own slots are taken by somebody else")
@@ -290,7 +291,7 @@ class SegmentCompressor:
     def _missing(
         self, state: RequestState, names: Sequence[str], *, residuals: bool
     ) -> list[Missing]:
-        """Return what has to be made, in prompt order."""
+        """Return the segments that lack a part, in prompt order."""
         found = []
         draft_pool, host = self._segments.draft_pool, self._segments.residuals
         for at, name in enumerate(names):
@@ -313,22 +314,22 @@ class SegmentCompressor:
         return found
 
     def _kept_of(self, name: str, part: DraftPart | None) -> torch.Tensor | None:
-        """Return what is kept of a segment by one of its parts, so that both fit."""
+        """Return the kept tokens recorded with an existing part, so that both match."""
         if part is not None:
             return part.kept
         rest = self._segments.residuals.get(name)
-        # The copy waits for the device: the host's memory may be another's soon.
+        # A synchronous copy: the host pages may be reused soon.
         return None if rest is None else rest.kept.to(self._handles.device, copy=True)
 
     def _known(self, state: RequestState, at: int) -> torch.Tensor | None:
-        """Return what a request kept of a segment when it was split before."""
+        """Return the tokens kept when this request was compressed before, or None."""
         if state.parts is None:
             return None
         n = self._each.kept
         return state.parts.kept[:, :, at * n : (at + 1) * n] - at * SEGMENT
 
     def _open_residuals(self, missing: list[Missing]) -> bool:
-        """Allocate host memory; on refusal nothing is allocated."""
+        """Allocate host memory for residual KV; all of it or nothing."""
         opened = self._segments.open_residuals(
             [each.name for each in missing if each.wanted],
             self._each.dropped,
@@ -341,7 +342,7 @@ class SegmentCompressor:
         return True
 
     def _close_residuals(self, missing: list[Missing]) -> None:
-        """Give host memory back that was not filled."""
+        """Free host memory that was not filled."""
         for each in missing:
             if each.rest is not None:
                 self._segments.residuals.drop(each.name)
@@ -349,12 +350,12 @@ class SegmentCompressor:
     def _save_scores(
         self, state: RequestState, missing: list[Missing], body: torch.Tensor
     ) -> None:
-        """Keep what tokens scored beside their new complements, for who restores them.
+        """Save token scores beside the new residual KV, for later restores.
 
         Args:
             state: The request.
-            missing: What is made of its segments.
-            body: [B] int64, its prompt's slots; in order where it was never split.
+            missing: The parts that are written.
+            body: [B] int64, its prompt's slots; in token order if not yet compressed.
         """
         opened = [each for each in missing if each.rest is not None]
         if not opened:
@@ -369,18 +370,18 @@ class SegmentCompressor:
             for each in opened:
                 self._segments.save_scores(each.name, noted[:, :, each.tokens])
 
-    # -- what is entered where ------------------------------------------------
+    # -- recording the result ------------------------------------------------
 
     def _refer(self, state: RequestState, names: Sequence[str]) -> None:
-        """Have the complements of these segments be the request's."""
+        """Make the residual KV of these segments that of the request."""
         self._segments.refer(state.rid, names)
         found = [self._segments.residuals.get(name) for name in names]
         whole = SegmentedResidual([each for each in found if each is not None])
-        # The last name stands for all of them.
+        # A name is a chained hash: the last one implies all others.
         self._handles.host.adopt(state.rid, f"segments-{names[-1]}", whole)
 
     def _share(self, missing: list[Missing]) -> None:
-        """Put new draft parts on the shelf."""
+        """Add new draft KV to the draft-segment pool."""
         for each in missing:
             if each.drafted and each.slots is not None:
                 part = DraftPart(each.slots, each.chosen.contiguous())
@@ -393,7 +394,7 @@ class SegmentCompressor:
         names: Sequence[str],
         layout: Layout,
     ) -> torch.Tensor:
-        """Record the split; return the slots of the draft part, [n] int64."""
+        """Record the compression; return the slots of the draft KV, [n] int64."""
         parts = [self._segments.draft_pool.get(name) for name in names]
         listed = [part for part in parts if part is not None]
         kept = torch.cat(
@@ -411,6 +412,6 @@ class SegmentCompressor:
             segments=tuple(names),
             shared_slots=head,
         )
-        # The row no longer lists token i at place i: the tree must not key it.
+        # The row no longer lists token i at position i: the tree must not insert it.
         state.req.skip_radix_cache_insert = True
         return head

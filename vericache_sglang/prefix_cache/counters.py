@@ -1,4 +1,4 @@
-"""What the tiers below the radix tree count."""
+"""Counters of the cache tiers below the radix tree."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class TierCounters:
-    """Totals since the start of the process, in tokens where not said otherwise.
+    """Totals since the start of the process.
 
     Attributes:
-        match_host_tokens: Brought back from the host for them.
-        match_store_tokens: Fetched from the store to the host for them.
-        restored_bytes: Bytes brought back from the host.
-        restore_seconds: Time that took.
-        evicted_device_tokens: Left the device.
-        evicted_host_tokens: Left the host.
-        checksum_failures: Segments found damaged and dropped, in segments.
-        refused_segments: Segments that found no room on the host, in segments.
-        inconsistencies: Times that what is cached was found not to add up.
+        match_host_tokens: Tokens restored from the host for matched prefixes.
+        match_store_tokens: Tokens fetched from the store to the host.
+        restored_bytes: Bytes restored from the host.
+        restore_seconds: Time spent in these restores, in seconds.
+        evicted_device_tokens: Tokens evicted from the device.
+        evicted_host_tokens: Tokens evicted from the host.
+        checksum_failures: Segments found corrupt and dropped.
+        refused_segments: Segments not saved because the host had no room.
+        inconsistencies: Inconsistencies found in the state of the cache.
     """
 
     match_host_tokens: int = 0
@@ -32,7 +32,7 @@ class TierCounters:
     inconsistencies: int = 0
 
     def note_restored(self, tokens: int, nbytes: int, seconds: float) -> None:
-        """Record tokens brought back from the host."""
+        """Record tokens restored from the host."""
         self.match_host_tokens += tokens
         self.restored_bytes += nbytes
         self.restore_seconds += seconds

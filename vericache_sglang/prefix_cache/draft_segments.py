@@ -1,4 +1,4 @@
-"""Draft parts of cached segments, on the device, for every request that begins so."""
+"""Draft KV of cached segments on the device, shared by requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class DraftPart:
-    """The kept entries of one segment.
+    """Draft KV of one segment: n kept tokens per layer and head.
 
     Attributes:
-        slots: [n] int64, where they are; in whole pages.
-        kept: [L, H, n] int32 on the pool's device, which tokens of the segment they
-            are.
-        users: Requests whose rows list the slots.
+        slots: [n] int64, slots of the KV entries, in whole pages.
+        kept: [L, H, n] int32 on the pool's device, positions of the kept tokens in the
+            segment.
+        users: Number of requests that use the slots.
     """
 
     slots: torch.Tensor
@@ -30,45 +30,45 @@ class DraftPart:
 
 
 class DraftSegmentPool:
-    """Owns the slots of draft parts that several rows may list.
+    """Owns the slots of draft KV that several requests may share.
 
-    They are neither a request's nor the radix tree's; the tree's class reports them to
-    SGLang as protected while somebody uses them, and as evictable otherwise.
+    The slots belong neither to a request nor to the radix tree. ``TieredCache`` reports
+    them to SGLang as protected while a request uses them, and as evictable otherwise.
     """
 
     def __init__(self) -> None:
-        # In the order of last use: the first is the first to go.
+        # In order of last use: the first is evicted first.
         self._parts: dict[str, DraftPart] = {}
         self._used = 0
         self._idle = 0
 
     def __len__(self) -> int:
-        """Draft parts held."""
+        """Segments with draft KV here."""
         return len(self._parts)
 
     def __contains__(self, name: object) -> bool:
-        """Say whether a segment's draft part is here."""
+        """Return whether a segment has draft KV here."""
         return name in self._parts
 
     @property
     def used_slots(self) -> int:
-        """Slots some row lists."""
+        """Slots that requests use."""
         return self._used
 
     @property
     def idle_slots(self) -> int:
-        """Slots that may be taken back."""
+        """Slots that no request uses, which can be evicted."""
         return self._idle
 
     def get(self, name: str) -> DraftPart | None:
-        """Return a segment's draft part, if it is here."""
+        """Return a segment's draft KV, or None."""
         return self._parts.get(name)
 
     def add(self, name: str, part: DraftPart) -> None:
-        """Take over the slots of a draft part that nobody lists yet.
+        """Add draft KV without users, taking ownership of its slots.
 
         Raises:
-            InvariantError: The segment has one.
+            InvariantError: The segment has draft KV, or ``part`` has users.
         """
         if name in self._parts or part.users:
             raise InvariantError(f"a second draft part for segment {name}")
@@ -76,10 +76,10 @@ class DraftSegmentPool:
         self._idle += len(part.slots)
 
     def take(self, names: Sequence[str]) -> list[DraftPart]:
-        """Have one more request list these draft parts.
+        """Add a reference to the draft KV of each segment, and return it.
 
         Raises:
-            InvariantError: One of them is not here.
+            InvariantError: A segment has no draft KV here.
         """
         missing = [name for name in names if name not in self._parts]
         if missing:
@@ -95,10 +95,10 @@ class DraftSegmentPool:
         return taken
 
     def give(self, names: Sequence[str]) -> None:
-        """Have one request less list these draft parts.
+        """Drop a reference to the draft KV of each segment.
 
         Raises:
-            InvariantError: Nobody lists one of them.
+            InvariantError: The draft KV of a segment has no reference.
         """
         for name in names:
             part = self._parts.get(name)
@@ -110,14 +110,14 @@ class DraftSegmentPool:
                 self._used -= len(part.slots)
 
     def idle(self) -> list[str]:
-        """Return the names of the draft parts nobody lists, last used last."""
+        """Return the segments with unused draft KV, least recently used first."""
         return [name for name, part in self._parts.items() if not part.users]
 
     def remove(self, name: str) -> DraftPart:
-        """Give a draft part up; its slots are the caller's now.
+        """Remove draft KV; the caller owns its slots now.
 
         Raises:
-            InvariantError: A request lists it, or it is not here.
+            InvariantError: A request uses it, or it is not here.
         """
         part = self._parts.get(name)
         if part is None or part.users:
@@ -127,17 +127,17 @@ class DraftSegmentPool:
         return part
 
     def forget_users(self) -> None:
-        """Nobody lists any of them any more, whatever is counted."""
+        """Reset all reference counts to 0."""
         for part in self._parts.values():
             part.users = 0
         self._used = 0
         self._idle = sum(len(part.slots) for part in self._parts.values())
 
     def clear(self) -> None:
-        """Forget all; SGLang has taken every slot back.
+        """Forget all draft KV, whose slots SGLang has freed already.
 
         Raises:
-            InvariantError: A request still lists some.
+            InvariantError: A request still uses some.
         """
         if self._used:
             raise InvariantError(f"{self._used} slots of draft parts are in use")

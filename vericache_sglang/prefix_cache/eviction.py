@@ -1,11 +1,11 @@
-"""Which parts leave a tier first: those whose absence costs least per byte freed.
+"""Eviction order of a tier: least expected loss of time per byte freed first.
 
-The loss of a move is the chance of a use soon, times the seconds by which the move
-makes restoring the segment slower; of letting a segment go, what its branch saves. Each
-move is priced with every other part where it is now.
+The loss of a demotion is the chance of a use soon, times the seconds by which the
+demotion slows down restoring the segment; the loss of dropping a segment is the savings
+of its branch. Each move is priced with all other parts at their present tiers.
 
-What the store has costs a fetch, what it has not a prefill: the first leaves the host
-before the second.
+Host eviction prefers segments that the store also holds, which cost a fetch rather than
+a prefill.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.restore_costs import Prices
 
 KINDS = (Part.RESIDUAL, Part.DRAFT)
-"""Of two parts with the same loss per byte the complement leaves first."""
+"""Parts by index; of two with the same loss per byte, residual KV is evicted first."""
 
 _FIRST = 64
-"""Offers put in order at once, to begin with: few are wanted of many."""
+"""Candidates sorted in the first step: few of many are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """One move downwards.
+    """Move of one part to a lower tier.
 
     Attributes:
         name: The segment.
-        part: What of it.
-        source: Where it is.
-        target: Where it goes. The parts of a segment that goes to the STORE or GONE go
-            together, wherever they are: one is of no use alone.
-        loss_s: Seconds the move is expected to cost, >= 0; of parts that go together
-            the first has all of them.
+        part: The part that moves.
+        source: Its present tier.
+        target: Its next tier. Both parts of a segment move to STORE or GONE together,
+            whatever their tiers: one is useless alone.
+        loss_s: Expected cost of the move in seconds, >= 0; of two parts that move
+            together, the first carries all of it.
     """
 
     name: str
@@ -57,27 +57,26 @@ class Demotion:
 def victims(
     index: SegmentIndex, tier: Tier, nbytes: int, now: float, prices: Prices
 ) -> list[Demotion]:
-    """Choose what leaves ``tier`` so that ``nbytes`` of it become free.
+    """Choose the parts to evict from ``tier`` so that ``nbytes`` of it become free.
 
-    From the device a part goes to the host. Where restoring from there would be slower
-    than computing the segment again, and from the host in any case, a segment goes to
-    the store if that has it already, under the same condition; else it is gone.
-    Nothing is moved here: the caller moves bytes and records each move with
-    ``SegmentIndex.place``.
+    Parts on the device move to the host, if restoring them from there is faster than
+    recomputing the segment. Otherwise, and always from the host, a segment moves to the
+    store if the store has it already and restoring from there is faster than
+    recomputing; else it is dropped (GONE). Nothing is moved here: the caller moves the
+    bytes and records each move with ``SegmentIndex.place``.
 
     Args:
         index: All segments.
-        tier: Where room is needed; not GONE.
-        nbytes: How much, in bytes.
-        now: Time, in seconds of the clock the index was told.
-        prices: What transfers and prefills take.
+        tier: Tier that needs space; not GONE.
+        nbytes: Bytes to free.
+        now: Time, in seconds of the index's clock.
+        prices: Seconds that transfers and prefills take.
 
     Returns:
         Moves in order, the least loss per byte first, until enough is free; all
-        unpinned parts of the tier where that is not enough. Of one kind of part, no
-        segment goes before one that follows it; none goes further than the host before
-        any part that follows it; those with a pinned part after them in the tier come
-        last.
+        unpinned parts of the tier if that is not enough. No part moves before the same
+        part of a descendant; no segment leaves for STORE or GONE before any part of a
+        descendant in the tier; ancestors of pinned parts in the tier come last.
 
     Raises:
         InvariantError: ``tier`` is GONE.
@@ -95,15 +94,15 @@ def victims(
 def ranked(
     index: SegmentIndex, tier: Tier, now: float, prices: Prices
 ) -> Iterator[tuple[int, list[Demotion]]]:
-    """Yield what may leave ``tier`` in the order of ``victims``, as far as it is asked.
+    """Yield the evictable parts of ``tier`` in the order of ``victims``, lazily.
 
-    The index may change meanwhile; what was chosen by what it was stays chosen.
+    Changes of the index meanwhile do not affect the order.
 
     Args:
         index: All segments.
-        tier: Where room is needed; not GONE.
-        now: Time, in seconds of the clock the index was told.
-        prices: What transfers and prefills take.
+        tier: Tier that needs space; not GONE.
+        now: Time, in seconds of the index's clock.
+        prices: Seconds that transfers and prefills take.
 
     Yields:
         Bytes freed in the tier, >= 1, and the moves that free them.
@@ -116,7 +115,7 @@ def ranked(
     if not len(index):
         return
     names = list(index.columns.names)
-    # Infinite prices, of a link or a store there is not, have no difference.
+    # The difference of infinite costs, of a missing link or store, is NaN.
     with np.errstate(invalid="ignore"):
         offers = _Offers(Branches(index, tier, now, prices), tier)
     for place, kind in offers.in_order():
@@ -125,9 +124,9 @@ def ranked(
 
 
 class _Offers:
-    """Every move out of a tier, none cheaper than one that has to come before it.
+    """Candidate moves out of a tier, ordered so that descendants move first.
 
-    An offer is a part by itself, or a segment: all of its parts.
+    A candidate is a single part, or a segment with all of its parts.
     """
 
     def __init__(self, branches: Branches, tier: Tier) -> None:
@@ -141,7 +140,7 @@ class _Offers:
         if tier is Tier.DEVICE:
             slower_s = np.stack([branches.slower_s(kind, Tier.HOST) for kind in (0, 1)])
             loss_s = branches.chance * slower_s
-            # Else a match would not pay as far as here any more: kept in vain.
+            # Otherwise restoring up to this segment costs more than a prefill.
             fits = (loss_s < branches.savings_s) | ~open_
             self._alone = open_ & (pays & fits.all(0))
             self._loss_s = np.where(self._alone, loss_s, 0.0)
@@ -163,17 +162,17 @@ class _Offers:
         self._keys = self._apart(nbytes) if self._alone.any() else self._as_one(nbytes)
 
     def _as_one(self, nbytes: np.ndarray) -> np.ndarray:
-        """Return the keys [n] of offers of segments, inf too; NaN where there is none.
+        """Return the sort keys [n] of moves of whole segments; NaN without a move.
 
-        A key is the loss per byte freed, or that of a move which comes before.
+        A key is the largest loss per byte freed among the segment and its descendants;
+        inf above pinned ones.
 
         Args:
             nbytes: [2, n] bytes in the tier.
         """
         branches, joint = self._branches, self._joint
         count = len(joint)
-        # The largest keys of what is in the tier after each place, and once a level
-        # is done those of its own.
+        # The largest keys of the descendants; once a level is done, its own keys too.
         after, own = np.zeros(count + 2), np.zeros(count)
         own[joint] = self._loss_s[0, joint] / nbytes[:, joint].sum(0)
         own[branches.here.any(0) & branches.pinned] = inf
@@ -185,9 +184,9 @@ class _Offers:
         return np.where(joint, keys, np.nan)
 
     def _apart(self, nbytes: np.ndarray) -> np.ndarray:
-        """Return the keys [2n] of offers of single parts, by place and kind.
+        """Return the sort keys [2n] of moves of single parts, by position and kind.
 
-        That of a segment is its first part's; see ``_as_one``.
+        The key of a segment that moves as a whole is at kind 0; see ``_as_one``.
 
         Args:
             nbytes: [2, n] bytes in the tier.
@@ -213,9 +212,9 @@ class _Offers:
         return keys.T.reshape(-1)
 
     def in_order(self) -> Iterator[tuple[int, int]]:
-        """Yield the offers, place and kind, the cheapest first.
+        """Yield position and kind of the moves, the smallest key first.
 
-        Of equals what follows is first, then the complement.
+        Among equals, descendants come first, then residual KV.
         """
         kinds = len(self._keys) // len(self._joint)
         offers = np.flatnonzero(~np.isnan(self._keys))
@@ -232,7 +231,7 @@ class _Offers:
     def moves(
         self, place: int, kind: int, names: list[str]
     ) -> tuple[int, list[Demotion]]:
-        """Return the bytes an offer frees in the tier, and its moves."""
+        """Return the bytes that a candidate frees in the tier, and its moves."""
         branches = self._branches
         tiers = branches.tier[:, place].tolist()
         if self._joint[place]:

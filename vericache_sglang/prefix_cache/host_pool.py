@@ -1,4 +1,4 @@
-"""Tensors of cached prefixes in host memory, by name, each with checksums."""
+"""Named tensors of cached segments in host pages, with checksums."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentImage(RawImage):
-    """Tensors of a cached segment: entries, positions or scores."""
+    """Tensors of a cached segment: KV entries, positions or scores."""
 
     noun = "segment"
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What one name keeps; ``damaged``: it goes with its last pin."""
+    """Tensors of one name; a ``damaged`` entry is removed with its last unpin."""
 
     image: SegmentImage
     pins: int = 0
@@ -37,16 +37,16 @@ class _Entry:
 
 
 class SegmentPool:
-    """Named groups of tensors in pages that others use too.
+    """Named groups of tensors in a shared pool of host pages.
 
-    It never evicts: ``put`` says that there is no room, and its caller knows what is
-    worth least. Not thread-safe: one loop is its only caller.
+    It never evicts: ``put`` returns False without free pages, and its caller selects
+    what to evict. Not thread-safe: only one thread may call it.
 
     Args:
-        page_pool: Where the pages come from.
+        page_pool: Pool of the host pages.
 
     Attributes:
-        checksum_failures: Entries whose bytes had changed when they were asked for.
+        checksum_failures: Entries found corrupt by ``get``.
     """
 
     def __init__(self, page_pool: HostPagePool) -> None:
@@ -57,7 +57,7 @@ class SegmentPool:
         self._pinned = 0
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a name is here; a damaged one that is pinned is not."""
+        """Return whether an intact entry of this name exists."""
         entry = self._entries.get(name) if isinstance(name, str) else None
         return entry is not None and not entry.damaged
 
@@ -68,18 +68,18 @@ class SegmentPool:
 
     @property
     def evictable_bytes(self) -> int:
-        """Of these, the ones no pin protects; O(1)."""
+        """Bytes of the pages of entries without a pin; O(1)."""
         return self._used - self._pinned
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Copy tensors in, bit by bit; those the name had before go.
+        """Copy tensors in, bit by bit, replacing those of an entry with this name.
 
         Args:
-            name: Of the entry.
+            name: Name of the entry.
             tensors: [L, ...] by field name; any dtype, strides and device.
 
         Returns:
-            False when there is no room, also for both old and new ones; nothing
+            False without free pages for the new tensors beside the old ones; nothing
             changed then.
 
         Raises:
@@ -110,22 +110,22 @@ class SegmentPool:
         dtype: torch.dtype,
         more: Mapping[str, torch.Tensor] | None = None,
     ) -> SegmentImage | None:
-        """Enter a name whose keys and values a transfer saves; ``get`` waits for it.
+        """Add an entry whose keys and values a transfer fills; ``get`` waits for it.
 
         Args:
-            name: Not here yet.
-            geometry: Shapes of the pool the entries come from.
-            slots: S.
+            name: A name without an entry.
+            geometry: Shapes of the pool the KV entries come from.
+            slots: Number of tokens, S.
             dtype: Dtype of the pool.
-            more: Further tensors [L, ...]; from a GPU they follow on the current
-                stream, so they are there when a copy is that is queued next.
+            more: Further tensors [L, ...]; from a GPU they are copied on the current
+                stream, so they complete before a copy that is queued next.
 
         Returns:
-            What ``Transfers.save`` is given next; the name is to be dropped where that
-            fails. None when there is no room.
+            The destination for ``Transfers.save``; drop the name if that fails. None
+            without free pages.
 
         Raises:
-            InvariantError: The name is here.
+            InvariantError: The name has an entry.
         """
         if name in self._entries:
             raise InvariantError(f"segment {name} is opened a second time")
@@ -139,11 +139,11 @@ class SegmentPool:
         return image
 
     def get(self, name: str) -> dict[str, HostTensor] | None:
-        """Return a name's tensors after checking every byte.
+        """Return a name's tensors after verifying their checksums.
 
         Returns:
-            Not to be written. None when it is not here, or its bytes changed: it is
-            dropped then, if pinned with its last pin.
+            Read-only tensors. None without an entry, or if it is corrupt: it is dropped
+            then, a pinned one with its last unpin.
         """
         entry = self._entries.get(name)
         if entry is None or entry.damaged:
@@ -161,25 +161,25 @@ class SegmentPool:
         return entry.image.tensors
 
     def pages(self, name: str) -> HostPages | None:
-        """Return where a name's bytes are, for a copy that reads them.
+        """Return a name's host pages, for a copy that reads them.
 
         Raises:
-            InvariantError: It is not here.
+            InvariantError: The name has no entry.
         """
         return self._entry(name).image.pages
 
     def pin(self, name: str) -> None:
-        """Keep a name here until as many ``unpin``.
+        """Protect an entry from ``drop`` until as many calls of ``unpin``.
 
         Raises:
-            InvariantError: It is not here.
+            InvariantError: The name has no entry.
         """
         entry = self._entry(name)
         self._pinned += 0 if entry.pins else entry.image.held_bytes
         entry.pins += 1
 
     def unpin(self, name: str) -> None:
-        """Take one ``pin`` back.
+        """Undo one ``pin``.
 
         Raises:
             InvariantError: It is not pinned.
@@ -193,10 +193,10 @@ class SegmentPool:
             self._remove(name)
 
     def drop(self, name: str) -> int:
-        """Drop a name; nothing happens when it is not here.
+        """Drop a name's entry, if it has one.
 
         Returns:
-            Bytes of its pages.
+            Bytes of its pages, which are free now; 0 without an entry.
 
         Raises:
             InvariantError: It is pinned.
@@ -212,19 +212,19 @@ class SegmentPool:
         """Return the bytes of a name's pages.
 
         Raises:
-            InvariantError: It is not here.
+            InvariantError: The name has no entry.
         """
         return self._entry(name).image.held_bytes
 
     def names(self) -> list[str]:
-        """Return all names, those written first come first."""
+        """Return all names, in order of insertion."""
         return list(self._entries)
 
     def check(self) -> None:
-        """Count everything anew; checksums are not read.
+        """Recount all bytes; checksums are not verified.
 
         Raises:
-            InvariantError: A count is off.
+            InvariantError: A count is wrong, or an entry's pages were freed.
         """
         entries = self._entries.values()
         used = sum(entry.image.held_bytes for entry in entries)
@@ -244,7 +244,7 @@ class SegmentPool:
         return self._entries[name]
 
     def _take(self, shapes: Shapes) -> SegmentImage | None:
-        """Take room for tensors; None without any."""
+        """Allocate pages for tensors; None without free ones."""
         try:
             return SegmentImage(shapes, self._page_pool)
         except TransferError:

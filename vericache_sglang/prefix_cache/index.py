@@ -1,7 +1,7 @@
-"""The index of cached segments: where their parts are, who uses them, what it sums to.
+"""The index of cached segments: tiers of their parts, uses, pins and totals.
 
-It records and answers; it moves no byte and never decides. On several ranks it must be
-fed the same calls with the same times, so that all ranks choose the same victims.
+It only keeps records; callers move the bytes and decide. Several ranks must make the
+same calls with the same times, so that all ranks choose the same victims.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 HALF_LIFE_S = 600.0
-"""Default: a use counts half after ten minutes."""
+"""Default half-life of a use, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What one tier holds.
+    """Totals of one tier.
 
     Attributes:
         tokens: Tokens, each counted once over all tiers (``Content.tokens_of``).
-        nbytes: Bytes; in GONE those lost of segments whose other part is still here.
+        nbytes: Bytes; in GONE those of lost parts of segments with a remaining part.
     """
 
     tokens: int
@@ -36,17 +36,17 @@ class Total:
 
 
 class SegmentIndex:
-    """Segments by name, each linked to the one before it.
+    """Segments by name, each linked to its parent, the segment before it.
 
-    Every method that raises has changed nothing.
+    A method that raises has changed nothing.
 
     Args:
-        half_life_s: Seconds after which a use counts half, > 0.
+        half_life_s: Half-life of a use, in seconds, > 0.
 
     Attributes:
         half_life_s: The same.
-        columns: All segments in arrays, for whoever looks at all of them.
-        changes: Grows with every change but uses.
+        columns: All segments as arrays, for scans.
+        changes: Counts changes of the index other than uses.
 
     Raises:
         ConfigError: ``half_life_s`` is not above 0 and finite.
@@ -60,8 +60,8 @@ class SegmentIndex:
         self.changes = 0
         self._segments: dict[str, Segment] = {}
         self._pinned: dict[str, None] = {}
-        # Kept for a parent that was dropped, too: it may come back. A dict is a set
-        # in order of insertion, the same on every rank.
+        # Kept for dropped parents too, as they may be added again. The inner dict is a
+        # set in order of insertion, the same on every rank.
         self._children: dict[str, dict[str, None]] = {}
         self._totals = {tier: [0, 0] for tier in Tier}
 
@@ -72,7 +72,7 @@ class SegmentIndex:
         return name in self._segments
 
     def get(self, name: str) -> Segment | None:
-        """Return the segment as it is now, or None."""
+        """Return the present record of a segment, or None."""
         return self._segments.get(name)
 
     def segments(self) -> Collection[Segment]:
@@ -84,35 +84,36 @@ class SegmentIndex:
         return self._pinned.keys()
 
     def children(self, name: str) -> tuple[str, ...]:
-        """Return the segments here that directly follow ``name``, here or not."""
+        """Return the children of ``name``, which may itself be absent."""
         return tuple(self._children.get(name, ()))
 
     def total(self, tier: Tier) -> Total:
-        """Return what a tier holds; O(1)."""
+        """Return the totals of a tier; O(1)."""
         tokens, nbytes = self._totals[tier]
         return Total(tokens, nbytes)
 
     def add(self, name: str, parent: str | None, content: Content, now: float) -> bool:
-        """Record a segment, or a use of one that is here.
+        """Record a segment, or a use of a known segment.
 
-        One that is here is replaced if it was made by another compressor, a part of
-        it is gone, or nothing of it is nearer than the store, and nobody pins it.
-        Otherwise it stays as and where it is: parts of two splits are never mixed.
+        The content of a known, unpinned segment is replaced if another compressor made
+        it, a part of it is gone, or all of it is in the store only. Otherwise it is
+        kept: parts of two compressions are never mixed.
 
         Args:
             name: Chained hash of the prefix up to the segment's end.
-            parent: Name of the segment before it, which must be here; None: none.
-            content: What is kept of it; no part may be GONE.
+            parent: Name of the segment before it, which must be known; None for a root
+                segment.
+            content: Its parts; none may be GONE.
             now: Time of the use, in seconds.
 
         Returns:
-            True if the index has ``content`` now; False if it kept what it had, so
+            True if ``content`` was recorded; False if the known content was kept, so
             that the caller's parts are not needed.
 
         Raises:
-            InvariantError: The parent is not here; the name is here with another
-                parent or length; the segments that wait for it start elsewhere; a part
-                is GONE; it starts beyond all prompts (2^27 tokens).
+            InvariantError: The parent is not known; the name is known with another
+                parent or length; its children start elsewhere than its end; a part is
+                GONE; the segment starts at 2^27 tokens or later.
         """
         if not content.restorable:
             raise InvariantError(f"segment {name} comes with a part GONE: {content}")
@@ -132,7 +133,7 @@ class SegmentIndex:
         return not stays
 
     def match(self, names: Sequence[str], start: int = 0) -> int:
-        """Count the consecutive segments from ``names[start]`` that can be restored."""
+        """Count the consecutive restorable segments from ``names[start]`` on."""
         count = 0
         for index in range(start, len(names)):
             segment = self._segments.get(names[index])
@@ -145,7 +146,7 @@ class SegmentIndex:
         """Count one use of each segment at ``now``, in seconds.
 
         Raises:
-            InvariantError: A segment is not here.
+            InvariantError: A segment is not known.
         """
         for segment in [self._known(name) for name in names]:
             used = self._used(segment, now)
@@ -156,37 +157,36 @@ class SegmentIndex:
         """Record whether the store has all of a segment.
 
         Raises:
-            InvariantError: The segment is not here.
+            InvariantError: The segment is not known.
         """
         segment = self._known(name)
         if segment.stored is not stored:
             self._put(replace(segment, stored=stored), segment.content)
 
     def pin(self, names: Sequence[str]) -> None:
-        """Hold segments, once per name: their parts stay where they are.
+        """Pin segments, once per occurrence: their parts must stay in their tiers.
 
         Raises:
-            InvariantError: A segment is not here.
+            InvariantError: A segment is not known.
         """
         self._hold(names, 1)
 
     def unpin(self, names: Sequence[str]) -> None:
-        """Take back a ``pin`` of the same names.
+        """Undo a ``pin`` of the same names.
 
         Raises:
-            InvariantError: A segment is not here or not pinned that often.
+            InvariantError: A segment is not known or not pinned that often.
         """
         self._hold(names, -1)
 
     def place(self, name: str, part: Part, tier: Tier) -> None:
-        """Record that a part is in ``tier`` now; where it was it no longer is.
+        """Record that a part has moved to ``tier``.
 
-        A segment whose last part goes GONE leaves the index, even when segments that
-        follow it are still here.
+        A segment whose last part becomes GONE is removed, even if it has children.
 
         Raises:
-            InvariantError: The segment or the part is not here, is pinned elsewhere, or
-                was gone: only ``add`` brings such a one back.
+            InvariantError: The segment is not known or has no such part; it is pinned
+                while the part moves; or the part was GONE: only ``add`` restores it.
         """
         segment = self._known(name)
         content = segment.content
@@ -213,16 +213,16 @@ class SegmentIndex:
             self._put(segment, content)
 
     def drop(self, name: str, *, strand: bool = False) -> None:
-        """Forget a segment.
+        """Remove a segment.
 
         Args:
             name: Its name.
-            strand: Allowed although segments that follow it are here; they cannot be
-                matched until it is added again.
+            strand: Allow this although it has children, which cannot be matched until
+                it is added again.
 
         Raises:
-            InvariantError: It is not here or pinned, or others follow it and ``strand``
-                is False.
+            InvariantError: It is not known or is pinned, or it has children and
+                ``strand`` is False.
         """
         segment = self._known(name)
         if segment.pins:
@@ -238,7 +238,7 @@ class SegmentIndex:
         """Recount everything; for tests and idle times, O(segments).
 
         Raises:
-            InvariantError: A total, a link or a record does not add up.
+            InvariantError: A total, a link or a record is inconsistent.
         """
         totals = {tier: [0, 0] for tier in Tier}
         children: dict[str, set[str]] = {}
@@ -271,7 +271,7 @@ class SegmentIndex:
     ) -> None:
         start = 0 if parent is None else self._known(parent).end
         for child in self._children.get(name, ()):
-            # Names are hashes, so this never happens; it also forbids cycles.
+            # Cannot happen as names are chained hashes; also excludes cycles.
             if self._segments[child].start != start + content.tokens:
                 raise InvariantError(
                     f"segment {name} ends at {start + content.tokens}, {child} that "
@@ -316,7 +316,7 @@ class SegmentIndex:
                 self._pinned.pop(segment.name, None)
 
     def _put(self, segment: Segment, content: Content) -> None:
-        """Record a segment that is here, with what it is now and was of content."""
+        """Replace the record of a known segment, and update the totals."""
         self._count(segment.content, -1)
         self._count(content, 1)
         segment = replace(segment, content=content)

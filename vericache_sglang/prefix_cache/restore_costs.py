@@ -1,4 +1,4 @@
-"""What bringing a segment back costs, tier by tier, against computing it again."""
+"""The cost of restoring a segment from each tier, and of recomputing it instead."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.segment import Content, Segment, Tier
 
 LEAST_CHANCE = 1e-200
-"""Chance of a segment nobody used for ages: worth little, never worth nothing."""
+"""Lower bound of the reuse chance, so that savings never underflow to zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Seconds of everything that brings KV back to the device; ``inf``: cannot be done.
+    """Time costs of restoring or recomputing KV; ``inf``: impossible.
 
     Attributes:
         link_in_s_per_byte: Host to device, in seconds per byte.
         link_out_s_per_byte: Device to host, in seconds per byte.
-        store_latency_s: Added to every part read from the store, in seconds.
-        store_s_per_byte: Store to host, in seconds per byte; ``inf``: there is none.
-        prefill_s_per_token: a of a prefill's a * n + b * n^2 seconds for n tokens.
-        prefill_s_per_square: b of the same, in seconds per squared token.
+        store_latency_s: Latency of every read of a part from the store, in seconds.
+        store_s_per_byte: Store to host, in seconds per byte; ``inf``: no store.
+        prefill_s_per_token: Coefficient a, in seconds per token: a prefill of n tokens
+            takes a * n + b * n^2 seconds.
+        prefill_s_per_square: Coefficient b, in seconds per squared token.
 
     Raises:
-        ConfigError: A price is negative or NaN, or a prefill's is infinite.
+        ConfigError: A cost is negative or NaN, or one of a prefill is infinite.
     """
 
     link_in_s_per_byte: float
@@ -37,7 +38,7 @@ class Prices:
     store_s_per_byte: float
     prefill_s_per_token: float
     prefill_s_per_square: float
-    # Seconds per byte by tier: of what passes through staging, of what stays.
+    # Seconds per byte by tier: through the staging buffer, and into pool slots.
     _rates: tuple[tuple[float, ...], tuple[float, ...]] = field(
         init=False, repr=False, compare=False
     )
@@ -60,7 +61,7 @@ class Prices:
         object.__setattr__(self, "_latency", (0.0, 0.0, self.store_latency_s, inf))
 
     def prefill_s(self, start: int, tokens: int) -> float:
-        """Return what computing ``tokens`` after ``start`` others takes, in seconds.
+        """Return the seconds of a prefill of ``tokens`` after ``start`` others.
 
         The difference of a * n + b * n^2 over the segment: dense layers are linear,
         causal attention is quadratic in the prefix.
@@ -69,30 +70,31 @@ class Prices:
         return self.prefill_s_per_token * tokens + self.prefill_s_per_square * square
 
     def fetch_s(self, nbytes: int, tier: Tier, stays: bool) -> float:
-        """Return what bringing a part of ``nbytes`` to the device takes, in seconds.
+        """Return the seconds to load a part of ``nbytes`` to the device.
 
         Args:
-            nbytes: Its bytes, >= 1.
+            nbytes: Bytes of the part, >= 1.
             tier: Where it is.
-            stays: It needs slots of the pool, as a draft part and a whole segment do:
-                they are read at every step. Those slots are taken from something else,
-                which travels out first. A complement passes through staging and
-                displaces nothing.
+            stays: The part needs slots of the pool, as draft KV and uncompressed
+                segments do, which every step reads. Other KV is evicted to the host
+                first to free the slots. Residual KV passes through the staging buffer
+                and displaces nothing.
         """
         return self._latency[tier] + self._rates[stays][tier] * nbytes
 
     @property
     def by_tier(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """Seconds to bring a part back from each tier, the terms of ``fetch_s``.
+        """The terms of ``fetch_s`` by tier.
 
-        In any case; per byte of what passes through staging; per byte of what stays.
+        Latency in seconds; seconds per byte through the staging buffer; seconds per
+        byte into pool slots.
         """
         return self._latency, *self._rates
 
     def restore_s(self, content: Content) -> float:
-        """Return what bringing a segment's parts to the device takes, in seconds.
+        """Return the seconds to load a segment's parts, one after another.
 
-        Parts follow one another. ``inf`` when one is gone.
+        ``inf`` when one is gone.
         """
         rest, draft = content.residual, content.draft
         if draft is None:
@@ -102,7 +104,7 @@ class Prices:
         return seconds + self._latency[draft.tier] + staying[draft.tier] * draft.nbytes
 
     def gain_s(self, segment: Segment) -> float:
-        """Return the seconds restoring saves over computing again; may be negative."""
+        """Return the seconds restoring saves over recomputing; may be negative."""
         content = segment.content
         return self.prefill_s(segment.start, content.tokens) - self.restore_s(content)
 
@@ -110,10 +112,10 @@ class Prices:
 def reuse_chance(uses: float) -> float:
     """Return the chance that a segment is used again soon, in [1e-200, 1].
 
-    Uses that come as a Poisson stream of rate r leave a decayed count of r / lambda on
-    average, lambda = ln 2 / half-life. So the count estimates r / lambda, and
-    1 - exp(-count) is the chance of a use within the next 1 / lambda seconds. Only
-    the first of them matters: it brings back what had to leave.
+    If uses are a Poisson process of rate r, the decayed count is r / lambda on average,
+    with lambda = ln 2 / half-life. So the count estimates r / lambda, and
+    1 - exp(-count) is the chance of a use within the next 1 / lambda seconds. Only the
+    first of these uses matters, as it restores the evicted segment.
 
     Args:
         uses: Decayed count now, >= 0 (``Segment.uses_at``).

@@ -1,11 +1,11 @@
-"""What a segment and those that follow it save, priced from the ends of the branches.
+"""Computes the seconds that cached segments save, from the leaves of the prefix tree.
 
-A segment is of no use without those before it, and it is used whenever one that follows
-it is. Hence, with the chance of the most used segment of the branch,
+A segment is useless without its predecessors, and it is used whenever one of its
+descendants is. With the reuse chance of the most used segment of the branch,
 
-    worth = max(0, chance * (prefill - restore) + worth of what follows directly)
+    savings = max(0, chance * (prefill - restore) + savings of the direct children)
 
-is what the branch saves, in seconds: a match goes as far as that pays.
+is what the branch saves, in seconds. A match extends as far as savings are positive.
 """
 
 from __future__ import annotations
@@ -25,36 +25,40 @@ if TYPE_CHECKING:
 
 
 class Branches:
-    """Every segment with those that follow it: arrays of figures, by the same places.
+    """Costs and savings of all n segments, as arrays in one common order.
 
-    Segments are listed children first, of equals the one longest in the index first.
-    What is summed up along branches goes level by level, a level being the segments
-    that start at one token: a loop over the longest prompt, not over all segments.
+    Children come before their parents; segments that start at the same token are in
+    order of insertion. Sums along branches are computed level by level, where a level
+    is the segments that start at the same token: the number of steps is bounded by the
+    longest prompt, not by the number of segments.
 
     Args:
         index: All segments; may change afterwards.
-        tier: Where room is needed: unpinned segments with a part there may leave.
+        tier: Tier that needs space; unpinned segments with a part there can be evicted.
         now: Time, in seconds.
-        prices: What transfers and prefills take.
+        prices: Seconds that transfers and prefills take.
 
     Attributes:
         rows: [n] int64, rows of ``SegmentIndex.columns``, children first.
-        first: Slice of the segments that begin a prompt, or seem to; the last one.
-        levels: Slices of places, those deepest in prompts first; but for the last one,
-            whose segments follow nothing.
-        parents: [n] int64, place of the one before each; ROOT or ABSENT (the last two
-            places of ``below_s`` and the like) where there is none.
-        nbytes: [2, n] float64, of complement and draft part; 0: there is none.
-        tier: [2, n] int64, where they are.
-        here: [2, n] bool, which of them are in the tier.
-        pinned: [n] bool.
-        stored: [n] bool.
-        chance: [n] float64, of a use soon, in (0, 1].
+        first: Slice of the segments with the smallest start, the root segments unless
+            all of those were dropped; the last slice.
+        levels: Slices of the other segments, those deepest in prompts first.
+        parents: [n] int64, position of each parent; ROOT or ABSENT (the last two
+            positions of arrays of n + 2) without one.
+        nbytes: [2, n] float64, bytes of residual KV and draft KV; 0: no such part.
+        tier: [2, n] int64, tiers of the two parts.
+        here: [2, n] bool, whether each part is in ``tier``.
+        pinned: [n] bool, whether the segment is pinned.
+        stored: [n] bool, whether the store has all of the segment.
+        chance: [n] float64, chance of a use soon, in (0, 1].
         own_s: [n] float64, seconds that restoring the segment saves, times the chance;
             may be negative, and is -inf when a part of it is gone.
-        below_s: [n + 2] float64, worth of what follows, in seconds, where it is now.
-        kept_s: [n + 2] float64, the same without what leaves the tier before.
-        pays: [n + 2] bool, whether a match gets there and restoring it pays.
+        below_s: [n + 2] float64, savings of the children at their present tiers, in
+            seconds.
+        kept_s: [n + 2] float64, the same for the children that cannot be evicted from
+            the tier: pinned, or with no part there.
+        pays: [n + 2] bool, whether a match reaches the segment and restoring it saves
+            time.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Branches:
         self.here = self.tier == tier
         self.pinned, self.stored = columns.pinned[rows], columns.stored[rows]
         self._whole = self.nbytes[1] == 0
-        # One place more, for a part there is not.
+        # One more element, for tier ``NOWHERE``.
         self._terms = [np.array([*each, 0.0]) for each in prices.by_tier]
         past = np.maximum(now - columns.last_use[rows], 0.0)
         uses = columns.uses[rows] * np.power(2.0, -past / index.half_life_s)
@@ -92,12 +96,12 @@ class Branches:
         self.pays = self._reached()
 
     def lost_s(self) -> np.ndarray:
-        """Return [n] seconds lost if a segment goes when its turn comes, >= 0."""
+        """Return [n] seconds lost by evicting each segment after its children, >= 0."""
         lost_s: np.ndarray = np.maximum(0.0, self.own_s + self.kept_s[:-2])
         return lost_s
 
     def _most(self, uses: np.ndarray) -> np.ndarray:
-        """Return, of each segment and all that follow it, the largest of ``uses``."""
+        """Return [n], the largest of ``uses`` over each segment and its descendants."""
         most = np.zeros(len(uses) + 2)
         for level in self.levels:
             np.maximum(uses[level], most[level], out=most[level])
@@ -106,7 +110,7 @@ class Branches:
         return most[: len(uses)]
 
     def _restore_s(self) -> np.ndarray:
-        """Return what bringing each segment to the device takes (``restore_s``)."""
+        """Return [n] seconds to load each segment to the device (``restore_s``)."""
         seconds = np.zeros(len(self.rows))
         for kind in (0, 1):
             latency_s, rate = self._fetch_terms(kind, self.tier[kind])
@@ -114,7 +118,7 @@ class Branches:
         return seconds
 
     def slower_s(self, kind: int, lower: Tier) -> np.ndarray:
-        """Return [n] seconds by which bringing a part from ``lower`` takes longer."""
+        """Return [n] seconds that loading a part from ``lower`` takes longer."""
         there_s, there = self._fetch_terms(kind, int(lower))
         here_s, here = self._fetch_terms(kind, self.tier[kind])
         longer_s: np.ndarray = there_s - here_s + (there - here) * self.nbytes[kind]
@@ -125,7 +129,7 @@ class Branches:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the terms of ``Prices.fetch_s``: seconds, and seconds per byte.
 
-        A draft part stays, and so does a whole segment.
+        Draft KV needs slots of the pool, and so does a segment that is not compressed.
         """
         latency_s, passing, staying = self._terms
         if kind:
@@ -133,7 +137,7 @@ class Branches:
         return latency_s[tier], np.where(self._whole, staying[tier], passing[tier])
 
     def _weigh(self) -> None:
-        """Sum up what follows each segment."""
+        """Sum the savings of the children of each segment."""
         stays = self.pinned | ~self.here.any(0)
         some_stay = bool(stays.any())
         below_s, kept_s = self.below_s, self.kept_s

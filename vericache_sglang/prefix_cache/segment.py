@@ -1,4 +1,4 @@
-"""A cached segment: what is kept of it, where each part is, how much it is used."""
+"""Records of a cached segment: its parts, their tiers and its uses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vericache_sglang.errors import InvariantError
 
 
 class Tier(IntEnum):
-    """Where a part is, the fastest first; a larger value is further away.
+    """Location of a part, the fastest first.
 
-    DEVICE: slots of the KV pool. HOST: host memory. STORE: the storage backend below
-    it. GONE: nowhere; only computing the prompt again brings it back.
+    DEVICE: slots of the KV pool. HOST: host memory. STORE: the storage backend. GONE:
+    no copy; only a prefill recomputes it.
     """
 
     DEVICE = 0
@@ -23,10 +23,10 @@ class Tier(IntEnum):
 
 
 class Part(Enum):
-    """What a segment consists of: both together are its KV, bit by bit.
+    """Parts of a segment; together they are its full KV, bit by bit.
 
-    DRAFT: what drafting reads. COMPLEMENT: the rest; the whole KV of a segment that has
-    no draft part.
+    DRAFT: draft KV. RESIDUAL: residual KV; the full KV of a segment that is not
+    compressed.
     """
 
     DRAFT = "draft"
@@ -35,11 +35,11 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One part: its size and its place.
+    """Size and tier of one part.
 
     Attributes:
         nbytes: Its bytes over all layers, >= 1.
-        tier: Where it is.
+        tier: Its tier.
 
     Raises:
         InvariantError: ``nbytes`` is below 1.
@@ -55,17 +55,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What is kept of a segment; parts made by two compressors never mix in one.
+    """Parts of a segment, both made by the same compressor.
 
     Attributes:
         tokens: Tokens of the segment, >= 1.
-        residual: The complement; the whole KV when there is no draft part.
-        draft: The draft part; None: the segment is whole.
-        compressor: Identity of what made the two parts; "" if and only if whole.
-        parts: The parts there are, the complement first: it leaves first, too.
+        residual: Residual KV; the full KV if the segment is not compressed.
+        draft: Draft KV; None: the segment is not compressed.
+        compressor: Identity of the compressor; "" if and only if not compressed.
+        parts: The existing parts, residual KV first.
 
     Raises:
-        InvariantError: ``tokens`` is below 1, or the compressor does not fit the parts.
+        InvariantError: ``tokens`` is below 1, or just one of ``draft`` and
+            ``compressor`` is given.
     """
 
     tokens: int
@@ -89,7 +90,7 @@ class Content:
 
     @property
     def restorable(self) -> bool:
-        """Whether no part is gone."""
+        """Whether no part is GONE."""
         draft = self.draft
         if draft is not None and draft.tier is Tier.GONE:
             return False
@@ -97,31 +98,31 @@ class Content:
 
     @property
     def away(self) -> bool:
-        """Whether nothing of it is nearer than the store."""
+        """Whether no part is on the device or the host."""
         draft = self.draft
         near = draft is not None and draft.tier < Tier.STORE
         return self.residual.tier >= Tier.STORE and not near
 
     def held(self, part: Part) -> Held | None:
-        """Return one part; None for the draft part of a whole segment."""
+        """Return one part; None for the draft KV of an uncompressed segment."""
         return self.draft if part is Part.DRAFT else self.residual
 
     def is_in(self, tier: Tier) -> bool:
-        """Say whether a part is in ``tier``."""
+        """Return whether a part is in ``tier``."""
         draft = self.draft
         return self.residual.tier is tier or (draft is not None and draft.tier is tier)
 
     def nbytes_of(self, part: Part) -> int:
-        """Return the bytes of ``part``; 0 for the draft part of a whole segment."""
+        """Return the bytes of ``part``; 0 for draft KV of an uncompressed segment."""
         held = self.held(part)
         return 0 if held is None else held.nbytes
 
     def tokens_of(self, part: Part) -> int:
-        """Return the tokens that count as held by ``part``: every token counts once.
+        """Return the tokens attributed to ``part``; every token counts once.
 
-        Tokens are shared out as bytes are. With a selector these are the tokens it
-        kept and dropped, since the KV of every token is of one size; with a codec each
-        part holds some bits of every token.
+        Tokens are divided in proportion to bytes. With a selector these are the kept
+        and dropped tokens, as all tokens' KV has one size; with a codec each part holds
+        some bits of every token.
         """
         if self.draft is None:
             return 0 if part is Part.DRAFT else self.tokens
@@ -132,17 +133,17 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One segment as the index has it now.
+    """Immutable record of one segment in the index.
 
     Attributes:
-        name: Chained hash, so that it stands for the whole prefix up to its end.
-        parent: Name of the segment before it; None for the first of a prompt.
+        name: Chained hash, which identifies the whole prefix up to its end.
+        parent: Name of the segment before it; None for a root segment.
         start: Tokens before it, >= 0.
-        content: What is kept of it, and where.
-        last_use: When it was used last, in seconds of the caller's clock.
-        uses: Uses, each halved every half-life, as of ``last_use``; >= 1.
-        pins: Running requests that hold it, >= 0.
-        stored: The store has all of it, wherever else its parts are.
+        content: Its parts and their tiers.
+        last_use: Time of the last use, in seconds of the caller's clock.
+        uses: Decayed count of uses as of ``last_use``, halved per half-life; >= 1.
+        pins: Pins of running requests and operations, >= 0.
+        stored: Whether the store has all of it, in addition to other tiers.
     """
 
     name: str
@@ -163,8 +164,8 @@ class Segment:
         """Return the decayed count of uses at ``now``, in seconds.
 
         The CRF value of LRFU with F(x) = (1/2)^(lambda x), lambda = 1 / half-life (Lee
-        et al. 2001, doi 10.1109/TC.2001.970573, section 2). A clock that went back
-        decays nothing.
+        et al. 2001, doi 10.1109/TC.2001.970573, section 2). Without decay if ``now`` is
+        before ``last_use``.
         """
         past = now - self.last_use
         return self.uses * math.pow(2.0, -past / half_life_s) if past > 0 else self.uses

@@ -1,4 +1,4 @@
-"""The forms of a cached segment off the radix tree, and the way back from each."""
+"""Forms of cached segments off the radix tree: saving and restoring each of them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
 
 TOGETHER = 1 << 28
-"""Bytes that are gathered on the device for one save: enough for the launches of one
-gather a layer to serve several segments, and a small part of what is free there."""
+"""Most bytes gathered on the device for one save, unless a segment is larger: several
+segments share the launches of one gather per layer, in little device memory."""
 
 
 class Save(NamedTuple):
-    """Entries on their way from the pool to an image.
+    """A pending copy of KV entries from the pool to a host image.
 
     Attributes:
-        name: Of the segment.
-        image: Where they go.
-        slots: [T] int64 on the pool's device, a segment's tokens.
-        kept: [L, H, n] int32, those of them that do not go; None: all go.
-        drop: Takes the image back where the copy cannot be made.
-        hold: Keeps the image's pages until the copy does.
+        name: Name of the segment or copy.
+        image: Destination.
+        slots: [T] int64 on the pool's device, slots of the tokens.
+        kept: [L, H, n] int32, positions of tokens to leave out; None: copy all.
+        drop: Removes the image if the copy fails.
+        hold: Keeps the image's pages allocated until the copy is queued.
     """
 
     name: str
@@ -59,18 +59,18 @@ class Save(NamedTuple):
 
 
 class SegmentCopies:
-    """Whole copies on the host; draft parts on the device or host, and complements.
+    """Full KV on the host; draft KV on the device or host; residual KV on the host.
 
-    Where tokens have scores of their own (``Selector.update``), they lie in a whole
-    copy, or beside a complement, and come back with the tokens.
+    If tokens have scores (``Selector.update``), these are saved with the full KV or
+    beside the residual KV, and restored with the tokens.
 
     Args:
         handles: Pool and geometry.
-        pool: Whole copies and draft parts on the host.
-        residuals: Complements on the host.
+        pool: Full KV, draft KV and scores on the host.
+        residuals: Residual KV on the host.
 
     Attributes:
-        scores: Knows the scores of tokens by slot; None: nobody scores them.
+        scores: Scores of tokens by slot; None if the selector keeps none.
     """
 
     def __init__(
@@ -87,10 +87,9 @@ class SegmentCopies:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Gather what is saved meanwhile in the launches of one, at the end.
+        """Batch the saves made within this context into few launches at its end.
 
-        Slots must stay as they are until then: who drops an image calls ``flush``
-        first.
+        Slots must not change until then; call ``flush`` before dropping an image.
         """
         self._collecting = True
         try:
@@ -100,7 +99,7 @@ class SegmentCopies:
             self.flush()
 
     def flush(self) -> None:
-        """Queue the copies that were collected so far."""
+        """Queue the pending copies."""
         groups, self._saves = list(_groups(self._saves)), []
         for at, group in enumerate(groups):
             try:
@@ -114,33 +113,33 @@ class SegmentCopies:
                 each.hold.let_go()
 
     def has_whole(self, name: str) -> bool:
-        """Say whether a whole copy is on the host."""
+        """Return whether full KV of a segment is on the host."""
         return _whole(name) in self._pool
 
     def has_draft_on_host(self, name: str) -> bool:
-        """Say whether the draft part is on the host."""
+        """Return whether draft KV of a segment is on the host."""
         return _draft(name) in self._pool
 
     def restorable(self, name: str) -> bool:
-        """Say whether there is enough to bring a segment back."""
+        """Return whether the copies suffice to restore a segment."""
         if self.has_whole(name):
             return True
-        rest = self.residuals.get(name)  # sealed once its copy has arrived
+        rest = self.residuals.get(name)  # sealed when its copy is complete
         draft = name in self.draft_pool or self.has_draft_on_host(name)
         return draft and rest is not None and rest.sealed
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the host pages that copies and complements take."""
+        """Bytes of the host pages of all copies and residual KV."""
         return self._pool.used_bytes + self.residuals.used_bytes
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the host pages that no copy's user holds."""
+        """Bytes of the host pages without a pin or reference."""
         return self._pool.evictable_bytes + self.residuals.evictable_bytes
 
     def unused_bytes(self, name: str) -> int:
-        """Return how much of ``evictable_bytes`` is this segment's."""
+        """Return the bytes of ``evictable_bytes`` that belong to this segment."""
         copies = [each(name) for each in (_whole, _draft, _scores)]
         nbytes = sum(
             self._pool.nbytes(copy)
@@ -154,7 +153,7 @@ class SegmentCopies:
 
     @contextmanager
     def kept_back(self, names: Sequence[str]) -> Iterator[None]:
-        """Keep what there is of segments where it is meanwhile."""
+        """Protect the existing parts of segments within this context."""
         listed = [name for name in names if name in self.draft_pool]
         held = [name for name in names if name in self.residuals]
         forms = (_whole, _draft, _scores)
@@ -175,7 +174,7 @@ class SegmentCopies:
             self.draft_pool.give(listed)
 
     def read(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return copies on the host: keys [L, n, H, D] and values of these slots."""
+        """Return host copies of the KV in slots: keys and values, [L, n, H, D]."""
         pool = self._handles.pool
         slots = placed(slots, self._handles.device)
         pairs = list(gathered(pool.k_buffer, pool.v_buffer, slots))
@@ -183,16 +182,16 @@ class SegmentCopies:
         return {"keys": keys, "values": values}
 
     def scores_of(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """Return the scores [L, H, n] of the tokens in these slots, where there are."""
+        """Return the scores [L, H, n] of the tokens in slots; None without scores."""
         found = self.scores.noted(slots) if self.scores is not None else []
         return torch.stack(found) if found else None
 
     def read_whole(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return ``read`` with the tokens' scores [L, H, n], where there are any."""
+        """Return ``read``, and as ``noted`` the scores [L, H, n] if there are any."""
         return {**self.read(slots), **_named(self.scores_of(slots))}
 
     def read_parts(self, name: str) -> tuple[Tensors, Tensors] | None:
-        """Return copies of a segment's draft part and complement, where both are."""
+        """Return host copies of draft KV and residual KV; None unless both exist."""
         part, rest = self.draft_pool.get(name), self.residuals.get(name)
         if part is None or rest is None or not rest.sealed:
             return None
@@ -205,19 +204,19 @@ class SegmentCopies:
         return draft, {"keys": rest.keys.clone(), "values": rest.values.clone()}
 
     def save_whole(self, name: str, slots: torch.Tensor) -> bool:
-        """Copy a segment from its slots to the host; False without room.
+        """Copy a segment's full KV from slots to the host; False without free pages.
 
-        The slots may be used again at once, or after ``together``; who reads the copy
-        waits until it is there.
+        The slots may be reused at once, or after ``together``; a reader of the copy
+        waits until it is complete.
         """
         return self._save_all(_whole(name), slots, _named(self.scores_of(slots)))
 
     def take_whole(self, name: str, tensors: Tensors) -> bool:
-        """Take a whole segment in that was stored; False without room."""
+        """Copy full KV from the store in; False without free pages."""
         return self._pool.put(_whole(name), tensors)
 
     def take_split(self, name: str, draft: Tensors, rest: Tensors) -> bool:
-        """Take a segment's two parts in that were stored; False without room."""
+        """Copy draft KV and residual KV from the store in; False without free pages."""
         kept = draft["kept"]
         own = {field: draft[field] for field in ("keys", "values", "kept")}
         if not self._pool.put(_draft(name), own):
@@ -233,15 +232,15 @@ class SegmentCopies:
         return True
 
     def open_residual(self, name: str, slots: int, kept: int) -> RawResidual | None:
-        """Allocate a segment's complement, to be filled by the caller.
+        """Allocate a segment's residual KV, to be filled by the caller.
 
         Args:
-            name: A segment without one.
-            slots: Tokens of it that are not kept.
-            kept: Tokens of it that are.
+            name: A segment without residual KV.
+            slots: Its dropped tokens.
+            kept: Its kept tokens.
 
         Returns:
-            None without room; nothing was allocated.
+            None without free pages; nothing was allocated.
         """
         try:
             return self.residuals.open(name, slots, kept)
@@ -249,21 +248,21 @@ class SegmentCopies:
             return None
 
     def save_scores(self, name: str, noted: torch.Tensor | None) -> bool:
-        """Keep the scores of a segment's tokens beside its complement.
+        """Save the scores of a segment's tokens beside its residual KV.
 
         Args:
-            name: A segment with a complement.
-            noted: [L, H, tokens]; None: nobody scored them.
+            name: A segment with residual KV.
+            noted: [L, H, tokens]; None: no scores.
 
         Returns:
-            False without room: once restored, the tokens are as nobody scored them.
+            False without free pages: the tokens have no scores when restored.
         """
         return noted is None or self._pool.put(_scores(name), {"noted": noted})
 
     def give_scores(self, slots: torch.Tensor, noted: torch.Tensor | None) -> None:
-        """Give tokens their scores back; else they are as nobody scored them.
+        """Set the scores of restored tokens; to NaN without saved scores.
 
-        What the slots had before is another token's.
+        The previous scores of the slots are those of other tokens.
         """
         if self.scores is None:
             return
@@ -272,11 +271,11 @@ class SegmentCopies:
         self.scores.note(slots, scores if noted is None else list(noted))
 
     def save_draft(self, name: str) -> torch.Tensor | None:
-        """Move a draft part nobody lists from the shelf to the host.
+        """Move unused draft KV from the draft-segment pool to the host.
 
         Returns:
-            Its slots, the caller's now, to be used again as for ``save_whole``; None
-            without room, and it stays.
+            Its slots, now owned by the caller, reusable as after ``save_whole``; None
+            without free pages, and nothing is moved.
         """
         part = self.draft_pool.get(name)
         if part is None:
@@ -286,12 +285,12 @@ class SegmentCopies:
         return self.draft_pool.remove(name).slots
 
     def save_rest(self, name: str, part: DraftPart, slots: torch.Tensor) -> bool:
-        """Copy to the host what a segment's draft part lacks; False without room.
+        """Copy a segment's residual KV to the host; False without free pages.
 
         Args:
-            name: A segment without a complement.
-            part: Its draft part.
-            slots: [SEGMENT] int64, all its tokens in order.
+            name: A segment without residual KV.
+            part: Its draft KV.
+            slots: [SEGMENT] int64, slots of all its tokens in order.
         """
         n = part.kept.shape[2]
         residual = self.open_residual(name, len(slots) - n, n)
@@ -311,7 +310,7 @@ class SegmentCopies:
         return True
 
     def _save_all(self, copy: str, slots: torch.Tensor, more: Tensors) -> bool:
-        """Copy the entries of slots under a name; False without room."""
+        """Copy all KV entries of slots under a name; False without free pages."""
         pool, geometry = self._handles.pool, self._handles.geometry
         dtype = pool.k_buffer[0].dtype
         image = self._pool.open(copy, geometry, len(slots), dtype, more)
@@ -327,7 +326,7 @@ class SegmentCopies:
             self.flush()
 
     def _copy(self, saves: Sequence[Save]) -> None:
-        """Queue the copies of saves of one kind: of all entries, or of what is left."""
+        """Queue the copies of saves of one kind: of all tokens, or of dropped ones."""
         handles, slots = self._handles, torch.cat([each.slots for each in saves])
         image = JoinedImages([each.image for each in saves])
         kept = [each.kept for each in saves if each.kept is not None]
@@ -345,7 +344,7 @@ class SegmentCopies:
         handles.transfers.save(blocks, image)
 
     def _keep_scores(self, saves: Sequence[Save], slots: torch.Tensor) -> None:
-        """Keep the scores of segments' tokens beside them, where there are any."""
+        """Save the scores of segments' tokens beside their residual KV, if any."""
         noted = self.scores_of(slots)
         if noted is not None:
             parts = noted.cpu().split([len(each.slots) for each in saves], dim=2)
@@ -353,15 +352,15 @@ class SegmentCopies:
                 self.save_scores(each.name, part)
 
     def restore(self, name: str, skip: int, slots: torch.Tensor) -> None:
-        """Write a segment's tokens from ``skip`` on into slots, bit by bit.
+        """Write a segment's full KV from token ``skip`` on into slots, bit by bit.
 
         Args:
-            name: Restorable.
-            skip: Tokens of it that are not wanted.
-            slots: [tokens - skip] int64.
+            name: A restorable segment.
+            skip: Leading tokens to leave out.
+            slots: [tokens - skip] int64, destination.
 
         Raises:
-            TransferError: A copy is damaged.
+            TransferError: A copy is corrupt.
         """
         device = self._handles.device
         slots = placed(slots, device)
@@ -377,11 +376,11 @@ class SegmentCopies:
         pages += [self._pool.pages(copy) for copy in copies if copy in self._pool]
         wanted = ((keys[skip:], values[skip:]) for keys, values in pairs)
         self._handles.transfers.bring(wanted, slots, pages)
-        # Behind the forwards the transfer waited for: they score slots too.
+        # After the forwards that the transfer waited for, as they also score slots.
         self.give_scores(slots, None if noted is None else noted[:, :, skip:])
 
     def drop_host(self, name: str) -> None:
-        """Forget what the host has of a segment and no request refers to."""
+        """Drop a segment's host copies, and its residual KV if no request holds it."""
         self.flush()
         self.drop_copies(name)
         if name in self.residuals and not self.residuals.is_held(name):
@@ -389,21 +388,21 @@ class SegmentCopies:
             self._pool.drop(_scores(name))
 
     def drop_copies(self, name: str) -> None:
-        """Forget the copies on the host of what other forms hold."""
+        """Drop a segment's host copies of full KV and draft KV."""
         self.flush()
         for copy in (_whole(name), _draft(name)):
             if copy in self._pool:
                 self._pool.drop(copy)
 
     def clear(self) -> None:
-        """Forget everything; no request holds anything, and no slot is ours."""
+        """Drop everything; the caller has ended all use, and SGLang owns all slots."""
         self.draft_pool.clear()
         self.residuals.clear()
         for copy in list(self._pool.names()):
             self._pool.drop(copy)
 
     def _joined(self, name: str) -> Iterator[Pair]:
-        """Yield each layer of a split segment in order, on the device."""
+        """Yield each layer's full KV of a compressed segment, on the device."""
         residual = self.residuals.get(name)
         if residual is None:
             raise InvariantError(f"no complement of segment {name}")
@@ -426,7 +425,7 @@ class SegmentCopies:
             yield keys, values
 
     def _saved_scores(self, name: str) -> torch.Tensor | None:
-        """Return what ``save_scores`` kept; damaged ones are none."""
+        """Return the scores saved by ``save_scores``; None if missing or corrupt."""
         found = self._pool.get(_scores(name))
         return None if found is None else _all_layers(found["noted"])
 
@@ -438,11 +437,11 @@ class SegmentCopies:
 
 
 def joined(draft: Tensors, rest: Tensors) -> dict[str, torch.Tensor]:
-    """Return a stored segment in order, whatever made its two parts.
+    """Return the full KV of a stored segment in token order, for any compressor.
 
     Args:
-        draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``. Scores are of
-            what made the parts, and mean nothing to others.
+        draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``. Scores are
+            ignored: they are specific to the selector that made the parts.
         rest: ``keys`` [L, m, H, D] and ``values``.
     """
     whole = {}
@@ -462,19 +461,19 @@ def _pairs(tensors: Mapping[str, HostTensor], device: torch.device) -> Iterator[
 
 
 def _all_layers(tensor: HostTensor | None) -> torch.Tensor | None:
-    """Return a tensor of the host, if there is one; a view where it can be."""
+    """Read a host tensor, as a view if possible; None for None."""
     return None if tensor is None else tensor.read()
 
 
 def _in_order(
     own: torch.Tensor, kept: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """Return one side of a layer in order of position, bit for bit."""
+    """Return keys or values of a layer in token order, bit by bit."""
     return join_layer(as_bits(own), kept, as_bits(other)).view(own.dtype)
 
 
 def _groups(saves: Sequence[Save]) -> Iterator[list[Save]]:
-    """Cut saves into groups of one kind, of ``TOGETHER`` bytes or a single one."""
+    """Group consecutive saves of one kind, up to ``TOGETHER`` bytes or one save."""
     group: list[Save] = []
     for each in saves:
         full = sum(own.image.nbytes for own in group) + each.image.nbytes > TOGETHER
@@ -487,7 +486,7 @@ def _groups(saves: Sequence[Save]) -> Iterator[list[Save]]:
 
 
 def _named(noted: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return scores as a field of a copy, which has none where there are none."""
+    """Return scores as the field ``noted``; {} for None."""
     return {} if noted is None else {"noted": noted}
 
 

@@ -1,4 +1,4 @@
-"""Complements of cached segments on the host, and the requests that refer to them."""
+"""Residual KV of cached segments on the host, with reference counts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Held:
 
 
 class SegmentResiduals:
-    """One complement per segment, whoever refers to it; unheld ones are a cache.
+    """One copy of residual KV per segment; copies without a holder can be evicted.
 
     Args:
-        make: Allocates a complement of (slots, kept tokens) in host pages; raises
-            ``TransferError`` where there is no room.
-        free: Gives its memory back.
+        make: Allocates residual KV of (dropped tokens, kept tokens) in host pages;
+            raises ``TransferError`` without free pages.
+        free: Frees its host pages.
     """
 
     def __init__(
@@ -41,29 +41,29 @@ class SegmentResiduals:
         self._held_bytes = 0
 
     def __contains__(self, name: object) -> bool:
-        """Say whether a segment's complement is on the host."""
+        """Return whether a segment's residual KV is on the host."""
         return name in self._held
 
     def __len__(self) -> int:
-        """Complements on the host."""
+        """Segments with residual KV on the host."""
         return len(self._held)
 
     @property
     def used_bytes(self) -> int:
-        """Host bytes of all of them."""
+        """Host bytes of all residual KV."""
         return self._bytes
 
     @property
     def evictable_bytes(self) -> int:
-        """Host bytes of those nobody holds."""
+        """Host bytes of residual KV without a holder."""
         return self._bytes - self._held_bytes
 
     def open(self, name: str, slots: int, kept: int) -> RawResidual:
-        """Allocate a segment's complement; the caller fills and seals it.
+        """Allocate a segment's residual KV; the caller fills and seals it.
 
         Raises:
-            TransferError: There is no room; nothing was allocated.
-            InvariantError: The segment has one.
+            TransferError: No free host pages; nothing was allocated.
+            InvariantError: The segment has residual KV.
         """
         if name in self._held:
             raise InvariantError(f"a second complement of segment {name}")
@@ -73,12 +73,12 @@ class SegmentResiduals:
         return residual
 
     def get(self, name: str) -> RawResidual | None:
-        """Return a segment's complement, if it is on the host."""
+        """Return a segment's residual KV, or None."""
         held = self._held.get(name)
         return held.residual if held else None
 
     def hold(self, names: Sequence[str]) -> None:
-        """Have them stay until ``let_go``, once per call.
+        """Add a reference to each, which protects it until ``let_go``.
 
         Raises:
             InvariantError: One of them is not on the host.
@@ -93,10 +93,10 @@ class SegmentResiduals:
             held.holders += 1
 
     def let_go(self, names: Sequence[str]) -> None:
-        """End one ``hold`` of each.
+        """Drop a reference to each.
 
         Raises:
-            InvariantError: Nobody holds one of them.
+            InvariantError: One of them has no reference.
         """
         for name in names:
             held = self._held.get(name)
@@ -107,15 +107,15 @@ class SegmentResiduals:
                 self._held_bytes -= held.residual.held_bytes
 
     def is_held(self, name: str) -> bool:
-        """Say whether a request refers to a segment's complement."""
+        """Return whether a segment's residual KV has a reference."""
         held = self._held.get(name)
         return held is not None and held.holders > 0
 
     def drop(self, name: str) -> None:
-        """Free a segment's complement.
+        """Free a segment's residual KV.
 
         Raises:
-            InvariantError: It is held, or not here.
+            InvariantError: It has a reference, or is not on the host.
         """
         held = self._held.get(name)
         if held is None or held.holders:
@@ -125,28 +125,28 @@ class SegmentResiduals:
         self._free(held.residual)
 
     def forget_users(self) -> None:
-        """Nobody refers to any of them any more, whatever is counted."""
+        """Reset all reference counts to 0."""
         for held in self._held.values():
             held.holders = 0
         self._held_bytes = 0
 
     def clear(self) -> None:
-        """Free all of them.
+        """Free all residual KV.
 
         Raises:
-            InvariantError: One is held.
+            InvariantError: One of them has a reference.
         """
         for name in list(self._held):
             self.drop(name)
 
     def check(self, referred: Collection[str]) -> None:
-        """Count anew.
+        """Recount references and bytes.
 
         Args:
-            referred: Names of held complements, as often as they are held.
+            referred: Names of segments with references, once per reference.
 
         Raises:
-            InvariantError: Holders or bytes are off.
+            InvariantError: A reference count or the bytes are wrong.
         """
         holders = Counter({n: each.holders for n, each in self._held.items()})
         nbytes = sum(held.residual.held_bytes for held in self._held.values())

@@ -1,4 +1,4 @@
-"""The index of cached segments: who uses them, and which give way."""
+"""Tracks which requests use cached segments, and evicts the others."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 MOST_STORED = 16_384
-"""Segments known that are in the store only; it may have more, which are found, too."""
+"""Most index entries of segments in the store only; others there are still found."""
 
 
 class Identity(NamedTuple):
-    """Whose segments these are.
+    """Identity of the model and compressor that segments belong to.
 
     Attributes:
-        model: What segments of other models differ in.
-        compressor: What draft parts of other settings differ in.
+        model: Fingerprint of the model and its KV.
+        compressor: Identity of the compressor and its settings.
     """
 
     model: Fingerprint
@@ -43,17 +43,17 @@ class Identity(NamedTuple):
 
 
 class SegmentRoom:
-    """Knows where every segment is, keeps what requests use, and makes room.
+    """Tracks the tier of every segment, pins those in use and evicts others.
 
     Args:
-        copies: Where segments are, off the radix tree.
+        copies: Forms of segments off the radix tree.
         handles: Pool and geometry.
-        identity: What other servers' segments differ in.
-        free: Gives slots of draft parts back to SGLang.
-        prices: Returns what moves and prefills cost now.
+        identity: Model and compressor of this server's segments.
+        free: Frees slots of draft KV in SGLang's allocator.
+        prices: Returns the present costs of transfers and prefills.
 
     Attributes:
-        stored: What the store has; None without a store.
+        stored: Segments in the store; None without a store.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SegmentRoom:
 
     @contextmanager
     def kept_back(self, names: Sequence[str]) -> Iterator[None]:
-        """Keep what there is of segments where it is meanwhile."""
+        """Pin the existing parts of segments within this context."""
         pinned = [name for name in names if name in self._index]
         self._index.pin(pinned)
         try:
@@ -99,15 +99,15 @@ class SegmentRoom:
     def open_residuals(
         self, names: Sequence[str], slots: int, kept: int
     ) -> dict[str, RawResidual] | None:
-        """Allocate complements of segments, to be filled by the caller.
+        """Allocate residual KV of segments, to be filled by the caller.
 
         Args:
-            names: Segments without one.
-            slots: Tokens of each that are not kept.
-            kept: Tokens of each that are.
+            names: Segments without residual KV.
+            slots: Dropped tokens of each segment.
+            kept: Kept tokens of each segment.
 
         Returns:
-            Them by name; None without room, and none was allocated.
+            Residual KV by name; None without free host pages, and none was allocated.
         """
         opened: dict[str, RawResidual] = {}
         for name in names:
@@ -128,36 +128,36 @@ class SegmentRoom:
         return opened
 
     def save_scores(self, name: str, noted: torch.Tensor) -> None:
-        """Keep the scores [L, H, tokens] of a segment beside its new complement."""
+        """Save the scores [L, H, tokens] of a segment beside its new residual KV."""
         if not self.copies.save_scores(name, noted):
             self.make_room(noted.nbytes)
             self.copies.save_scores(name, noted)
 
     def use(self, rid: str, names: Sequence[str]) -> None:
-        """Have a request list the draft parts of segments, until ``stop_listing``."""
+        """Share the draft KV of segments with a request, until ``stop_listing``."""
         self.draft_pool.take(names)
         self._listing[rid] = tuple(names), self._pinned(names)
 
     def stop_listing(self, rid: str) -> None:
-        """End ``use``; nothing happens where there is none."""
+        """End ``use``, if the request has called it."""
         names, pinned = self._listing.pop(rid, ((), ()))
         self._index.unpin(pinned)
         self.draft_pool.give(names)
 
     def refer(self, rid: str, names: Sequence[str]) -> None:
-        """Have a request refer to the complements of segments, until ``release``."""
+        """Share the residual KV of segments with a request, until ``let_go``."""
         self.let_go(rid)
         self.residuals.hold(names)
         self._referring[rid] = tuple(names), self._pinned(names)
 
     def let_go(self, rid: str) -> None:
-        """End ``refer``; nothing happens where there is none."""
+        """End ``refer``, if the request has called it."""
         names, pinned = self._referring.pop(rid, ((), ()))
         self._index.unpin(pinned)
         self.residuals.let_go(names)
 
     def release(self, rid: str) -> None:
-        """End all that a request holds; what the index lost meanwhile goes."""
+        """End ``use`` and ``refer``; drop segments that the index has forgotten."""
         both = (self._listing.get(rid), self._referring.get(rid))
         names = {name for each in both if each for name in each[0]}
         self.stop_listing(rid)
@@ -167,22 +167,22 @@ class SegmentRoom:
                 self.forget(name)
 
     def distrust(self, names: Sequence[str]) -> None:
-        """Have nobody else use the copies of segments of which one is damaged."""
+        """Exclude segments from further use, because one of them is corrupt."""
         self._distrusted.update(names)
 
     def trusts(self, names: Sequence[str]) -> bool:
-        """Say whether no copy of these segments was found damaged."""
+        """Return whether none of these segments is distrusted."""
         return self._distrusted.isdisjoint(names)
 
-    # -- giving way -----------------------------------------------------------
+    # -- eviction -------------------------------------------------------------
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes of host memory that ``make_room`` can free.
 
-        What a request lists or refers to stays as a whole: of a segment whose draft
-        part it reads on the device, the complement on the host stays, too. Counted
-        anew only where something changed; it is asked for every iteration.
+        A pinned segment stays as a whole: if a request uses its draft KV on the device,
+        its residual KV on the host is not evictable either. Cached between changes,
+        because every scheduler iteration reads it.
         """
         pending_max = self.copies.evictable_bytes
         state = (self._index.changes, self.copies.held_bytes, pending_max)
@@ -192,10 +192,10 @@ class SegmentRoom:
         return self._evictable[1]
 
     def make_room(self, nbytes: int) -> None:
-        """Have segments leave the host; running requests and newer ones need it.
+        """Evict segments from the host.
 
         Args:
-            nbytes: Bytes of host memory that should become free.
+            nbytes: Bytes of host memory to free, or all that is evictable if less.
         """
         self._hear_store()
         now, prices = time.monotonic(), self._prices()
@@ -214,11 +214,11 @@ class SegmentRoom:
                 self.forget(move.name)
 
     def _leave_to_store(self, name: str) -> None:
-        """Let go of a segment that the store has, and remember that it is there."""
+        """Drop the copies of a stored segment, and record that the store has it."""
         part = self.draft_pool.get(name)
         needed = part is not None and part.users > 0
         if needed or name in self._slots or self.residuals.is_held(name):
-            self.forget(name)  # not all of it leaves
+            self.forget(name)  # a part is in use and stays
             return
         if part is not None:
             self._free(self.draft_pool.remove(name).slots)
@@ -229,7 +229,7 @@ class SegmentRoom:
                 self._index.place(name, kind, Tier.STORE)
 
     def _hear_store(self) -> None:
-        """Learn what the store has now, and what it has no more."""
+        """Update the index with segments that appeared in or left the store."""
         for name, there in self.stored.changes() if self.stored is not None else ():
             segment = self._index.get(name)
             if segment is None:
@@ -239,20 +239,20 @@ class SegmentRoom:
                 self._index.drop(name, strand=True)
 
     def _know(self, name: str, parent: str | None, content: Content) -> None:
-        """Have the index know a segment, or a use of one it knows."""
+        """Add a segment to the index, or count a use of a known one."""
         self._index.add(name, parent, content, time.monotonic())
         self._hear_store()
         if self.stored is not None and name in self.stored:
             self._index.note_stored(name, True)
 
     def evict_drafts(self, slots: int) -> int:
-        """Have draft parts that nobody lists leave the device.
+        """Evict draft KV that no request uses from the device.
 
         Args:
-            slots: How many slots are needed.
+            slots: Number of slots needed.
 
         Returns:
-            Slots that became free.
+            Number of slots freed.
         """
         before = self.draft_pool.idle_slots
         left: list[torch.Tensor] = []
@@ -268,7 +268,7 @@ class SegmentRoom:
         return before - self.draft_pool.idle_slots
 
     def _idle_drafts(self) -> Iterator[str]:
-        """Yield whose draft parts may leave the device, those the index lacks first."""
+        """Yield segments with evictable draft KV, those not in the index first."""
         now, prices = time.monotonic(), self._prices()
         for name in self.draft_pool.idle():
             segment = self._index.get(name)
@@ -279,10 +279,10 @@ class SegmentRoom:
             yield from (move.name for move in moves if move.part is Part.DRAFT)
 
     def _evict_draft(self, name: str) -> list[torch.Tensor]:
-        """Move one draft part to the host where its complement is, or let it go.
+        """Move draft KV to the host; drop it without residual KV or free host pages.
 
         Returns:
-            Its slots, to be freed; none where they are.
+            Its slots, to be freed by the caller; empty if they are already free.
         """
         if not self._is_split(name):
             return [self.draft_pool.remove(name).slots]
@@ -297,7 +297,7 @@ class SegmentRoom:
         return [slots]
 
     def _with_room(self, attempt: Callable[[], Any]) -> Any:
-        """Return what ``attempt`` does, tried again with more room if need be."""
+        """Return the result of ``attempt``; on None, evict host KV and retry once."""
         made = attempt()
         if made is None:
             self.make_room(SEGMENT * self._token_bytes)
@@ -305,7 +305,7 @@ class SegmentRoom:
         return made
 
     def forget(self, name: str) -> None:
-        """Let all copies of a segment go; nothing happens while a request needs it."""
+        """Drop all copies of a segment, unless a request has pinned it."""
         known = self._index.get(name)
         if known is not None and known.pins:
             return
@@ -314,7 +314,7 @@ class SegmentRoom:
             self._free(self.draft_pool.remove(name).slots)
         self.copies.drop_host(name)
         if not self.copies.restorable(name):
-            self._distrusted.discard(name)  # what is kept from now on is new
+            self._distrusted.discard(name)  # later copies are new
         segment = self._index.get(name)
         if segment is None:
             return
@@ -325,10 +325,10 @@ class SegmentRoom:
             self._know(name, segment.parent, self._on_device)
 
     def check(self) -> None:
-        """Recount index and complements.
+        """Recount the index and the residual KV.
 
         Raises:
-            InvariantError: Something does not add up.
+            InvariantError: A count or link is inconsistent.
         """
         self._index.check()
         self.residuals.check(
@@ -336,7 +336,7 @@ class SegmentRoom:
         )
 
     def _content(self, kept: int, draft: Tier) -> Content:
-        """Return the content of a split segment, its complement on the host."""
+        """Return the content of a compressed segment with residual KV on the host."""
         return Content(
             tokens=SEGMENT,
             residual=Held((SEGMENT - kept) * self._token_bytes, Tier.HOST),
@@ -345,13 +345,13 @@ class SegmentRoom:
         )
 
     def _pinned(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Pin those of the segments that are split, and return them."""
+        """Pin the compressed ones of these segments, and return their names."""
         split = tuple(name for name in names if self._is_split(name))
         self._index.pin(split)
         return split
 
     def _lose_draft(self, name: str) -> None:
-        """Let a draft part go that nobody lists, and its segment if nobody needs it."""
+        """Drop unused draft KV, and its segment unless a request has pinned it."""
         segment = self._index.get(name)
         if segment is None or not segment.pins:
             self.forget(name)
@@ -362,9 +362,9 @@ class SegmentRoom:
 
     @contextmanager
     def _shifted(self, name: str) -> Iterator[None]:
-        """Let it be recorded where a segment's parts are now, whoever pins it.
+        """Lift all pins of a segment within this context, to record a part's new tier.
 
-        Who pins it still has the part it needs.
+        The requests that pinned the segment keep the part they use.
         """
         segment = self._index.get(name)
         pins = [name] * segment.pins if segment else []
@@ -373,7 +373,7 @@ class SegmentRoom:
         self._index.pin(pins)
 
     def _is_split(self, name: str) -> bool:
-        """Say whether two parts of a segment are here."""
+        """Return whether a segment is compressed and not in the store only."""
         segment = self._index.get(name)
         if segment is None or segment.content.away:
             return False

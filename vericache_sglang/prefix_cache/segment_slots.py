@@ -1,4 +1,4 @@
-"""Which slots of the device hold which cached segments."""
+"""Maps KV slots of the device to the cached segments they hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OnDevice(NamedTuple):
 
     Attributes:
         name: Its name.
-        parent: That of the segment before it, None for the first one.
+        parent: Name of the segment before it; None for a root segment.
         slots: [SEGMENT] int64 on the pool's device, its tokens in order.
     """
 
@@ -27,14 +27,14 @@ class OnDevice(NamedTuple):
 
 
 class SegmentSlots:
-    """Names the segments the radix tree holds, by slot.
+    """Names of the segments that the radix tree holds, by slot.
 
-    Which slot is whose is known where the pool is, so that naming a prefix does not
-    have the host wait for a GPU; giving slots up does, once.
+    The map from slots to segments is on the pool's device, so that ``enter`` does not
+    synchronise with a GPU; ``leave`` does so once.
 
     Args:
-        slots: Slots of the KV pool.
-        device: Where it is.
+        slots: Number of slots of the KV pool.
+        device: Device of the pool.
     """
 
     def __init__(self, slots: int, device: torch.device | str = "cpu") -> None:
@@ -48,15 +48,16 @@ class SegmentSlots:
         return len(self._known)
 
     def __contains__(self, name: object) -> bool:
-        """Say whether a segment is on the device."""
+        """Return whether a segment is on the device."""
         return name in self._ids
 
     def enter(self, names: Sequence[str], slots: torch.Tensor) -> None:
-        """Name a prefix the tree owns; what is known of it already stays.
+        """Name the segments of a prefix that the tree owns; known ones do not change.
 
         Args:
-            names: Of its whole segments, in order.
-            slots: [T] integers, its tokens in order; T >= ``len(names)`` segments.
+            names: Names of its whole segments, in order.
+            slots: [T] integers, slots of its tokens in order; T >= ``len(names)``
+                segments.
         """
         news = [i for i, name in enumerate(names) if name not in self._ids]
         if not news:
@@ -75,7 +76,7 @@ class SegmentSlots:
         """Forget the segments that lose a slot, and return them.
 
         Args:
-            slots: [n] integers, slots the tree gives up.
+            slots: [n] integers, slots that the tree frees.
         """
         ids = sorted(set(self._id_of[slots.to(torch.int64)].tolist()))
         left = [self._known.pop(i) for i in ids if i >= 0]
@@ -86,7 +87,7 @@ class SegmentSlots:
         return left
 
     def all(self) -> list[OnDevice]:
-        """Return every segment on the device, those entered first come first."""
+        """Return every segment on the device, in order of insertion."""
         return list(self._known.values())
 
     def clear(self) -> None:

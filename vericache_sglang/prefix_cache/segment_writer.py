@@ -1,4 +1,4 @@
-"""Writes what a split has to make of a prompt's segments, layer by layer."""
+"""Writes the missing draft KV and residual KV of segments, layer by layer."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Missing:
-    """What a split has to make of one segment.
+    """A segment that lacks draft KV, residual KV or both.
 
     Attributes:
-        at: Its number in the prompt.
+        at: Its index in the prompt, in segments.
         name: Its name.
-        kept: [L, H, n] int32 on the pool's device, its tokens that stay; None: they are
-            to be chosen.
-        drafted: Its draft part has to be written.
-        wanted: Its complement has to be written.
-        slots: [n] int64 where its draft part goes; None: it is there, or it waits.
-        rest: Where its complement goes; None: it is on the host.
+        kept: [L, H, n] int32 on the pool's device, positions in the segment of its kept
+            tokens; None: not selected yet.
+        drafted: Its draft KV has to be written.
+        wanted: Its residual KV has to be written.
+        slots: [n] int64, destination of its draft KV; None: it exists, or its slots are
+            allocated later.
+        rest: Destination of its residual KV; None: not written, as the host has it.
     """
 
     at: int
@@ -59,10 +60,10 @@ class Missing:
 
     @property
     def chosen(self) -> torch.Tensor:
-        """Its tokens that stay.
+        """Positions of its kept tokens, [L, H, n] int32.
 
         Raises:
-            InvariantError: They were not chosen.
+            InvariantError: They are not selected yet.
         """
         if self.kept is None:
             raise InvariantError(f"what stays of segment {self.name} is not chosen")
@@ -71,13 +72,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """Tokens behind the last segment that the tree owns and a row has to keep.
+    """KV of the tree-owned tokens after the last segment, which a request copies.
 
     Attributes:
-        start: The first of them.
-        slots: How many, in whole pages.
-        blocks: Per layer their keys and values.
-        noted: [L, H, slots], their scores; None: nobody scored them.
+        start: Position of the first of them.
+        slots: Their number, in whole pages.
+        blocks: Keys and values of each layer.
+        noted: [L, H, slots], their scores; None without scores.
     """
 
     start: int
@@ -92,7 +93,7 @@ class Tail:
         row: torch.Tensor,
         fresh: torch.Tensor,
     ) -> None:
-        """Write them into slots of the row's own, and have it list those."""
+        """Write them into request-owned slots, and list these in the block table."""
         copies.give_scores(fresh, self.noted)
         for layer, (keys, values) in enumerate(self.blocks):
             handles.put(layer, fresh, keys, values)
@@ -100,14 +101,13 @@ class Tail:
 
 
 class SegmentWriter:
-    """Chooses what stays of segments, and copies their parts where they belong.
+    """Selects the kept tokens of segments, and copies their parts to their destination.
 
-    All segments of a prompt are gathered together, so that the launches are those of
-    one.
+    All segments of a prompt are gathered by the same kernel launches.
 
     Args:
-        each: Counts of one segment; ``sinks`` holds for a prompt's first one only.
-        selector: Bound to the model; None: nothing is ever chosen.
+        each: Token counts of one segment; ``sinks`` applies to a prompt's first only.
+        selector: Bound to the model; None: tokens are never selected here.
         handles: Pool and transfers.
     """
 
@@ -119,7 +119,7 @@ class SegmentWriter:
         self._handles = handles
 
     def place(self, missing: list[Missing], fresh: torch.Tensor) -> None:
-        """Deal slots out to the draft parts that are to be written."""
+        """Assign slots to the draft KV that has to be written."""
         at = 0
         for each in missing:
             if each.drafted:
@@ -134,14 +134,17 @@ class SegmentWriter:
         look: Look | None,
         waiting: list[Pair] | None = None,
     ) -> Transfer | None:
-        """Choose, copy draft parts to their slots and complements to the host.
+        """Select tokens, copy draft KV to its slots and residual KV to the host.
 
         Args:
             state: The request.
-            missing: What is made of its segments.
-            body: [B] int64, its prompt's slots, in order.
-            look: What was collected of it; None: all was chosen before.
-            waiting: Where draft parts without slots are to be put, layer by layer.
+            missing: Its segments that lack parts.
+            body: [B] int64, its prompt's slots in token order.
+            look: Selector input by layer; None: all kept tokens are already selected.
+            waiting: Receives the draft KV without slots, one pair per layer.
+
+        Returns:
+            The transfer to the host; None if no residual KV is written.
         """
         if not missing:
             return None
@@ -176,7 +179,7 @@ class SegmentWriter:
     def _split_layers(
         self, missing: list[Missing], body: torch.Tensor, waiting: list[Pair] | None
     ) -> Iterator[Pair]:
-        """Yield each layer's complement entries, in prompt order."""
+        """Write each layer's draft KV; yield its residual KV in prompt order."""
         handles = self._handles
         drafted = [each for each in missing if each.drafted]
         opened = [each for each in missing if each.rest is not None]
@@ -199,7 +202,7 @@ class SegmentWriter:
     def put_waiting(
         self, missing: list[Missing], fresh: torch.Tensor, waiting: list[Pair]
     ) -> None:
-        """Write the draft parts for which our own prompt had to give way."""
+        """Write the draft KV that waited for the slots of its own prompt."""
         self.place(missing, fresh)
         for layer, (keys, values) in enumerate(waiting):
             self._handles.put(layer, fresh, keys, values)
@@ -207,7 +210,7 @@ class SegmentWriter:
     def save_permuted(
         self, state: RequestState, missing: list[Missing], body: torch.Tensor
     ) -> Transfer | None:
-        """Copy the complements that lie behind a draft part, segment by segment."""
+        """Copy the residual KV after the draft KV of a permuted row to the host."""
         opened = [each for each in missing if each.rest is not None]
         if not opened:
             return None
@@ -226,7 +229,7 @@ class SegmentWriter:
 
 
 def describe(missing: list[Missing]) -> list[RawResidual]:
-    """Say of every complement to be written which tokens stay; return them."""
+    """Record the kept tokens in the residual KV to be written; return that KV."""
     opened = []
     for each in missing:
         if each.rest is not None:

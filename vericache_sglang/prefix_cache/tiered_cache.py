@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
 
 NAME = "vericache"
-"""What ``--radix-cache-backend`` calls it."""
+"""Value of ``--radix-cache-backend`` that selects this cache."""
 
 
 class TieredCache(UnifiedRadixCache):
-    """An ordinary radix tree on the device; what it evicts lives on below it.
+    """SGLang's radix tree on the device, with evicted segments on lower tiers.
 
-    The tree holds whole KV in slots. A prefix of whole segments that leaves it goes to
-    the host (``CachedSegments``), and comes back when a prompt begins with it: the
-    match reports it as a host hit, and SGLang asks for the slots as it admits the
-    request. A part that cannot be brought back is prefilled like any other token.
+    The tree holds full KV in slots. Whole segments that it evicts move to the host
+    (``CachedSegments``) and are restored when a prompt begins with them: the match
+    reports a host hit, and SGLang requests the load when it admits the request. Tokens
+    that cannot be restored are prefilled.
 
     Args:
-        params: SGLang's.
-        segments: What lies below the tree.
+        params: SGLang's parameters of the cache.
+        segments: Cached segments below the tree.
     """
 
     def __init__(self, params: CacheInitParams, segments: CachedSegments) -> None:
@@ -67,12 +67,12 @@ class TieredCache(UnifiedRadixCache):
     # -- what SGLang calls ----------------------------------------------------------
 
     def reset(self) -> None:
-        """See ``BasePrefixCache``; the host forgets too, the store does not."""
+        """See ``BasePrefixCache``; the host tier is cleared too, the store is not."""
         super().reset()
         self.segments.clear()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """See ``BasePrefixCache``; a request's match goes on below the tree."""
+        """See ``BasePrefixCache``; a request's match continues on the lower tiers."""
         result = super().match_prefix(params)
         if params.req is None or not self.segments.active:
             return result
@@ -86,11 +86,11 @@ class TieredCache(UnifiedRadixCache):
     def init_load_back(
         self, params: InitLoadBackParams
     ) -> tuple[torch.Tensor, Any] | None:
-        """See ``BasePrefixCache``; brings a match's host part back into slots.
+        """See ``BasePrefixCache``; loads a match's segments on the host into slots.
 
         Returns:
-            The new slots and the node that ends with them; nothing without room; None
-            where a segment turned out damaged, so that SGLang matches again.
+            The new slots and the node that ends with them; an empty tensor without free
+            slots; None if a segment is corrupt, so that SGLang matches again.
         """
         req = params.req
         if req is None:
@@ -131,7 +131,7 @@ class TieredCache(UnifiedRadixCache):
         return match.device_indices[begin:], match.last_device_node
 
     def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """See ``BasePrefixCache``; its whole segments are known by name from now on."""
+        """See ``BasePrefixCache``; also registers the whole segments by name."""
         super().insert_req(req, up_to=up_to, **kwargs)
         if not self.segments.active or up_to < SEGMENT:
             return
@@ -142,9 +142,9 @@ class TieredCache(UnifiedRadixCache):
     def cache_unfinished_req(
         self, req: Req, chunked: bool = False, **kwargs: Any
     ) -> None:
-        """See ``BasePrefixCache``; as for ``insert_req``.
+        """See ``BasePrefixCache``; also registers the whole segments by name.
 
-        The prompt of a consistency check stays out of the tree, as without a cache.
+        The prompt of a consistency check is not inserted, as if there were no cache.
         """
         if is_replay(req.rid):
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
@@ -157,18 +157,18 @@ class TieredCache(UnifiedRadixCache):
             self._register(req, key, req.prefix_indices[:owned])
 
     def swa_reprefill_tail_tokens(self) -> int:
-        """Run at least as many last tokens as a query-aware compressor looks at.
+        """Return how many last tokens to recompute, for query-aware compressors.
 
-        A prompt found whole in the cache runs one token, whose query alone would choose
-        what stays.
+        A prompt that is cached as a whole would run one token, and the query of that
+        token alone would select the kept tokens.
         """
         stock: int = super().swa_reprefill_tail_tokens()
         return max(stock, self.segments.reprefill_tail)
 
-    # -- slots that are ours, as SGLang counts them ---------------------------------
+    # -- draft-segment slots in SGLang's accounting ---------------------------------
 
     def evictable_size(self) -> int:
-        """See ``BasePrefixCache``; with the draft parts nobody lists."""
+        """See ``BasePrefixCache``; includes draft KV that no request uses."""
         own: int = super().evictable_size()
         return own + self.segments.draft_pool.idle_slots
 
@@ -178,7 +178,7 @@ class TieredCache(UnifiedRadixCache):
         return own + self.segments.draft_pool.idle_slots
 
     def protected_size(self) -> int:
-        """See ``BasePrefixCache``; with the draft parts that rows list."""
+        """See ``BasePrefixCache``; includes draft KV that requests use."""
         own: int = super().protected_size()
         return own + self.segments.draft_pool.used_slots
 
@@ -190,7 +190,7 @@ class TieredCache(UnifiedRadixCache):
     def _evict(
         self, params: EvictParams, available_size_targets: Any = None
     ) -> EvictResult:
-        """See ``UnifiedRadixCache``; draft parts go after all that is whole."""
+        """See ``UnifiedRadixCache``; draft KV is evicted after all full KV."""
         result = super()._evict(params, available_size_targets)
         missing = params.num_tokens - result.num_tokens_evicted
         if missing > 0 and self.segments.draft_pool.idle_slots:
@@ -203,21 +203,21 @@ class TieredCache(UnifiedRadixCache):
         device_frees: dict[ComponentType, list[torch.Tensor]],
         host_frees: dict[ComponentType, list[torch.Tensor]],
     ) -> None:
-        """Save the segments an eviction cuts into; their slots are intact till then."""
+        """Save the segments that lose slots to an eviction, before these are freed."""
         leaving = device_frees.get(ComponentType.FULL)
         if leaving and self.segments.active:
             with self.segments.cache_only():
                 self.segments.leaving(torch.cat(leaving))
         super()._free_values(device_frees, host_frees)
 
-    # -- the store; SGLang asks while a request waits ---------------------------------
+    # -- the store; SGLang calls these while a request waits --------------------------
 
     def is_backuped(self, node_id: Any) -> bool:
-        """Any node may be continued from the store: names follow from tokens."""
+        """Return True: segment names follow from tokens, so any node may be stored."""
         return True
 
     def get_last_hash_value(self, node_id: Any) -> str | None:
-        """Not needed: names follow from tokens."""
+        """Return None: segment names follow from tokens, not from node hashes."""
         return None
 
     def prefetch_from_storage(
@@ -231,7 +231,7 @@ class TieredCache(UnifiedRadixCache):
         cache_salt: str | None = None,
         **more: Any,
     ) -> None:
-        """Begin to fetch what the store has behind the part that is matched."""
+        """Start to fetch the segments that follow the matched prefix from the store."""
         before = matched_prefix_tokens
         tokens = new_input_tokens if before is None else before + new_input_tokens
         if self.segments.stored is not None and self.segments.active:
@@ -241,7 +241,7 @@ class TieredCache(UnifiedRadixCache):
                 self.segments.stored.fetch(request.rid, names, there)
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
-        """Say whether a request need not wait for the store any longer."""
+        """Return whether a request no longer has to wait for the store."""
         stored = self.segments.stored
         if stored is None:
             return True
@@ -254,12 +254,12 @@ class TieredCache(UnifiedRadixCache):
     def pop_prefetch_loaded_span(
         self, handle: CacheRequestHandle
     ) -> tuple[int, int | None]:
-        """Return the tokens the store gave, and where they begin."""
+        """Return the number of tokens fetched from the store, and where they begin."""
         stored = self.segments.stored
         return (0, None) if stored is None else stored.pop(handle.rid)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        """Forget what is fetched for a request."""
+        """Cancel the store fetch of an aborted request."""
         if self.segments.stored is not None:
             self.segments.stored.pop(request.rid)
         super().release_aborted_request(request)
@@ -267,18 +267,18 @@ class TieredCache(UnifiedRadixCache):
     # -- names -----------------------------------------------------------------
 
     def _register(self, req: Req, key: RadixKey, slots: torch.Tensor) -> None:
-        """Have a prefix that the tree owns known by name."""
+        """Register the segments of a prefix that the tree owns by name."""
         with self.segments.cache_only():
             names = self._names(req, key)[: len(slots) // SEGMENT]
             self.segments.register(names, slots)
 
     def release_host_resources(self) -> None:
-        """See ``BasePrefixCache``; what is not in the store is written first."""
+        """See ``BasePrefixCache``; writes segments to the store that it lacks first."""
         self.segments.close()
         super().release_host_resources()
 
     def _names(self, req: Req, key: RadixKey) -> list[str]:
-        """Return the names of a key's whole segments; remembered on the request."""
+        """Return the names of a key's whole segments; cached on the request."""
         known: list[str] = getattr(req, "vericache_names", [])
         count = len(key) // SEGMENT
         if len(known) < count:
@@ -293,13 +293,13 @@ def _key_of(req: Req, tokens: array[int]) -> RadixKey:
 
 
 def register() -> None:
-    """Offer the cache to SGLang, once per process."""
+    """Register the cache with SGLang, once per process."""
     if NAME not in registered_radix_cache_backends():
         register_radix_cache_backend(NAME, _create)
 
 
 def _create(ctx: TreeCacheBuildContext) -> BasePrefixCache:
-    """Return the cache SGLang would make, with our segments below a radix tree."""
+    """Return SGLang's default cache, with cached segments below a radix tree."""
     segments = getattr(ctx.params.req_to_token_pool, "segments", None)
     if ctx.disable_radix_cache or segments is None:
         return default_radix_cache_factory(ctx)

@@ -1,4 +1,4 @@
-"""From a finished prefill to the runtime: probes first, then the plan knows it."""
+"""Admission of prefilled requests to the VeriCache scheduler, after their probes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Entrance:
-    """Hands requests to the runtime once all is known that splitting them takes.
+    """Admits requests to the runtime once everything compression needs is known.
 
     Args:
-        placement: Counts and prices their parts.
-        probing: Runs the probes of offline methods.
-        runtime: Plans them from then on.
+        placement: Returns the budget and costs of each prompt.
+        probing: Runs the probes of offline selectors.
+        runtime: Schedules admitted requests.
         overlap: SGLang runs its overlap schedule.
     """
 
@@ -39,11 +39,11 @@ class Entrance:
         self._overlap = overlap
 
     def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
-        """Hand over every request that is ready; run at most one probe of another.
+        """Admit every request that is ready; run at most one probe of another.
 
         Args:
             batch: The decode batch.
-            requests: Position in the batch -> request.
+            requests: Batch index -> request.
         """
         probed = False
         for batch_index, state in requests.items():
@@ -55,11 +55,11 @@ class Entrance:
                 probed = self._probing.step(state, batch_index, batch)
 
     def forget(self, rid: str) -> None:
-        """Drop what a request still waits for."""
+        """Drop a request's pending admission and probes."""
         self._probing.forget(rid)
 
     def _arrive(self, state: RequestState, *, cached: bool) -> None:
-        """Hand a request over; its prompt is whole on the device."""
+        """Admit a request; its full prompt KV is on the device."""
         state.planned = True
         self._probing.forget(state.rid)
         budget = self._placement.budget(state)

@@ -1,4 +1,4 @@
-"""VERICACHE as SGLang's speculative algorithm: what it is and what it is not."""
+"""Registers VERICACHE as a custom speculative algorithm of SGLang."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ NAME = "VERICACHE"
 
 
 def served_config() -> VeriCacheConfig | None:
-    """Return the settings this process serves with; None where VeriCache is off."""
+    """Return this process's settings; None if VeriCache is off."""
     if is_disabled() or (get_spec().speculative_algorithm or "").upper() != NAME:
         return None
     return active_config() or VeriCacheConfig()
 
 
 class EmptyRelay(FutureMap):
-    """A ``FutureMap`` that relays lengths only; our worker keeps its tokens itself.
+    """A ``FutureMap`` that relays lengths only; our worker stores its own tokens.
 
     Upstream's ``_resolve_spec_extras`` calls ``record_stream``, which CPU tensors
-    refuse, and ``stash`` copies a payload that lies on the device. Ours is empty.
+    do not support, and ``stash`` copies a device payload. Ours is empty.
     """
 
     def stash(self, future_indices: Any, payload: Any) -> None:
-        """Take nothing."""
+        """Store nothing."""
 
     def _resolve_spec_extras(self, batch: ScheduleBatch) -> None:
         """Relay nothing."""
 
 
 class VeriCacheAlgorithm(CustomSpecAlgo):
-    """See ``CustomSpecAlgo``; 0.5.21 calls three methods its base class lacks."""
+    """See ``CustomSpecAlgo``; SGLang 0.5.21 calls three methods that it lacks."""
 
     refuse: Callable[[Any], None]
     """Checks server arguments; set by the plugin before registration."""
@@ -52,11 +52,11 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
     """``VeriCacheConfig.draft_length``; set by the plugin before registration."""
 
     def carries_draft_hidden_states(self) -> bool:
-        """No hidden states travel (called by ``Scheduler``, missing upstream)."""
+        """Return False: no hidden states are relayed (called by ``Scheduler``)."""
         return False
 
     def need_topk(self) -> bool:
-        """No top-k is relayed (called by ``FutureMap``, missing upstream)."""
+        """Return False: no top-k is relayed (called by ``FutureMap``)."""
         return False
 
     def create_future_map(
@@ -66,27 +66,27 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> FutureMap:
-        """Build the overlap relay (called by ``Scheduler``, missing upstream).
+        """Build the overlap relay (called by ``Scheduler``).
 
-        Lengths come to the host only where it is the device. Elsewhere that would wait
-        for the forward that runs, and our worker makes lists of its own.
+        Lengths are copied to the host only if the host is the device. Otherwise the
+        copy would wait for the running forward; our worker builds its own lists.
         """
         here = str(device).startswith("cpu")
         return EmptyRelay(device, self, pool, here, needs_confidence_relay)
 
     def supports_ragged_verify(self) -> bool:
-        """Rows of a verification have lengths of their own (``graph_runner.py``)."""
+        """Return True: verified rows differ in length (``graph_runner.py``)."""
         return True
 
     def has_draft_kv(self) -> bool:
-        """Drafts use the request's own slots; no second pool."""
+        """Return False: drafts use the request's own slots, not a second pool."""
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Refuse what we cannot serve and tell SGLang how wide a round is.
+        """Refuse unsupported arguments and set SGLang's verification width.
 
-        On a GPU this is also where the attention backend and the sizes of graphs are
-        chosen, where the user has not.
+        On a GPU this also chooses the attention backend and the CUDA-graph sizes that
+        the user left open.
 
         Raises:
             UnsupportedError: A flag or the model is on the refusal list.

@@ -1,4 +1,4 @@
-"""The state of a request whose prompt has just been prefilled."""
+"""Creates the state of a request when its prefill is launched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Makes the state of requests as their prefills end.
+    """Creates request states as prefills are launched.
 
     Args:
         config: Frozen settings.
@@ -52,12 +52,12 @@ class Arrivals:
     def state_of(self, req: Req, length: int, fits: bool) -> RequestState:
         """Return the state of a request whose prefill was launched.
 
-        Its first token is certain to come, and has not been heard.
+        Its first token is counted but has not been reported to the host.
 
         Args:
-            req: SGLang's request; its ``customized_info`` gets the figures.
+            req: SGLang's request; its ``customized_info`` receives the statistics.
             length: Tokens prefilled.
-            fits: The prompt is long enough to be split.
+            fits: The prompt is long enough to be compressed.
         """
         options = read_options(
             req.sampling_params.custom_params, self._config.draft_length
@@ -69,7 +69,7 @@ class Arrivals:
             fits
             and options.enabled
             and draftable(req)
-            # Host memory that lost its KV once is not asked again.
+            # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
         figures = RequestStats(eligible, longest, options.report)

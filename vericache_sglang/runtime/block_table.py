@@ -1,4 +1,4 @@
-"""SGLang's block table, allocated with room for draft and verification rows."""
+"""SGLang's block table, allocated with extra rows for drafts and verifications."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ if TYPE_CHECKING:
 
 
 class BlockTablePool(ReqToTokenPool):
-    """SGLang's pool of block-table rows; those behind its own are VeriCache's.
+    """SGLang's pool of block-table rows, followed by VeriCache's rows.
 
-    The table has its size from the start: what SGLang builds from it beforehand
-    (``KVIndexTranslator``) reads the rows that are written later. ``size`` and
-    ``max_context_len`` stay what SGLang asked for, so admission and leak checks never
-    see the other rows and columns.
+    The table is allocated at full size, because SGLang builds views of it early
+    (``KVIndexTranslator``). ``size`` and ``max_context_len`` keep the values SGLang
+    asked for, so admission and leak checks do not see the extra rows and columns.
 
     Args:
-        shape: Rows and columns in all.
+        shape: Total rows and columns.
         max_context_len: Columns SGLang asked for, in KV slots.
         device: Where the table is.
         enable_memory_saver: As in ``ReqToTokenPool``.
 
     Attributes:
-        shape: See above.
-        on_free: Called with the request whose row was freed: finished, aborted or
-            retracted. Set by the worker.
-        segments: Cached segments of prompts, for the radix cache (``TieredCache``); set
-            by the worker.
+        shape: Total rows and columns.
+        on_free: Called with the request whose row was freed because it finished, was
+            aborted or was retracted. Set by the worker.
+        segments: Cached prompt segments, for the radix cache (``TieredCache``). Set by
+            the worker.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class BlockTablePool(ReqToTokenPool):
 
 
 def block_table_pool(requests: int, max_context_len: int, **options: Any) -> Any:
-    """Build the pool for ``KVCacheConfigurator``; None where VeriCache is off.
+    """Build the pool for ``KVCacheConfigurator``; None if VeriCache is off.
 
     Args:
-        requests: Running requests at most.
+        requests: Maximum running requests.
         max_context_len: Columns SGLang asks for, in KV slots.
         options: ``device`` and ``enable_memory_saver``.
     """
@@ -83,7 +82,7 @@ def block_table_pool(requests: int, max_context_len: int, **options: Any) -> Any
 
 
 def most_kept(config: VeriCacheConfig) -> float:
-    """Return the largest draft KV, as a share of the prompt's KV slots."""
+    """Return the largest draft KV as a fraction of the prompt's KV slots."""
     compressor: Compressor = create_compressor(config.compressor, config.seed)
     selector = compressor.selector
     fixed = selector is not None and type(selector).keep_share is Selector.keep_share

@@ -1,4 +1,4 @@
-"""Lets control requests find the idle scheduler that they expect."""
+"""Delays control requests until the scheduler is idle, as they require."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_ITERATIONS = 256
-"""Scheduler iterations for which control requests are held. Not seconds: all ranks have
-to pass them on in the same iteration."""
+"""Most scheduler iterations that control requests are held. Counted in iterations, not
+seconds, so that all ranks release them in the same iteration."""
 
 BESIDE = (
     *(TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput),
     *(TokenizedEmbeddingReqInput, BatchTokenizedEmbeddingReqInput),
     *(AbortReq, OpenSessionReqInput, CloseSessionReqInput, GetInternalStateReq),
 )
-"""Requests that are served beside running ones."""
+"""Control requests that SGLang processes while other requests run."""
 
 
 def needs_idle(given: Any) -> bool:
-    """Return whether a request may expect an idle server once all answers are out.
+    """Return whether a control request requires an idle scheduler.
 
-    A flush is refused, and a weight update ends the process, while requests run. What
-    is not known to be harmless counts as such a request.
+    While requests run, SGLang refuses a flush and a weight update ends the process.
+    Request types that are not listed in ``BESIDE`` count as requiring it.
     """
     return not isinstance(given, BESIDE)
 
 
 def may_change_answers(given: Any) -> bool:
-    """Return whether earlier answers may rightly differ from those after a request.
+    """Return whether outputs may legitimately differ after a control request.
 
-    True of new weights and adapters, and of what is not known; a flush changes none.
+    True for new weights, new adapters and unknown request types; False for a flush.
     """
     return needs_idle(given) and not isinstance(given, FlushCacheReqInput)
 
 
 def brings_weights(given: Any) -> bool:
-    """Return whether a request replaces the model's weights, wherever they are from."""
+    """Return whether a request replaces the model's weights, from any source."""
     return type(given).__name__.startswith("UpdateWeight")
 
 
 class ControlGate:
-    """Holds control requests until the last finished requests have left their batch.
+    """Holds control requests until finished requests have left the batch.
 
     SGLang streams an answer one iteration before its request leaves the batch, so a
     client may send new weights to a scheduler that is not idle yet, which would end the
-    process. Replays of the consistency check are aborted first. A scheduler that is
-    busy with clients' requests, or paused, is left to SGLang's own rules at once.
+    process. Replays of the consistency check are aborted first. If the scheduler is
+    busy with client requests, or paused, control requests pass without delay.
 
     Args:
         on_new_weights: Called before the scheduler loads other weights.
 
     Attributes:
-        epoch: Requests so far after which answers may differ.
+        epoch: Number of control requests so far after which outputs may differ.
     """
 
     def __init__(self, on_new_weights: Callable[[], None]) -> None:
@@ -80,11 +80,11 @@ class ControlGate:
         self.epoch = 0
 
     def admit(self, scheduler: Any, arrived: Iterable[Any]) -> Iterable[Any]:
-        """Return what the scheduler is to process now; called once an iteration.
+        """Return the requests to process now; called once per iteration.
 
         Args:
             scheduler: SGLang's ``Scheduler``.
-            arrived: What it has received; nothing overtakes what is held.
+            arrived: Requests it has received; order is kept behind held requests.
         """
         if self._held or any(needs_idle(each) for each in arrived):
             self._held.extend(arrived)
@@ -97,7 +97,7 @@ class ControlGate:
         return arrived
 
     def _waits(self, scheduler: Any) -> bool:
-        """Return whether the scheduler will be idle without further ado."""
+        """Return whether the scheduler will soon be idle without new work."""
         if scheduler._engine_paused or scheduler.is_fully_idle():
             return False
         grammars = scheduler.grammar_manager.grammar_queue

@@ -1,4 +1,4 @@
-"""What SGLang's arguments become on a GPU: an attention backend, and which graphs."""
+"""Chooses the attention backend and the CUDA graphs of a GPU server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOCK_BACKENDS = ("fa3", "trtllm_mha")
-"""SGLang's own backends that serve rows of mixed lengths, in graphs and without: those
-for full attention that say so (0.5.21, ``supports_ragged_verify_graph``)."""
+"""SGLang's full-attention backends that serve ragged rows with and without CUDA graphs
+(0.5.21, ``supports_ragged_verify_graph``)."""
 
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
-"""SGLang's variable; "compact" has it key graphs by tokens and not by rows."""
+"""SGLang's environment variable; "compact" keys graphs by tokens instead of rows."""
 
 MAX_RUNNING = 64
-"""``--max-running-requests`` where the user gives none. SGLang takes 48 for its own
-speculative algorithms and thousands without one, which the block table, the graphs and
-their logits would all be sized for."""
+"""Default of ``--max-running-requests``. SGLang's default is 48 for its own speculative
+algorithms and thousands otherwise; the block table, the graphs and their logits are
+sized by it."""
 
 UNTRIED = (
     "VeriCache: nothing of this has run on a GPU yet; "
@@ -47,15 +47,15 @@ _BACKEND_FIELDS = (
 
 
 def settle(args: Any) -> None:
-    """Choose what the user has left open; waits for SGLang to have chosen first.
+    """Set the arguments the user left open, after SGLang has resolved its own.
 
     Args:
-        args: What ``CustomSpecAlgo.handle_server_args`` gets, resolved so far; assigned
-            fields are declared.
+        args: Argument of ``CustomSpecAlgo.handle_server_args``, resolved so far; only
+            declared fields are assigned.
 
     Raises:
-        UnsupportedError: The backend that was asked for does not read codes.
-        ConfigError: The compressor's line is refused.
+        UnsupportedError: The requested backend does not read codes.
+        ConfigError: The compressor line is invalid.
     """
     logger.warning(UNTRIED)
     config = active_config() or VeriCacheConfig()
@@ -68,7 +68,7 @@ def settle(args: Any) -> None:
 
 
 def _choose_backend(args: Any, compressor: Compressor) -> None:
-    """Keep SGLang's choice where it can serve us, else take our own backend.
+    """Keep SGLang's backend if it supports ragged rows and codes, else use ours.
 
     Raises:
         UnsupportedError: See ``settle``.
@@ -91,13 +91,13 @@ def _choose_backend(args: Any, compressor: Compressor) -> None:
 
 
 def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
-    """Have run in Python what must: a replayed graph calls none of our hooks."""
+    """Disable the graphs of phases that need our Python hooks in each forward."""
     needs = compressor.selector.needs if compressor.selector is not None else None
     lora = args.enable_lora or bool(args.lora_paths)
     watched = needs and (needs.q_tail or needs.q_stream or needs.hidden or needs.probes)
     ours = BACKEND_NAME in (getattr(args, field) for field in _BACKEND_FIELDS)
     reasons = {
-        # The hook on RadixAttention.forward is not called at a graph's break either.
+        # Piecewise graphs do not call the hook on RadixAttention.forward either.
         Phase.PREFILL: "the compressor looks at queries"
         if watched
         else f"they are untried with attention backend {BACKEND_NAME}"
@@ -118,14 +118,14 @@ def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
 
 
 def _size_graphs(args: Any) -> None:
-    """Have graphs of decodes captured as for a server without speculation.
+    """Capture decode graphs in the sizes of a server without speculation.
 
-    Their largest batch is also that of mixed batches, whose graphs follow from it
-    (``graph_runner.py``). A list of the user's is kept; so is SGLang's limit, by
-    memory, on the rows.
+    Their largest batch size also bounds mixed batches, whose graph sizes follow from it
+    (``graph_runner.py``). A list given by the user is kept, and so is SGLang's
+    memory-based limit on rows.
 
     Raises:
-        UnsupportedError: SGLang's mode of ragged verifications is another one.
+        UnsupportedError: ``RAGGED_MODE`` is set to another mode.
     """
     decode = args.cuda_graph_config.decode
     if decode.backend == Backend.DISABLED:

@@ -1,7 +1,8 @@
-"""A request between its last token and its release.
+"""Handles a finished request until SGLang releases it.
 
 SGLang's overlap schedule launches one more iteration before it knows that a request has
-ended. On plain SGLang that writes the last token's KV, which the prefix tree keeps.
+ended. In plain SGLang that iteration writes the last token's KV, which the prefix tree
+keeps.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def last_action(state: RequestState) -> RowAction | None:
-    """Return what a request does that emits nothing any more; None where it lives.
+    """Return the action for a finished request; None while it is running.
 
-    Its last token gets its KV where that costs no reload.
+    The last token's KV is written only if the request is not compressed.
     """
     if state.lost:
         return Wait(state.rid)
@@ -29,9 +30,10 @@ def last_action(state: RequestState) -> RowAction | None:
 
 
 def keep_last_token(state: RequestState) -> None:
-    """Have a finished request's last token go into the prefix tree, if it has exact KV.
+    """Let the prefix tree keep a finished request's last token if its KV is exact.
 
-    A whole row is exact up to ``verified``; SGLang counts what it has processed.
+    An uncompressed row is exact up to ``verified`` tokens; SGLang's committed length
+    counts only the tokens it has processed.
     """
     kv = state.req.kv
     if state.layout is Layout.WHOLE and state.verified > kv.kv_committed_len:

@@ -1,4 +1,4 @@
-"""The memory ledger's view of a server: SGLang's resolved arguments and its model."""
+"""Describes a running server to the memory ledger, from SGLang's resolved arguments."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def deployment(
     Args:
         config: Settings of VeriCache.
         args: SGLang's resolved arguments, with the backend and graph sizes chosen.
-        weight_bytes: Of all ranks; 0 where they are loaded already, None: estimated.
-        gpu_mib: Memory of a GPU, in MiB; 0 where its free bytes are known.
+        weight_bytes: Bytes of the weights on all ranks; 0 if they are already loaded,
+            None to estimate them.
+        gpu_mib: Memory of one GPU in MiB; 0 if its free bytes are known.
 
     Raises:
         UnsupportedError: The weights of this kind of model cannot be estimated.
@@ -52,7 +53,7 @@ def deployment(
     graphs = args.cuda_graph_config
     rows = 0
     if graphs.decode.backend != Backend.DISABLED:
-        # As get_batch_sizes_to_capture, which keeps to the block table's rows.
+        # As in get_batch_sizes_to_capture, which is bounded by the block table's rows.
         rows = min(max(graphs.decode.bs), running)
     prefill = graphs.prefill.backend != Backend.DISABLED
     chunk = args.chunked_prefill_size
@@ -75,15 +76,15 @@ def deployment(
 
 
 def reserved_bytes(budget: int) -> int:
-    """Return the bytes that SGLang's own KV slots are not to take on this rank.
+    """Return the bytes on this rank that must not be used for SGLang's own KV slots.
 
-    0 where VeriCache is off.
+    0 if VeriCache is off.
 
     Args:
-        budget: Bytes that SGLang would give to its slots.
+        budget: Bytes that SGLang would use for its KV slots.
 
     Raises:
-        ConfigError: Nothing would be left for them.
+        ConfigError: No bytes would be left for KV slots.
     """
     config = served_config()
     if config is None:
@@ -103,14 +104,14 @@ def reserved_bytes(budget: int) -> int:
 
 
 def known_weights(args: Any) -> int | None:
-    """Return the bytes of the weights on all ranks, before they are loaded.
+    """Return the total bytes of the weights on all ranks, before they are loaded.
 
     Args:
         args: SGLang's resolved arguments.
 
     Returns:
-        From the files where they are on this machine, else from the shapes; None where
-        neither tells, because weights are quantized, offloaded or of unknown layout.
+        The size of the files if they are on this machine, else computed from the
+        shapes; None if the weights are quantized, offloaded or of unknown layout.
     """
     model = model_config_of(args)
     packed = bool(getattr(model.hf_config, "quantization_config", None))
@@ -131,7 +132,7 @@ def known_weights(args: Any) -> int | None:
 
 
 def _folder(name: str, revision: str | None) -> Path:
-    """Return a model's folder, in the Hugging Face cache where it is downloaded."""
+    """Return a model's folder, or its snapshot in the Hugging Face cache."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -142,7 +143,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 
 def _shape(model: Any, weight_bytes: int | None) -> ModelShape:
-    """Return the shape of a model, whose config SGLang has read."""
+    """Return the shape of a model from SGLang's model config."""
     text: Mapping[str, object] = model.hf_text_config.to_dict()
     fields: dict[str, object] = {
         name: value

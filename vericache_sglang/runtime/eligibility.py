@@ -1,4 +1,4 @@
-"""Which requests may be drafted for; the others are decoded plainly, exactly."""
+"""Decides which requests may draft; the others decode autoregressively."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from vericache_sglang.sampling.profile import rolls_back
 
 
 def draftable(req: Any) -> bool:
-    """Say whether drafting and verification serve this request exactly.
+    """Return whether drafting and verification are exact for this request.
 
-    Left out is what reads more of a decode step than tokens and log-probabilities, what
-    keeps a row for itself, and a grammar that cannot give rejected drafts up.
+    Excluded are requests that read more of a decode step than tokens and
+    log-probabilities, sessions and beams, and grammars without rollback.
 
     Args:
         req: SGLang's ``Req``.
     """
     tokens_only = not (req.return_hidden_states or req.return_sampling_mask)
-    # A session keeps the row for its next turn, in prompt order; beams share rows.
+    # A session keeps its row in prompt order for the next turn; beams share rows.
     own_row = req.session is None and req.beam_group is None
     return tokens_only and own_row and rolls_back(req.grammar)
 
@@ -30,9 +30,9 @@ def stop_tokens(req: Any) -> frozenset[int]:
 
 
 def end_tokens(req: Any) -> frozenset[int]:
-    """Return the token ids that would end the request if none is ignored.
+    """Return the token ids that end the request unless ``ignore_eos`` is set.
 
-    They are what ``min_new_tokens`` forbids (``BatchedMinNewTokensPenalizer``).
+    ``min_new_tokens`` forbids these (``BatchedMinNewTokensPenalizer``).
     """
     stops = set(req.sampling_params.stop_token_ids or ())
     stops.update(req.eos_token_ids or ())

@@ -1,4 +1,4 @@
-"""Forwards that were launched and whose tokens the host has not seen yet."""
+"""Forwards that were launched and whose tokens the host has not received yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRow:
-    """One request's share of a forward.
+    """One request's row of a launched forward.
 
     Attributes:
         state: The request.
-        at: Its position in the schedule batch.
-        drafts: Drafts the forward verifies; -1 where it drafts, so nothing is emitted.
+        at: Its index in the schedule batch.
+        drafts: Number of drafts the row verifies; -1 if it drafts and emits nothing.
         round: ``RequestState.round`` at the launch.
-        verifies: It was a verification; plain decoding has no drafts either.
+        verifies: The row is a verification; autoregressive rows have no drafts either.
     """
 
     state: RequestState
@@ -38,13 +38,13 @@ class InFlightForward:
     """One launched forward.
 
     Attributes:
-        result: What SGLang was given: ``next_token_ids`` [B * stride] and
-            ``accept_lens`` [B], on the device until SGLang copies them to the host,
-            whose end is its ``copy_done``. A drafted token is there too, though no
-            token of its request is accepted.
-        stride: Places of one request in ``next_token_ids``.
-        pending_rows: Whose outcome is not known; none where all was settled at once.
-        decode: SGLang reports it complete (``on_verify_complete_cpu``).
+        result: SGLang's result: ``next_token_ids`` [B * stride] and ``accept_lens``
+            [B], on the device until SGLang has copied them to the host (its event
+            ``copy_done``). Drafted tokens are included, with accept length 0.
+        stride: Entries per request in ``next_token_ids``.
+        pending_rows: Rows whose results are not recorded; empty if the forward was
+            recorded synchronously.
+        decode: SGLang reports its completion (``on_verify_complete_cpu``).
     """
 
     result: Any
@@ -53,15 +53,15 @@ class InFlightForward:
     decode: bool = True
 
     def outcome(self) -> tuple[list[list[int]], list[int]]:
-        """Return the tokens of every passenger, and every request's accepted count.
+        """Return the tokens of every pending row and the accept length per request.
 
-        Waits once for the forward, unless SGLang has copied the result to the host.
+        Synchronises with the forward unless the result is on the host already.
         """
         told = [self.result.accept_lens, self.result.next_token_ids]
         if self.result.copy_done is None:
             told = download(*told)
         else:
-            # SGLang's tensors are on the host by now, but maybe not their numbers.
+            # The tensors are host tensors by now, but the copy may still be running.
             self.result.copy_done.synchronize()
         counts, flat = (numbers.tolist() for numbers in told)
         runs = []
@@ -73,20 +73,20 @@ class InFlightForward:
 
 
 class InFlightQueue:
-    """Lands flights in the order of their launch; at most one stays in the air.
+    """Records in-flight forwards in launch order; at most one stays in flight.
 
-    What lands when depends on how many were launched and reported, not on which have
-    ended, so ranks that launch the same learn the same.
+    The order depends only on the numbers of launched and reported forwards, not on
+    their completion times, so all tensor-parallel ranks record the same results.
 
     Args:
-        conclude: Takes a passenger and its tokens; returns False where its request had
+        conclude: Takes a pending row and its tokens; returns False if its request had
             ended and the results are discarded.
-        landed: Takes the accepted count of every request of a decoding forward's batch,
-            and the positions whose results were discarded.
+        landed: Takes a function that returns the accept lengths of a decode batch, and
+            the batch indices whose results were discarded.
 
     Attributes:
-        launched: Forwards so far.
-        last: The newest of them.
+        launched: Number of forwards launched so far.
+        last: The newest forward.
     """
 
     def __init__(
@@ -106,26 +106,26 @@ class InFlightQueue:
         return len(self._air)
 
     def launch(self, entry: InFlightForward) -> None:
-        """Note a forward that was just launched."""
+        """Append a forward that was just launched."""
         self.launched += 1
         self.last = entry
-        # A prefill lands with the decode after it: by then SGLang has its result.
+        # A prefill is recorded with the next decode: by then SGLang has its result.
         self._air.append((self._decodes + 1, entry))
         self._decodes += entry.decode
 
     def land_reported(self) -> None:
-        """Land what SGLang has processed: its next decode, and all before it."""
+        """Record the next decode, which SGLang has reported, and all before it."""
         self._reported += 1
         while self._air and self._air[0][0] <= self._reported:
             self._land()
 
     def land_all_but_last(self) -> None:
-        """Land every flight but the newest, whether it was reported or not."""
+        """Record every forward but the newest, whether it was reported or not."""
         while len(self._air) > 1:
             self._land()
 
     def land_all(self) -> None:
-        """Land them all; waits for the newest, with which the others have ended."""
+        """Record all forwards; waits for the newest, which ends last."""
         air = [each for _, each in self._air]
         self._air.clear()
         outcomes = [each.outcome() if each.pending_rows else None for each in air[::-1]]
@@ -139,7 +139,7 @@ class InFlightQueue:
     def _conclude_all(
         self, ended: InFlightForward, outcome: tuple[list[list[int]], list[int]] | None
     ) -> None:
-        """Tell what a forward came to; ``outcome`` is None where nobody is told."""
+        """Record the results of a forward; ``outcome`` is None without pending rows."""
         if outcome is not None:
             runs, counts = outcome
             discarded = frozenset(

@@ -1,4 +1,4 @@
-"""One decode iteration: plan, launch one forward, make the plan's moves."""
+"""One decode iteration: plan, launch one forward, carry out the plan's moves."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 2e-4
-"""Pause of an iteration in which every request waits for its reload."""
+"""Sleep of an iteration in which every request waits for its prefetch, in seconds."""
 
 OBSERVE_EVERY = 8
-"""Iterations between two samples of the iteration's time while nobody drafts."""
+"""Iterations between two samples of the iteration time while no request drafts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Decoding:
-    """Decides and launches; nothing here waits for the device but moves.
+    """Plans and launches decode iterations; only moves wait for the device.
 
-    Under SGLang's overlap schedule an iteration is launched while the last one's
-    forward runs, so it knows the outcome of the one before that. Moves copy KV whose
-    place depends on lengths, so they are made with every outcome known.
+    Under SGLang's overlap schedule an iteration is launched while the previous forward
+    runs, so it knows the results of the forward before that. Moves copy KV at positions
+    that depend on lengths, so they are made after all results are recorded.
 
     Attributes:
-        states: Requests that live, by rid.
+        states: rid -> running request.
         target_worker: SGLang's ``TpModelWorker``.
-        placement: Where the parts are, and moves.
-        runtime: Plans.
-        tp_sync: Of the ranks; what it measures learns of iterations.
-        entrance: Hands requests over.
+        placement: Holds the requests' KV and carries out moves.
+        runtime: Plans iterations.
+        tp_sync: Tensor-parallel sync; its measurements observe iteration times.
+        entrance: Admits requests to the runtime.
         mixed: Runs planned rows.
         draft_tokens: Tokens of all requests.
-        in_flight: Forwards in the air.
-        recorder: Is told of plain rows.
-        recovery: Decides what an error costs.
-        watch: Is told of every iteration.
-        max_running: Most requests SGLang runs.
+        in_flight: In-flight forwards.
+        recorder: Records autoregressive rows.
+        recovery: Handles errors.
+        watch: Reports every iteration.
+        max_running: Maximum running requests.
     """
 
     states: dict[str, RequestState]
@@ -82,14 +82,14 @@ class Decoding:
     _work: Work | None = field(default=None, init=False)
 
     def interrupt(self) -> None:
-        """Say that a prefill runs: the time until the next decode is not one's."""
+        """Discard the running time measurement, because a prefill comes between."""
         self._work = None
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one iteration of SGLang's decode batch.
 
-        After an error every request of it is prefilled again: of a plan that was
-        carried out in part nobody knows what holds.
+        After an error every request of the batch is prefilled again, because a
+        partially executed plan leaves the placement of KV unknown.
         """
         launched = self.in_flight.launched
         try:
@@ -102,7 +102,7 @@ class Decoding:
         else:
             result = last.result
         self._work = None
-        # Nobody reads them: no request of the batch is decoded from them.
+        # Unused: no request of the batch is decoded from these lengths.
         result.new_seq_lens = batch.seq_lens
         self.target_worker.model_runner.shared_read_done_event = None
         return result
@@ -123,7 +123,7 @@ class Decoding:
         self.entrance.pass_on(batch, requests)
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         if as_sglang and not self.runtime.tracks:
-            # Nothing to plan and nothing to draft: no slower than plain SGLang.
+            # Nothing to plan and nothing to draft: as fast as plain SGLang.
             self.watch.begin(requests, None)
             result = self._run_plain(batch, states)
             self.watch.end(())
@@ -136,7 +136,7 @@ class Decoding:
         if any(
             state.pending_max and not isinstance(actions[i], (Draft, Wait))
             for i, state in requests.items()
-        ):  # the board knows one unheard emission of a request, not two
+        ):  # the draft token buffer keeps one unreported emission per request
             self.in_flight.land_all()
         self.watch.begin(requests, actions)
         if as_sglang and all(isinstance(action, Plain) for action in actions.values()):
@@ -147,9 +147,9 @@ class Decoding:
                 time.sleep(IDLE_SECONDS)
         moves = self._make_moves(plan, batch)
         if plan.moves:
-            # They edit rows and the free list behind the event at which SGLang takes
-            # them for read, also those that are given up half way; without the event
-            # the scheduler's stream waits for all that was launched.
+            # Moves, also abandoned ones, edit rows and the free list after the event
+            # at which SGLang considers them read. Without the event the scheduler's
+            # stream waits for everything that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
         self._publish(result, requests, len(batch.reqs))
         self.watch.end(moves)
@@ -180,12 +180,12 @@ class Decoding:
         return plan
 
     def _note_failure(self, rid: str) -> None:
-        """Count a failed reload; the second in a row costs the request its KV."""
+        """Count a failed prefetch; two in a row send the request back to prefill."""
         if self.runtime.gives_up(rid):
             self.recovery.lose(self.states[rid])
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
-        """Carry out what a plan moves; return what was moved."""
+        """Carry out a plan's moves; return those that were made."""
         done: list[Move] = []
         if plan.moves:
             self.in_flight.land_all()
@@ -208,7 +208,7 @@ class Decoding:
             on_host = state.layout is Layout.KEPT
             group = self.placement.staging_key(state.rid) if on_host else ""
             self.runtime.moved(move, group)
-            batch.batch_is_full = False  # ask again whether somebody fits
+            batch.batch_is_full = False  # let SGLang try admission again
             done.append(move)
         return done
 
@@ -218,7 +218,7 @@ class Decoding:
         requests: dict[int, RequestState],
         rows: int,
     ) -> None:
-        """Tell SGLang how long every row is, on the device."""
+        """Set the device lengths of all rows in SGLang's result."""
         lengths, own, pending_max = [1] * rows, [0] * rows, [0] * rows
         for i, state in requests.items():
             lengths[i], pending_max[i] = state.row_length, state.pending_max
@@ -229,7 +229,7 @@ class Decoding:
         result.new_seq_lens = certain + self.draft_tokens.extra(batch_index, unreported)
 
     def _observe_last(self) -> None:
-        """Learn from the last iteration, launch to launch, if it was a decode too."""
+        """Observe the time of the last iteration, launch to launch, if it decoded."""
         now = time.perf_counter()
         if self._work is not None:
             self.tp_sync.measured.iteration.observe(self._work, now - self._launched)
@@ -239,7 +239,7 @@ class Decoding:
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState]
     ) -> GenerationBatchResult:
-        """Decode every request plainly; learn from it now and then."""
+        """Decode every request autoregressively; sample its time periodically."""
         counted = self.placement.counters.iterations
         if self.runtime.tracks or counted % OBSERVE_EVERY == 0:
             reads = sum(state.verified for state in states) + len(states)

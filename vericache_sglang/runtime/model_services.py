@@ -1,4 +1,4 @@
-"""What selectors and codecs may know of the served model."""
+"""Model access for selectors and codecs: shapes, RoPE, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vericache_sglang.kv.prefill_observer import attention_parents
 
 
 class ModelServices:
-    """See ``compression.base.Services``; reads SGLang's modules when asked.
+    """See ``compression.base.Services``; reads SGLang's modules on demand.
 
     Args:
         model_runner: SGLang's runner of the target model.
@@ -34,7 +34,7 @@ class ModelServices:
             hidden_size=config.hidden_size,
             name=str(server_args.model_path),
             all_kv_heads=config.get_total_num_kv_heads(),
-            # Ranks beyond the number of heads hold copies.
+            # If there are more ranks than KV heads, ranks replicate heads.
             first_kv_head=model_runner.tp_rank
             * config.get_total_num_kv_heads()
             // model_runner.tp_size,
@@ -48,12 +48,11 @@ class ModelServices:
     def rope(
         self, keys: torch.Tensor, positions: torch.Tensor, *, inverse: bool = False
     ) -> torch.Tensor:
-        """See ``Services.rope``; by SGLang's own table of cosines and sines.
+        """See ``Services.rope``; uses SGLang's table of cosines and sines.
 
-        Whatever scales the table (YaRN, Llama 3) is in it, its amplitude too. The
-        table ends a little behind the model's context. Positions behind it, which only
-        queries that are yet to come can have, are reached in two turns: to the last
-        row, and on by the rest.
+        The table includes any scaling (YaRN, Llama 3) and its amplitude. It ends a
+        little past the model's context. Later positions, which only predicted queries
+        have, take two rotations: to the last row, then by the remainder.
 
         Raises:
             IndexError: A position is more than twice the table's last one.
@@ -79,7 +78,7 @@ class ModelServices:
         """See ``Services.output_weight``.
 
         Raises:
-            CompressionError: The attention module has no plain ``o_proj``.
+            CompressionError: The attention module has no unquantized ``o_proj``.
         """
         projection = getattr(self._layers[layer][1], "o_proj", None)
         weight = getattr(projection, "weight", None)
@@ -114,7 +113,7 @@ class ModelServices:
         """Return cosines and sines [positions, rotated elements], and their pairing.
 
         Raises:
-            CompressionError: The attention module's rotation is not SGLang's.
+            CompressionError: The attention module does not use SGLang's RoPE.
         """
         rotary: Any = getattr(self._layers[0][1], "rotary_emb", None)
         table = getattr(rotary, "cos_sin_cache", None)
@@ -131,14 +130,14 @@ def _turns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Look up cosines and sines [..., rotated elements / 2], float32, of positions.
 
-    Both turns are made for every position: to ask whether one needs the second would
-    have the host wait for a GPU, in every layer of every prefill. The second turn of a
-    position inside the table is none, by cosine 1 and sine 0.
+    Both rotations are applied to every position: checking whether the second is needed
+    would synchronise with the GPU in every layer of every prefill. For positions inside
+    the table the second rotation is the identity (cosine 1, sine 0).
     """
     last = len(table) - 1
     cosine, sine = table[positions.clamp(max=last)].float().chunk(2, dim=-1)
     on_cosine, on_sine = table[(positions - last).clamp(min=0)].float().chunk(2, dim=-1)
-    # Row 0 turns nothing: its cosines are the amplitude (YaRN), 1 without one.
+    # Row 0 does not rotate: its cosines are the amplitude (YaRN), else 1.
     amplitude = table[0, : cosine.shape[-1]].float()
     on_cosine, on_sine = on_cosine / amplitude, on_sine / amplitude
     return (

@@ -1,4 +1,4 @@
-"""Where the two parts of every request are, and the moves that change it."""
+"""Placement of every request's draft and residual KV, and the moves that change it."""
 
 from __future__ import annotations
 
@@ -59,20 +59,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLAIN_ROOM = 3
-"""Slots a plain row uses before the next allocation: a late token and two more."""
+"""Slots that an autoregressive row uses before the next allocation: one unreported
+token and two more."""
 
 
 class KVPlacement:
-    """Owns every resource VeriCache takes, and books it.
+    """Owns and accounts for every resource that VeriCache allocates.
 
     Args:
         config: Frozen settings.
-        tp_sync: Of the ranks; its measurements learn the speed of link and splits.
+        tp_sync: Tensor-parallel sync; its measurements observe link bandwidth and
+            compression time.
         req_to_token_pool: The pool of block-table rows.
-        allocator: SGLang's slot allocator over a pool with a staging region.
+        allocator: SGLang's slot allocator over a pool with a staging buffer.
         compressor: Bound to the model.
-        runner: SGLang's ``ModelRunner``: its arguments, for the store, and the stream
-            of its forwards; None: there is no store, and one stream.
+        runner: SGLang's ``ModelRunner``, for its arguments (store) and its forward
+            stream; None: no store, and a single stream.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class KVPlacement:
         self.ledger = Ledger()
         selector, codec = compressor.selector, compressor.codec
         if codec is not None:
-            codec = codec.without_tail()  # recent tokens are kept exact by the splitter
+            codec = codec.without_tail()  # PromptCompressor keeps recent tokens exact
         self.guard = CompressorGuard(compressor.line, self.geometry.kv_heads)
         for part in (selector, codec):
             if part is not None:
@@ -133,7 +135,7 @@ class KVPlacement:
         )
         self.watch = self.segments.copies.scores = PromptWatch(selector, self.handles)
         self.codes = None if codec is None else Codes(codec, self.handles)
-        # What reads codes in a forward; None: the CPU's attention decodes them.
+        # Describes codes to GPU attention; None: CPU attention decodes them itself.
         self.draft_codes: DraftCodes | None = None
         if self.codes is not None and self.handles.device.type != "cpu":
             longest = req_to_token_pool.max_context_len
@@ -154,16 +156,16 @@ class KVPlacement:
 
     @property
     def host_slots(self) -> int:
-        """Slots of a complement that still fit the host budget."""
+        """Slots of residual KV that still fit the host budget."""
         room = self.host.free_bytes + self.segments.evictable_bytes
         return room // self.geometry.token_bytes
 
     def draft_reads(self, budget: Budget) -> int:
-        """Return the exact slots that cost as much to read as a draft part."""
+        """Return the exact slots that take as long to read as a draft KV."""
         return budget.exact + round(budget.coded * self._read_weight)
 
     def carried(self, budget: Budget) -> int:
-        """Return the bytes of a complement, in slots; escapes are not counted."""
+        """Return the size of a residual KV in exact slots; excludes escapes."""
         if self.codes is None:
             return budget.staged
         return budget.dropped + round(budget.coded * self.codes.transfer_fraction)
@@ -172,12 +174,11 @@ class KVPlacement:
         """Carry out one move of a plan.
 
         Returns:
-            False when there is no room for it after all, or a copy to the host could
-            not be made; nothing changed.
+            False if there is no room or a copy to the host failed; nothing changed.
 
         Raises:
-            LostKVError: The host copy it needs is damaged, on this rank or another.
-            CompressionError: The compressor failed for it, on this rank or another.
+            LostKVError: The required host copy is corrupt on some rank.
+            CompressionError: The compressor failed for this request on some rank.
         """
         lost = False
         made = self._common.permits(move, state)
@@ -201,20 +202,20 @@ class KVPlacement:
         return made
 
     def staging_key(self, rid: str) -> str:
-        """Return what a request's staging is known by; equal for those who share."""
+        """Return a request's staging key; equal for requests that share residual KV."""
         return self.host.group_of(rid)
 
     def start_prefetch(self, state: RequestState) -> int:
-        """Start staging a request's complement; see ``StagingPrefetcher.start``."""
+        """Prefetch a request's residual KV; see ``StagingPrefetcher.start``."""
         key = self.staging_key(state.rid)
         return self.prefetches.start(state.rid, key, self.drafts(state))
 
     def drafts(self, state: RequestState) -> DraftParts | None:
-        """Return a reader of a request's packed draft part; None: nothing is packed."""
+        """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 
     def join(self, state: RequestState, tree_cache: Any) -> None:
-        """Make a finished row whole for the prefix tree; see ``KVOffloader.join``."""
+        """Restore a finished request for the prefix tree; see ``KVOffloader.join``."""
         if state.parts is not None and state.parts.shared_count:
             if state.layout is Layout.KEPT:
                 self.shared.finish(state)
@@ -230,11 +231,11 @@ class KVPlacement:
     def release(
         self, state: RequestState, each_of: Callable[..., None] | None = None
     ) -> None:
-        """Give back all a request holds; its row itself is SGLang's to free.
+        """Free everything a request holds except its row, which SGLang frees.
 
         Args:
             state: The request.
-            each_of: Makes steps, see ``Recovery.each_of``; None: one after another.
+            each_of: Runs the steps, see ``Recovery.each_of``; None: run in sequence.
         """
         rid = state.rid
         steps: tuple[Callable[[], object], ...] = (
@@ -255,14 +256,14 @@ class KVPlacement:
             step()
 
     def distrust(self, state: RequestState) -> None:
-        """Have nobody else use the shared parts of a request that lost its KV."""
+        """Stop sharing the KV of a request that lost its KV."""
         if state.parts is not None:
             self.segments.distrust(state.parts.segments)
 
     def forget_all(self) -> None:
-        """Hold nothing any more, whatever is booked; no request has KV.
+        """Reset all accounting; no request has KV.
 
-        SGLang has forgotten every slot, and the prefix cache all that it held.
+        SGLang has reset its slots and flushed the prefix cache.
         """
         self.prefetches.forget_all()
         self.segments.forget_users()
@@ -273,13 +274,13 @@ class KVPlacement:
         self._draft_rows = list(self._every_draft_row)
 
     def poll_outgoing(self) -> None:
-        """Learn from copies to the host that have ended."""
+        """Observe copies to the host that have completed."""
         travelling = []
         for rid, transfer in self._outgoing:
             try:
                 done = transfer.done()
             except TransferError as error:
-                # What it was to bring is not sealed, so its reload fails.
+                # The residual is not sealed, so its prefetch will fail.
                 logger.error("VeriCache: a copy of %s to the host: %s", rid, error)
                 continue
             if not done:
@@ -291,15 +292,15 @@ class KVPlacement:
         self._outgoing = travelling
 
     def close(self) -> None:
-        """End what copies, and unlock host memory; the process ends."""
+        """Stop copy threads and unlock host memory when the process ends."""
         self.handles.transfers.close()
         self.page_pool.close()
 
     def check(self, living: Collection[str]) -> None:
-        """Balance the ledger against the region and recount host store and segments.
+        """Check the ledger against staging buffer, host store and segments.
 
         Raises:
-            InvariantError: Something does not balance, and ``segments.strict``.
+            InvariantError: They disagree and ``segments.strict`` is set.
         """
         with self.segments.cache_only():
             self.ledger.check(
@@ -357,7 +358,7 @@ class KVPlacement:
         return True
 
     def budget(self, state: RequestState) -> Budget | None:
-        """Return the counts of a prompt whose row is whole; None: it is not split."""
+        """Return the budget of an uncompressed prompt; None if it is too short."""
         shared = self.shared.budget(state)
         if shared is not None:
             return shared
@@ -366,16 +367,16 @@ class KVPlacement:
             return None
         with self.guard.request(state.rid):
             share = self.watch.share(self._body(state, plain))
-        # Every rank has as many heads, so the mean is theirs of all.
+        # Ranks have equally many heads, so the mean over ranks is that over heads.
         return self.splitter.budget(state.prompt, self._tp_sync.mean_of_all(share))
 
     def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
-        """Return the slots of the prompt's whole pages, where the row is whole."""
+        """Return the slots of the prompt's full pages; the row is uncompressed."""
         row = self.table[state.req.kv.req_pool_idx]
         return row[: budget.offered].to(torch.int64).clone()
 
     def _split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
-        if state.layout is Layout.PERMUTED:  # both parts are there already
+        if state.layout is Layout.PERMUTED:  # draft and residual KV are on the device
             if to is Residency.HOST:
                 return self._offload(state, tree_cache)
             made = True
@@ -445,11 +446,11 @@ class KVPlacement:
             self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.slots)
 
     def _tell_scheduler(self, state: RequestState) -> None:
-        """Leave on SGLang's request what our hooks read of a split one.
+        """Set the attributes that our hooks read from SGLang's request.
 
-        ``vericache_room``: slots it uses before the next allocation
-        (patches: speculative_eagle_utils). ``vericache_swapped_slots``: what it will
-        want back (patches: managers_schedule_policy).
+        ``vericache_room``: slots the request uses before the next allocation
+        (patches: speculative_eagle_utils). ``vericache_swapped_slots``: slots it needs
+        to be swapped in (patches: managers_schedule_policy).
         """
         parts, req = state.parts, state.req
         if parts is None:
@@ -459,11 +460,11 @@ class KVPlacement:
         if parts.layout is Layout.SWAPPED:
             req.vericache_room, req.vericache_swapped_slots = 0, parts.swapped_slots
         elif parts.layout is Layout.KEPT or parts.draft_row >= 0:
-            # One round may be committed late (overlap), the next one is written.
+            # With overlap one cycle may be unreported while the next one is written.
             req.vericache_room = 2 * (self._config.draft_length + 1)
 
     def _weigh_codes(self) -> float:
-        """Time what reading a coded token takes, in exact slots."""
+        """Measure the time to read a coded token, relative to an exact slot."""
         if self.codes is None:
             return 1.0
         slot_s = self._tp_sync.measured.iteration.coefficients
@@ -473,7 +474,7 @@ class KVPlacement:
         return 1.0 + self.codes.seconds_per_token() / exact_s
 
     def _take_draft_row(self, state: RequestState) -> None:
-        """List the draft part in a row of its own; the own row lists more."""
+        """List the draft KV in a draft block-table row; the own row lists more."""
         parts = state.parts
         if parts is None:
             return

@@ -1,4 +1,4 @@
-"""The memory ledger's view of flags, where no SGLang and no GPU resolves them."""
+"""Describes a planned server to the memory ledger, without SGLang or a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLAGS: Mapping[str, type] = {
 """SGLang's flags that the ledger reads, and their types."""
 
 BACKENDS: Mapping[int, str] = {9: "fa3", 10: "trtllm_mha"}
-"""Attention backend by the major compute capability; ours on every other GPU."""
+"""Major compute capability -> attention backend; ours on every other GPU."""
 
 AUDITED: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("qwen3-8b", "h200", {}),
@@ -43,14 +43,14 @@ AUDITED: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("qwen3-32b", "h100-sxm", {"context_length": 32768}),
     ("mistral-small-24b", "rtx-pro-6000", {}),
 )
-"""Model, GPU and flags of the deployments whose memory docs/planning.md shows."""
+"""Model, GPU and flags of the deployments listed in docs/planning.md."""
 
 TRTLLM_PAGE = 64
 """Page size that SGLang sets for trtllm_mha."""
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    """Add those of SGLang's flags that the ledger reads; without defaults."""
+    """Add the SGLang flags that the ledger reads, without defaults."""
     group = parser.add_argument_group("SGLang")
     for name, kind in FLAGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind)
@@ -76,14 +76,14 @@ def planned(
     capability: tuple[int, int] | None,
     flags: Mapping[str, Any],
 ) -> Deployment:
-    """Describe the server that flags would start, with SGLang's defaults and ours.
+    """Describe the server that flags would start, with default values filled in.
 
     Args:
         model: Shape of the model.
         config: Settings of VeriCache.
         gpu_mib: Memory of one GPU, in MiB.
-        capability: Of the GPU; None: no backend of SGLang's is expected to serve it.
-        flags: SGLang's by field name; a missing one and None are left to the defaults.
+        capability: Compute capability of the GPU; None: assume our own backend.
+        flags: Field name -> value of SGLang's flags; missing or None: the default.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     tier, ranks = tier_of(gpu_mib), given.get("tp_size", 1)
@@ -102,7 +102,7 @@ def planned(
     if given.get("disable_cuda_graph"):
         most = captured = 0
     fraction = fraction_static(gpu_mib, ranks, chunk, most, captured)
-    # What a compressor looks at runs outside graphs (runtime/cuda_arguments.py).
+    # Observed phases run outside graphs (runtime/cuda_arguments.py).
     observed = needs.q_tail or needs.q_stream or needs.hidden or needs.probes
     if observed or backend == "vericache":
         captured = 0

@@ -1,4 +1,4 @@
-"""Further forwards over a finished prompt, for selectors that ask the model (KVzip)."""
+"""Probe forwards over a prefilled prompt, for selectors that need them (KVzip)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 class Probing:
-    """Runs a selector's probes, one an iteration, while their request decodes plainly.
+    """Runs a selector's probes, one per iteration, during autoregressive decoding.
 
-    A probe's tokens stand behind the prompt, in slots of their own that are freed after
-    the forward; the prompt's KV is read and stays as it is. The last layer's queries
-    and keys are all that is wanted of it: what it attends to is not computed.
+    A probe's tokens follow the prompt, in slots that are freed after the forward; the
+    prompt's KV is read and not changed. Of the last layer only queries and keys are
+    needed, so its attention is skipped.
 
     Args:
-        selector: Bound; None, or one without ``Needs.probes``, runs nothing.
-        watch: Owns the selector's requests.
-        handles: Pool and row table.
+        selector: Bound selector; None, or one without ``Needs.probes``, runs nothing.
+        watch: Prefill observer that holds the selector's state per request.
+        handles: KV pool and block table.
         model_runner: The target's runner.
-        row: Row of the table that nobody lists outside a forward.
+        row: Block-table row that is unused outside a forward.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Probing:
         self.forwards = 0
 
     def done(self, state: RequestState) -> bool:
-        """Say whether every probe of a prompt ran, or there is none to run."""
+        """Return whether all probes of a prompt have run; True if it has none."""
         if self._selector is None:
             return True
         if state.rid not in self._waiting:
@@ -76,12 +76,12 @@ class Probing:
         """Run the next probe of a request.
 
         Args:
-            state: A request of the batch whose prompt is whole and not ``done``.
-            batch_index: Its position in the batch.
+            state: An uncompressed request of the batch that is not ``done``.
+            batch_index: Its index in the batch.
             batch: The decode batch; not modified.
 
         Returns:
-            False where no slots are free for it now; nothing happened.
+            False if not enough slots are free; nothing changed.
         """
         probe = self._waiting[state.rid][0]
         page = self._handles.geometry.page_size
@@ -97,7 +97,7 @@ class Probing:
         return True
 
     def forget(self, rid: str) -> None:
-        """Drop the probes of a request; nothing happens when there are none."""
+        """Drop the probes of a request, if any."""
         self._waiting.pop(rid, None)
 
     def _run(
@@ -131,7 +131,7 @@ class Probing:
             positions=positions,
         )
         forward = build_forward(copy.copy(batch), inputs, self._runner)
-        # As an extend SGLang computes the logits of the last token only.
+        # For an extend SGLang computes the logits of the last token only.
         forward.forward_mode = ForwardMode.EXTEND
         forward.spec_info = None
         body = own.to(torch.int64)
@@ -170,7 +170,7 @@ class Probing:
         return observe
 
     def _fits(self, state: RequestState, probe: Probe) -> bool:
-        """Say whether a probe fits behind the prompt; positions are limited."""
+        """Return whether a probe after the prompt fits the model's context."""
         end = state.prompt + len(probe.tokens)
         context: int = self._runner.model_config.context_len
         fits = end <= min(self._handles.table.shape[1], context)

@@ -1,8 +1,8 @@
-"""What an error inside an iteration costs: one request's KV, or that of all that run.
+"""Recovery from errors in an iteration: prefill one request or all requests again.
 
-Tokens that were emitted were verified, so a request whose KV is in doubt loses nothing
-but time: it is sent back to prefill and decodes autoregressively from there. The second
-time it is aborted, with an error to its client.
+Emitted tokens were verified, so a request whose KV is unreliable loses only time: it is
+sent back to prefill and then decodes autoregressively. After a second error the request
+is aborted, with an error to its client.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_ERRORS = 1
-"""Errors after which a request is prefilled again; after one more it is aborted."""
+"""Errors after which a request is prefilled again; one more aborts it."""
 
 MOST_LOGGED = 20
-"""Errors that are logged with their traceback; all are counted."""
+"""Errors that are logged with a traceback; all are counted."""
 
 
 class Recovery:
-    """The one place that decides what goes on after an error.
+    """Decides how the server continues after an error.
 
     Args:
-        states: Requests that live, by rid.
-        runtime: Plans them.
+        states: rid -> running request.
+        runtime: Schedules the requests.
         placement: Holds their KV.
-        strict: Raise every error, as SGLang's strict memory checks want it.
+        strict: Raise every error, as SGLang's strict memory checks require.
 
     Attributes:
-        pending: What rows list is in doubt: every request is to give its KV back, and
-            all that is booked to be forgotten (patches: managers_scheduler_retraction).
-        doubtful: Something may be booked that nobody has: to be forgotten once no
+        pending: Block-table rows are unreliable: the KV of every request must be freed
+            and all accounting reset (patches: managers_scheduler_retraction).
+        doubtful: Resources may have leaked: all accounting must be reset once no
             request runs (patches: managers_scheduler).
     """
 
@@ -67,7 +67,7 @@ class Recovery:
 
     @contextmanager
     def of_request(self, state: RequestState) -> Iterator[None]:
-        """Have an error inside cost this request its KV, and nobody else's."""
+        """On an error inside, prefill this request again and no other."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (``_admit`` raises what it must)
@@ -78,7 +78,7 @@ class Recovery:
 
     @contextmanager
     def of_arrival(self, req: Req) -> Iterator[None]:
-        """Have an error inside abort a request that has no state yet."""
+        """On an error inside, abort a request that has no state yet."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
@@ -88,20 +88,20 @@ class Recovery:
 
     @contextmanager
     def of_all(self) -> Iterator[None]:
-        """Have an error inside cost all that run their KV, and the cache its own."""
+        """On an error inside, prefill every request again and flush the cache."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
             self.all_lost(error)
 
     def all_lost(self, error: Exception) -> None:
-        """Send every request back to prefill, and have all that is booked forgotten.
+        """Send every request back to prefill and schedule a reset of all accounting.
 
         Args:
-            error: Of which it is not known whom it concerns.
+            error: Not attributable to a single request.
 
         Raises:
-            Exception: ``error``, where it may not be gone on after.
+            Exception: ``error``, if it is not recoverable.
         """
         self._admit(error, "every running request")
         self._memory.counters.iteration_errors += 1
@@ -112,9 +112,10 @@ class Recovery:
                 self._lose(state, error)
 
     def lose(self, state: RequestState) -> None:
-        """Have the scheduler send a request back to prefill; nothing wrong was emitted.
+        """Mark a request to be sent back to prefill; its emitted tokens are correct.
 
-        Read by the hook on the scheduler (patches: managers_scheduler_retraction).
+        The hook on the scheduler reads the mark
+        (patches: managers_scheduler_retraction).
         """
         if state.lost:
             return
@@ -128,7 +129,7 @@ class Recovery:
         )
 
     def each_of(self, *steps: Callable[[], object]) -> None:
-        """Make every step, whatever comes of the others; each gives something back."""
+        """Run every step even if others fail; each step frees a resource."""
         for step in steps:
             try:
                 step()
@@ -140,7 +141,7 @@ class Recovery:
                     self._memory.segments.abandon()
 
     def complete(self) -> None:
-        """All that was booked is forgotten, and nothing runs."""
+        """Clear the flags after all accounting was reset and no request runs."""
         self.pending = self.doubtful = False
 
     def _lose(self, state: RequestState, error: Exception) -> None:
@@ -153,7 +154,7 @@ class Recovery:
             _abort(req, error)
 
     def _admit(self, error: Exception, costs: str) -> None:
-        """Log an error that may be gone on after; raise every other one."""
+        """Log a recoverable error; raise any other."""
         if self._strict or isinstance(error, torch.AcceleratorError):
             raise error
         counters = self._memory.counters
@@ -166,7 +167,7 @@ class Recovery:
 
 
 def _abort(req: Req, error: Exception) -> None:
-    """Have a request leave its batch as an aborted one does, with an error."""
+    """Finish a request as aborted, with an error to its client."""
     req.skip_radix_cache_insert = True
     message = f"VeriCache: {type(error).__name__}: {quoted(str(error))}"
     req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")

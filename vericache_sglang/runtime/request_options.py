@@ -1,4 +1,4 @@
-"""What a request may ask of VeriCache: ``custom_params`` {"vericache": {...}}."""
+"""Per-request VeriCache options: ``custom_params`` {"vericache": {...}}."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FIELDS = ("enabled", "draft_length", "report")
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request's wishes.
+    """One request's options.
 
     Attributes:
-        enabled: Draft for it where that pays; else decode it plainly.
-        draft_length: Longest draft.
-        report: Put its figures into OpenAI's ``usage`` too.
+        enabled: Speculate if profitable; False: always decode autoregressively.
+        draft_length: Maximum draft length, in tokens.
+        report: Also return its statistics in OpenAI's ``usage``.
     """
 
     enabled: bool
@@ -30,14 +30,14 @@ class RequestOptions:
 
 
 def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestOptions:
-    """Read a request's wishes.
+    """Read and validate a request's options.
 
     Args:
         custom_params: ``SamplingParams.custom_params``.
-        most: The server's draft length; the default, and the longest allowed.
+        most: The server's draft length: the default and the maximum.
 
     Raises:
-        ConfigError: A field is unknown, or its value is; the message names it.
+        ConfigError: A field or its value is invalid; the message names it.
     """
     if custom_params is not None and not isinstance(custom_params, dict):
         raise ConfigError(

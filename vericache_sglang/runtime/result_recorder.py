@@ -1,4 +1,4 @@
-"""What a forward came to, for its requests, the runtime and the counters."""
+"""Records the results of a forward in its requests, the runtime and the counters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class ResultRecorder:
-    """Records a row's launch, and later, maybe at once, its outcome.
+    """Records the launch of a row and, now or later, its results.
 
     Args:
-        placement: Staging ends with the launch of what read it; counters.
-        runtime: Begins the next round at the launch and learns when it lands.
-        states: Requests that live, by rid.
+        placement: Frees staged KV at the launch of its verification; has the counters.
+        runtime: Starts the next draft-verify cycle at the launch and receives results.
+        states: rid -> running request.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class ResultRecorder:
 
         Args:
             state: The request.
-            at: Its position in the schedule batch.
+            at: Its index in the schedule batch.
             verifies: The row verifies its drafts.
-            emits: It verifies, or decodes plainly.
+            emits: The row verifies or decodes autoregressively.
         """
         if not emits:
             state.launch_draft()
@@ -54,15 +54,15 @@ class ResultRecorder:
         return PendingRow(state, at, drafts, state.round, verifies)
 
     def land(self, pending_row: PendingRow, tokens: list[int]) -> bool:
-        """Record a row's outcome; that of a request that has left, or will, is nothing.
+        """Record a row's results; discard those of finished or lost requests.
 
         Args:
             pending_row: From ``launch``.
-            tokens: The draft, or what was emitted.
+            tokens: The drafted token, or the emitted tokens.
 
         Returns:
-            False where the request had ended before its results were known; they are
-            discarded and nothing was counted.
+            False if the request had ended before its results were known; they are
+            discarded and not counted.
         """
         state = pending_row.state
         if self._states.get(state.rid) is not state or state.lost:

@@ -1,4 +1,4 @@
-"""What the runtime is told of the server once, and of a request when it arrives."""
+"""Scheduler inputs: settings of the server and the shape of each new request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def runtime_settings(
     config: VeriCacheConfig, placement: KVPlacement
 ) -> RuntimeSettings:
-    """Return what the runtime has to know; sizes are the pool's."""
+    """Return the runtime's settings, with sizes taken from the pool."""
     return RuntimeSettings(
         pacing=config.pacing,
         residency=config.residency,
@@ -38,13 +38,13 @@ def shape_of(
     cached: bool,
     overlap: bool,
 ) -> Shape:
-    """Return what the runtime plans a request by.
+    """Return the shape by which the runtime plans a request.
 
     Args:
-        state: The request; its prompt is whole on the device.
-        budget: Counts of its prompt.
-        placement: Prices its draft part.
-        cached: There is a prefix tree, whose slots are never permuted.
+        state: The request; its full prompt KV is on the device.
+        budget: Budget of its prompt.
+        placement: Returns the read and transfer cost of its KV.
+        cached: A prefix tree exists; its slots are never permuted.
         overlap: The prefill's result (the tree insertion) is processed only after the
             first decode was launched.
     """

@@ -1,7 +1,7 @@
-"""Host memory as tensor-parallel ranks use it: what one may do, all do.
+"""Tensor-parallel host store: all ranks make the same changes or none does.
 
-Ranks hold different KV heads, so a host copy may be damaged, a residual larger, or two
-complements equal on one of them only. What follows from that is agreed on first.
+Ranks hold different KV heads, so a host copy may be corrupt, a residual larger, or two
+residual KVs equal on one rank only. Ranks exchange this before they change the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Obstacle(IntEnum):
-    """What stands in a move's way on one rank; the largest of all ranks' counts."""
+    """Why a rank cannot make a move; the largest value over all ranks decides."""
 
     NONE = 0
     NO_ROOM = 1
@@ -40,12 +40,12 @@ class Obstacle(IntEnum):
 
 
 class TensorParallelHost:
-    """Asks the other ranks before this rank's host store changes.
+    """Synchronises with the other ranks before this rank's host store changes.
 
     Args:
-        tp_sync: Of the ranks.
-        host: Where this rank's complements and parked images are.
-        budget: Returns the counts of a prompt that was not split yet.
+        tp_sync: Tensor-parallel sync.
+        host: This rank's residual KV and swapped-out images.
+        budget: Returns the budget of a prompt that is not compressed yet.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class TensorParallelHost:
         self._group_of: dict[str, str] = {}
 
     def permits(self, move: Move, state: RequestState) -> bool:
-        """Say whether every rank has room for a move; True where this one is alone.
+        """Return whether every rank has room for a move; True with a single rank.
 
         Raises:
-            LostKVError: A rank's host copy is damaged; raised on all of them.
+            LostKVError: A rank's host copy is corrupt; raised on all ranks.
         """
         if self._tp_sync.alone:
             return True
@@ -75,14 +75,14 @@ class TensorParallelHost:
         return worst == Obstacle.NONE
 
     def settles(self, made: bool, lost: bool) -> bool:
-        """Say whether a move that every rank tried was made on all of them.
+        """Return whether a move that every rank tried was made on all ranks.
 
         Args:
-            made: It was made here; what was refused changed nothing.
-            lost: The request's KV is not whole any more here.
+            made: This rank made the move; a refused move changed nothing.
+            lost: This rank lost part of the request's KV.
 
         Raises:
-            LostKVError: It was lost on a rank, or made on some of them only.
+            LostKVError: A rank lost KV, or only some ranks made the move.
         """
         ranks = self._tp_sync.gather([float(made), float(lost)])
         if any(row[1] for row in ranks) or len({row[0] for row in ranks}) > 1:
@@ -90,20 +90,20 @@ class TensorParallelHost:
         return made
 
     def joins(self, state: RequestState) -> bool:
-        """Say whether every rank can make a finished row whole, or none is asked."""
+        """Return whether every rank can restore a finished request; True if alone."""
         if self._tp_sync.alone:
             return True
         return self._tp_sync.every(_intact(self._host.residual(state.rid)))
 
     def share(self, rid: str) -> None:
-        """Let a request refer to an equal complement, if every rank has one.
+        """Share an equal residual KV of another request, if every rank has one.
 
         Raises:
-            InvariantError: The host store found another one than the ranks agreed on.
+            InvariantError: The host store found a different one than the ranks chose.
         """
         host, own = self._host, self._host.residual(rid)
         if self._tp_sync.alone:
-            # A CUDA copy is sealed by its thread, too late to compare it now.
+            # A CUDA copy is sealed by its thread later, so it cannot be compared now.
             if own.sealed:
                 host.share(rid)
             return
@@ -122,7 +122,7 @@ class TensorParallelHost:
         self._holders.setdefault(name, {})[rid] = None
 
     def forget(self, rid: str) -> None:
-        """A request has let go of its complement, if it had one."""
+        """Drop a request's residual KV from the groups, if it had one."""
         name = self._group_of.pop(rid, None)
         if name is None:
             return
@@ -131,9 +131,9 @@ class TensorParallelHost:
             del self._holders[name], self._prints[name]
 
     def _twin(self, prints: tuple[float, ...]) -> str | None:
-        """Return the complement that every rank's store would find equal first."""
+        """Return the group that every rank's store would find equal first, or None."""
         if any(min(each) < 0 for each in (prints, *self._prints.values())):
-            return None  # what was not sealed could not be compared
+            return None  # an unsealed residual cannot be compared
         found = {
             next((n for n, held in self._prints.items() if held[rank] == mine), None)
             for rank, mine in enumerate(prints)
@@ -141,7 +141,7 @@ class TensorParallelHost:
         return found.pop() if len(found) == 1 else None
 
     def _obstacle(self, move: Move, state: RequestState) -> Obstacle:
-        """Say what stands in a move's way here."""
+        """Return why this rank cannot make a move."""
         host, fits, intact = self._host, True, True
         if isinstance(move, Load):
             intact = _intact(host.residual(state.rid))
@@ -162,7 +162,7 @@ class TensorParallelHost:
 
 
 def _intact(image: HostImage) -> bool:
-    """Say whether the checksums of what is in host memory hold."""
+    """Return whether all checksums of a host image hold."""
     try:
         for layer in range(image.layers):
             image.verify(layer)

@@ -1,8 +1,8 @@
-"""What tensor-parallel ranks tell each other, so that all of them plan alike.
+"""Tensor-parallel sync: exchanges rank-local values so that all ranks plan alike.
 
-Every rank runs the same scheduler over the same requests and tokens. What a rank alone
-knows is how long things took, which copies have arrived, what its host memory holds and
-how its own KV heads scored; here the ranks agree on it. One rank alone asks nobody.
+Every rank runs the same scheduler over the same requests and tokens. Only measured
+times, completed copies, host memory and the scores of KV heads differ between ranks;
+these are synchronised here. A single rank communicates nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.plan import Plan, World
 
 EXACT = 1 << 52
-"""Integers below it travel as float64 without rounding."""
+"""Integers below this are exact in float64."""
 
 COEFFICIENTS = slice(0, 4)
 ITERATION = 4
@@ -42,35 +42,35 @@ SPLIT = 9
 HOST_SLOTS = 10
 COUNT = 11
 PREFETCHES = 12
-"""Where each value of an iteration's message stands; reloads fill the rest."""
+"""Index of each value in an iteration's message; prefetches fill the rest."""
 
 
 class ToldIteration(IterationModel):
-    """Rank 0's model of the iteration, as it was told last."""
+    """Rank 0's iteration model as of the last sync."""
 
     def tell(self, coefficients: Sequence[float], iteration_s: float) -> None:
-        """Take the values over, in seconds."""
+        """Set the values, in seconds."""
         base, token, read, product = coefficients
         self._values = (base, token, read, product)
         self.iteration_s.value = iteration_s
 
 
 class ToldLink(LinkEstimate):
-    """Rank 0's estimate of the link, as it was told last."""
+    """Rank 0's link estimate as of the last sync."""
 
     def tell(self, rates: Sequence[float]) -> None:
-        """Take the rates over, in bytes/s, in the order of ``report``."""
+        """Set the rates, in bytes/s, in the order of ``report``."""
         for mean, rate in zip(self._rates.values(), rates, strict=True):
             mean.value = rate
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the ranks agreed on for one plan.
+    """Synchronised inputs of one plan.
 
     Attributes:
         host_slots: KV slots that still fit every rank's host budget.
-        prefetches: Progress of each reload: that of the rank that is furthest behind.
+        prefetches: Progress of each prefetch on the slowest rank.
     """
 
     host_slots: int
@@ -78,18 +78,18 @@ class Agreed:
 
 
 class TensorParallelSync:
-    """Makes what one rank knows known to all; every rank makes the same calls.
+    """Synchronises values across ranks; every rank makes the same calls.
 
     Args:
-        measured: What this rank measures; the caller keeps feeding it.
-        group: The ranks' gloo group; None for a rank that is alone.
-        most_prefetches: Reloads that may be under way at once.
-        strict: Compare the ranks' plans too.
+        measured: This rank's measurements; the caller keeps updating them.
+        group: The ranks' gloo group; None for a single rank.
+        most_prefetches: Maximum concurrent prefetches.
+        strict: Also compare the ranks' plans.
 
     Attributes:
-        alone: There is one rank: nothing is sent, and what it measures is planned by.
-        leads: This is rank 0, which reports for all.
-        estimates: What to plan by: rank 0's measurements as of the last ``hear``.
+        alone: There is one rank: nothing is sent and it plans by its own measurements.
+        leads: This is rank 0, which reports for all ranks.
+        estimates: Planning inputs: rank 0's measurements as of the last ``hear``.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class TensorParallelSync:
         self._secret = int(self.first(secrets.randbelow(EXACT)))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values, by rank; as many from each, float64.
+        """Return each rank's values in rank order, as float64; blocks on all ranks.
 
-        The caller waits for the slowest rank.
+        Every rank passes the same number of values.
         """
         if self._group is None:
             return [list(values)]
@@ -133,9 +133,9 @@ class TensorParallelSync:
         return self.gather([value])[0][0]
 
     def mean_of_all(self, value: float | None) -> float | None:
-        """Return the mean over the ranks, added up in their order.
+        """Return the mean over the ranks, summed in rank order.
 
-        None where a rank has none: the call that was to make it may fail on one.
+        None if any rank has no value, because computing it failed there.
         """
         rows = self.gather([float(value is not None), value or 0.0])
         if not all(known for known, _ in rows):
@@ -143,23 +143,23 @@ class TensorParallelSync:
         return sum(mine for _, mine in rows) / self._ranks
 
     def most(self, value: int) -> int:
-        """Return the largest of the ranks' values, each below ``EXACT``."""
+        """Return the maximum over the ranks; values must be below ``EXACT``."""
         return int(max(row[0] for row in self.gather([value])))
 
     def every(self, holds: bool) -> bool:
-        """Say whether something holds on all ranks."""
+        """Return whether a condition holds on all ranks."""
         return not self.most(not holds)
 
     def hear(self, host_slots: int, prefetches: Sequence[int]) -> Agreed:
-        """Exchange what a plan depends on; rank 0's measurements become everybody's.
+        """Synchronise the inputs of a plan; all ranks use rank 0's measurements.
 
         Args:
             host_slots: KV slots that still fit this rank's host budget.
-            prefetches: Progress of every reload here, in the order they were started; a
-                smaller number is further behind.
+            prefetches: Progress of every prefetch on this rank, in the order they were
+                started; smaller is less complete.
 
         Raises:
-            InvariantError: The ranks have not started the same number of reloads.
+            InvariantError: The ranks have started different numbers of prefetches.
         """
         if self.alone:
             return Agreed(host_slots, tuple(prefetches))
@@ -186,10 +186,10 @@ class TensorParallelSync:
         )
 
     def check(self, world: World, plan: Plan) -> None:
-        """Compare the ranks' plans, where SGLang's strict memory checks are on.
+        """Compare the ranks' plans if SGLang's strict memory checks are on.
 
         Raises:
-            InvariantError: They differ; the message names the iteration.
+            InvariantError: The plans differ; the message names the iteration.
         """
         if self.alone or not self._strict:
             return
@@ -202,7 +202,7 @@ class TensorParallelSync:
             )
 
     def same_noise(self, state: RequestState) -> None:
-        """Key the noise of an unseeded request alike on every rank; each drew a key."""
+        """Set an unseeded request's noise key to rank 0's; each rank drew its own."""
         drew = state.profile.rule in (SamplingRule.COUPLED, SamplingRule.REJECTION)
         if (
             self.alone
@@ -218,12 +218,12 @@ class TensorParallelSync:
 def open_tp_sync(
     measured: Estimates, tp_size: int, most_prefetches: int
 ) -> TensorParallelSync:
-    """Return the agreement of SGLang's tensor-parallel ranks.
+    """Create the sync of SGLang's tensor-parallel ranks.
 
     Args:
-        measured: What this rank measures.
-        tp_size: Their number.
-        most_prefetches: Reloads that may be under way at once.
+        measured: This rank's measurements.
+        tp_size: Number of ranks.
+        most_prefetches: Maximum concurrent prefetches.
     """
     if tp_size == 1:
         return TensorParallelSync(measured)

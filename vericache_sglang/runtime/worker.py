@@ -1,4 +1,4 @@
-"""The speculative worker SGLang calls: prefill, decode, and a request's end."""
+"""The speculative worker that SGLang calls: prefill, decode and release."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 class VeriCacheWorker(BaseSpecWorker):
     """See ``BaseSpecWorker``; target and drafter are the same model runner.
 
-    Owns the truth about every decoding request (``RequestState``), as far as the host
-    has heard; the rest is on the token board. SGLang's scheduler sees rows as long as
-    the table says and accept lengths between 0 (drafting or waiting) and d + 1
+    Owns the state of every decoding request (``RequestState``) as reported to the host;
+    unreported tokens are in the draft token buffer. SGLang's scheduler sees row lengths
+    as in the block table and accept lengths from 0 (drafting or waiting) to d + 1
     (verified).
 
     Args:
@@ -99,7 +99,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """No second worker: drafts come from the target's own draft part."""
+        """None: the target model drafts on its own draft KV."""
         return None
 
     def alloc_memory_pool(
@@ -108,7 +108,7 @@ class VeriCacheWorker(BaseSpecWorker):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """See ``BaseSpecWorker``; runs before attention backends read the row table."""
+        """See ``BaseSpecWorker``; runs before attention backends are created."""
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         pool = token_to_kv_pool_allocator.get_kvcache()
@@ -139,7 +139,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self._states,
             self.runtime,
             self.placement,
-            # Ranks that recover apart would not plan alike any more.
+            # If ranks recovered independently, their plans would diverge.
             strict=strict or not self._tp_sync.alone,
         )
         probing = Probing(
@@ -191,7 +191,7 @@ class VeriCacheWorker(BaseSpecWorker):
         req_to_token_pool.on_free = self.release
 
     def init_attention_backends(self) -> None:
-        """See ``BaseSpecWorker``; from here on the layers report their queries."""
+        """See ``BaseSpecWorker``; also installs the observers of queries and keys."""
         self.placement.watch.watch(self.model_runner.model)
 
     # -- called by the scheduler ------------------------------------------------
@@ -202,7 +202,7 @@ class VeriCacheWorker(BaseSpecWorker):
         on_publish: Callable[[torch.Tensor], None] | None = None,
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
-        """Run one iteration of SGLang's batch; see the class."""
+        """Run one prefill or decode iteration of SGLang's batch."""
         if batch.forward_mode.is_decode():
             result = self._decoding.run(batch)
         else:
@@ -216,7 +216,7 @@ class VeriCacheWorker(BaseSpecWorker):
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
-        """Hear of a decode's tokens; SGLang has them on the host now.
+        """Record the results of a decode, which SGLang has copied to the host.
 
         Called for every decode result, in order, before it is processed
         (``batch_result_processor.py``).
@@ -225,7 +225,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self._in_flight.land_reported()
 
     def prepare_for_kv_cache_release(self, req: Req) -> None:
-        """Make a finished request's row whole for the prefix tree, if there is room.
+        """Restore a finished request's full KV for the prefix tree, if there is room.
 
         Looked up by name in ``batch_result_processor.py``, right before the release.
         """
@@ -240,7 +240,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 self.placement.join(state, self._tree_cache)
             keep_last_token(state)
             known = True
-        if not known:  # what its row lists
+        if not known:  # the contents of its block-table row
             req.skip_radix_cache_insert = True
 
     def release(self, req: Req) -> None:
@@ -255,10 +255,10 @@ class VeriCacheWorker(BaseSpecWorker):
             return
         each_of(
             lambda: self.runtime.leave(req.rid),
-            state.drop_drafts,  # a retracted request keeps its grammar
+            state.drop_drafts,  # roll back the grammar, which a retracted request keeps
         )
         if state.parts is not None:
-            # A retracted request prefills again and is an ordinary one until split.
+            # A retracted request prefills again and is uncompressed until then.
             req.skip_radix_cache_insert = not state.parts.insertable
             self.placement.release(state, each_of)
             self.placement.check(self._states)
@@ -267,20 +267,20 @@ class VeriCacheWorker(BaseSpecWorker):
 
     @property
     def forgets_all(self) -> bool:
-        """Whether every request is to give its KV back, and all is to be forgotten.
+        """Whether the KV of every request must be freed and all accounting reset.
 
-        Asked for by the hook on the scheduler (patches: managers_scheduler_retraction).
+        Read by the hook on the scheduler (patches: managers_scheduler_retraction).
         """
         return self._recovery.pending
 
     def take_back(self, scheduler: Any, batch: ScheduleBatch) -> None:
-        """Take the KV of every request at once, with all that is cached and booked.
+        """Reset the KV of all requests, the prefix cache and all accounting at once.
 
-        Nothing of it is freed piece by piece: what is booked is in doubt.
+        Nothing is freed individually, because the accounting is unreliable.
 
         Args:
-            scheduler: SGLang's ``Scheduler``; the requests are queued there again.
-            batch: Its running batch, which is empty then.
+            scheduler: SGLang's ``Scheduler``; the requests return to its queue.
+            batch: Its running batch; empty afterwards.
         """
         from sglang.srt.managers.scheduler import _make_abort_req
 
@@ -304,14 +304,14 @@ class VeriCacheWorker(BaseSpecWorker):
 
     @property
     def doubts(self) -> bool:
-        """Whether all is to be forgotten once no request runs.
+        """Whether all accounting must be reset once no request runs.
 
-        Asked for by the hook on the scheduler (patches: managers_scheduler).
+        Read by the hook on the scheduler (patches: managers_scheduler).
         """
         return self._recovery.doubtful or self.placement.segments.abandoned
 
     def forget_all(self) -> None:
-        """Forget what is booked; SGLang forgets its slots and its cache with it."""
+        """Reset all accounting; SGLang resets its slots and cache at the same time."""
         self._in_flight.land_all()
         for state in list(self._states.values()):
             self.release(state.req)
@@ -320,17 +320,17 @@ class VeriCacheWorker(BaseSpecWorker):
         self._recovery.complete()
 
     def _new_weights(self) -> None:
-        """Leave the store alone from now on: its KV is of the weights before."""
+        """Stop using the store, because its KV is of the previous weights."""
         self.placement.segments.leave_store()
 
     def clear_cache_pool(self) -> None:
-        """Forget everything; SGLang has flushed its caches and nothing runs."""
+        """Reset everything; SGLang has flushed its caches and no request runs."""
         self._in_flight.land_all()
         for state in list(self._states.values()):
             self.release(state.req)
 
     def report(self) -> dict[str, Any]:
-        """Return counters and what is held now, for ``GET /get_server_info``."""
+        """Return counters and current holdings, for ``GET /get_server_info``."""
         return self._guard.call(
             "report",
             lambda: {
@@ -354,7 +354,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
 
     def _read_rate(self) -> float:
-        """Return the rate at which forwards read KV, as the iterations show it."""
+        """Return the rate at which forwards read KV, from observed iterations."""
         read_s = self.runtime.estimates.iteration.coefficients.per_read_s
         return self.placement.geometry.token_bytes / read_s if read_s else 0.0
 
@@ -385,7 +385,7 @@ class VeriCacheWorker(BaseSpecWorker):
         return result
 
     def _arrive(self, req: Req, length: int) -> RequestState:
-        """Begin a request's state; a middle chunk's is replaced by the next chunk's."""
+        """Create a request's state; each prefill chunk replaces the previous one."""
         fits = self.placement.splitter.budget(length) is not None
         fits = fits and not self.placement.guard.off
         state = self._arrivals.state_of(req, length, fits)
@@ -394,6 +394,6 @@ class VeriCacheWorker(BaseSpecWorker):
         req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
         req.vericache_swapped_slots = 0
         whole = length >= len(req.origin_input_ids) + len(req.output_ids)
-        if whole and not state.eligible:  # nobody will read its queries
+        if whole and not state.eligible:  # its observations will not be used
             self.placement.watch.forget(req.rid)
         return state

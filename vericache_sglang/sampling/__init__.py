@@ -1,1 +1,1 @@
-"""The next token of every row, drafted or verified, by SGLang's own sampler."""
+"""Samples the next tokens of drafted and verified rows with SGLang's sampler."""

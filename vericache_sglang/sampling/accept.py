@@ -1,4 +1,4 @@
-"""Which drafted tokens a verification keeps (paper section 4.1, step 3)."""
+"""Greedy acceptance of drafted tokens (paper section 4.1, step 3)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 def accepted_tokens(drafts: Sequence[int], target: Sequence[int]) -> list[int]:
-    """Return the longest agreeing run of drafts and the target's next token.
+    """Return the longest matching prefix of drafts and the target's next token.
 
     Args:
         drafts: d drafted tokens, d >= 0.
         target: 1 to d + 1 tokens of the full-KV model: ``target[i]`` follows the
-            verified text and ``drafts[:i]``. Fewer than d + 1 where a grammar says
-            that nothing may follow ``drafts[len(target) - 1]``.
+            verified text and ``drafts[:i]``. Fewer than d + 1 if a grammar allows
+            nothing after ``drafts[len(target) - 1]``.
 
     Returns:
-        1 to ``len(target)`` tokens, equal to what one-token full-KV decoding emits.
+        1 to ``len(target)`` tokens, equal to autoregressive decoding with full KV.
 
     Raises:
         ValueError: ``target`` is empty, or longer than a verification can be.

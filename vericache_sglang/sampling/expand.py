@@ -1,4 +1,4 @@
-"""SGLang's sampling state of a batch, one row per position instead of per request."""
+"""Expands SGLang's sampling state from one row per request to one per position."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def expand(
     drafts before it.
 
     Args:
-        info: Of the schedule batch; not modified.
-        rows: Rows of the requests; N positions in all.
-        late: Custom processors see all output tokens but the last, as they do on
-            SGLang's overlap schedule.
+        info: Sampling state of the schedule batch; not modified.
+        rows: Rows of the requests, with N positions in total.
+        late: Custom processors see all output tokens but the last, as in SGLang's
+            overlap schedule.
 
     Returns:
-        The state of N rows, ready for ``apply_logits_bias``; and for every row of
-        ``rows`` how many of its positions mean something (a grammar may end).
+        The state of N rows, ready for ``apply_logits_bias``; and the number of valid
+        positions of each row of ``rows`` (a grammar may end earlier).
     """
     queries = [query for row in rows for query in row.queries]
     batch_indices, seeds = upload(
@@ -57,9 +57,9 @@ def expand(
 
 
 def pick(info: SamplingBatchInfo, rows: torch.Tensor) -> SamplingBatchInfo:
-    """Return what the sampler itself reads, for some rows, in their order.
+    """Return the sampler's inputs for a selection of rows, in the given order.
 
-    Penalties, masks, biases and processors are left out.
+    Penalties, masks, biases and processors are omitted.
 
     Args:
         info: State of n rows.
@@ -116,7 +116,7 @@ def _masks(
     grammars = [row.state.req.grammar for row in rows if row.state.cursor is not None]
     if not grammars:
         return None, usable
-    # On the host: what fills it on the device, row by row, waits (outlines).
+    # On the host: outlines would synchronise when filling device rows.
     mask = grammars[0].allocate_vocab_mask(
         vocab_size=info.vocab_size, batch_size=count, device="cpu"
     )
@@ -130,7 +130,7 @@ def _masks(
             usable[i] = cursor.mask_verified(row.state.drafts, mask, range(start, end))
         else:
             cursor.mask_next(mask, start)
-    # ``move_vocab_mask`` copies from pageable memory, which waits.
+    # ``move_vocab_mask`` copies from pageable memory, which synchronises.
     return GrammarMask(grammars[0], send(mask, info.device)), usable
 
 

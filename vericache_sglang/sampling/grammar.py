@@ -1,4 +1,4 @@
-"""A request's grammar, moved ahead over drafts and taken back to the verified text."""
+"""Grammar state of a request, advanced over drafts and rolled back after them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
 MOST_DRAFTS = 199
-"""Tokens a grammar can take back: xgrammar keeps 200 (``MAX_ROLLBACK_TOKENS``)."""
+"""Tokens a grammar can roll back: xgrammar keeps 200 (``MAX_ROLLBACK_TOKENS``)."""
 
 
 class GrammarCursor:
-    """Walks SGLang's grammar object of one request over text that may be rejected.
+    """Advances SGLang's grammar object of one request over drafts.
 
-    SGLang advances the grammar over verified tokens when it processes a result, so
-    whenever SGLang looks, the cursor must stand at the verified text: after a
-    verification and after a release, not while drafts are being made.
+    SGLang advances the grammar over verified tokens when it processes a result, so the
+    cursor must be at the end of the verified text whenever SGLang uses the grammar:
+    after a verification and after a release, but not during drafting.
 
     Args:
         grammar: ``Req.grammar``, with ``rollback``.
@@ -31,10 +31,10 @@ class GrammarCursor:
         self._allowed: torch.Tensor | None = None
 
     def mask_next(self, mask: torch.Tensor, row: int) -> None:
-        """Write which tokens may follow the text at the cursor.
+        """Write the mask of tokens allowed at the cursor.
 
         Args:
-            mask: What the grammar's ``allocate_vocab_mask`` made, all allowed.
+            mask: From the grammar's ``allocate_vocab_mask``, with all tokens allowed.
             row: Row of the mask.
         """
         grammar = self._grammar
@@ -43,10 +43,10 @@ class GrammarCursor:
         self._allowed = mask[row]
 
     def draft(self, token: int) -> bool:
-        """Step over one draft; say whether another one can follow.
+        """Advance over one draft; return whether another draft can follow.
 
-        Where nothing was allowed the draft is any token. It is not shown to the
-        grammar: llguidance would not take it back.
+        If no token was allowed the draft is arbitrary. It is not passed to the grammar,
+        because llguidance could not roll it back.
         """
         allowed, self._allowed = self._allowed, None
         if allowed is not None and not _bit(allowed, token):
@@ -59,7 +59,7 @@ class GrammarCursor:
     def mask_verified(
         self, drafts: Sequence[int], mask: torch.Tensor, rows: range
     ) -> int:
-        """Write the masks of a verification's positions, and go back to the start.
+        """Write the masks of a verification's positions, then roll back.
 
         Args:
             drafts: d drafted tokens.
@@ -67,7 +67,7 @@ class GrammarCursor:
             rows: d + 1 rows of the mask.
 
         Returns:
-            How many positions mean something, 1 to d + 1: none follows the token that
+            The number of valid positions, 1 to d + 1: none follows the token that
             completes the text.
         """
         self.settle()
@@ -82,10 +82,10 @@ class GrammarCursor:
         return usable
 
     def settle(self) -> None:
-        """Take every draft back."""
+        """Roll back every draft."""
         if self._ahead:
-            # SGLang sets it anew with every result, also while drafts are ahead; and
-            # llguidance takes an end token back only where it is set.
+            # SGLang sets it with every result, also during drafting, and llguidance
+            # rolls back an end token only if it is set.
             if self._ended:
                 self._grammar.finished = True
             self._grammar.rollback(self._ahead)

@@ -1,4 +1,4 @@
-"""Rows of one forward that SGLang's sampler treats alike."""
+"""Groups rows of one forward by the sampling path of SGLang's sampler."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ if TYPE_CHECKING:
 class Group:
     """Rows that are sampled in one call.
 
-    SGLang's sampler goes one way for a whole batch: argmax, noise over the vocabulary,
-    or noise over the tokens sorted for top-k and top-p. Which one a request takes must
-    not depend on its neighbours, or its seed would mean nothing, so each way gets a
-    call of its own.
+    SGLang's sampler uses one path for a whole batch: argmax, noise over the vocabulary,
+    or noise over the tokens sorted for top-k and top-p. A seeded request must not
+    change its path with the other requests of the batch, so each path has its own call.
 
     Attributes:
         rows: The rows.
-        usable: For each row, how many of its positions mean something.
-        rule: How their tokens are chosen.
-        filtered: Top-k, top-p or min-p cut their distributions.
+        usable: Number of valid positions of each row.
+        rule: Sampling rule of the rows.
+        filtered: Top-k, top-p or min-p filter their distributions.
         info: Sampling state, one row per position.
-        logits: [n, V], ready for temperature and sampling; the group's own copy.
-        positions: [n] int64.
-        logprobs: Log-probabilities are asked for.
+        logits: [n, V], ready for temperature and sampling; a copy.
+        positions: [n] int64, true positions of the last token before each.
+        logprobs: Log-probabilities are requested.
         top_logprobs_nums: Per position, as SGLang's sampler takes it.
         token_ids_logprobs: Per position, as SGLang's sampler takes it.
     """
@@ -69,12 +68,12 @@ def groups(
     logits: torch.Tensor,
     positions: torch.Tensor,
 ) -> Iterator[Group]:
-    """Part rows by the way they are sampled.
+    """Group rows by their sampling path.
 
     Args:
-        batch: The decode batch; says which log-probabilities are asked for.
-        rows: Rows with N positions in all.
-        usable: For each row, how many of its positions mean something.
+        batch: The decode batch; gives the requested log-probabilities.
+        rows: Rows with N positions in total.
+        usable: Number of valid positions of each row.
         info: Sampling state of the N positions.
         logits: [N, V], penalties, masks, biases and processors applied.
         positions: [N] int64, true positions of the last token before each.

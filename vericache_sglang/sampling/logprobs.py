@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, always the full KV's, as SGLang unpacks them."""
+"""Log-probabilities of emitted tokens under full KV, in SGLang's result layout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What a position's distribution says of the token chosen there.
+    """Log-probabilities at one position.
 
     Attributes:
-        value: Log-probability of the token.
-        top: Values and token ids of the most probable tokens; None where not asked.
-        chosen: Values and token ids of the tokens asked for; None where not asked.
+        value: Log-probability of the sampled token.
+        top: Values and token ids of the most probable tokens; None if not requested.
+        chosen: Values and token ids of the requested tokens; None if not requested.
     """
 
     value: float
@@ -28,7 +28,7 @@ class TokenLogprob:
 
 
 def read(output: LogitsProcessorOutput) -> list[TokenLogprob]:
-    """Return what SGLang's sampler wrote into ``output``, row by row."""
+    """Return the log-probabilities in ``output`` from SGLang's sampler, by row."""
     values = output.next_token_logprobs.tolist()
 
     def pairs(numbers: Any, tokens: Any) -> list[tuple[Any, Any] | None]:
@@ -49,16 +49,16 @@ class LogprobTable:
     """Collects the log-probabilities of one iteration.
 
     Attributes:
-        rows: Seat in the schedule batch -> one entry per emitted token.
+        rows: Batch index -> one entry per emitted token.
     """
 
     rows: dict[int, Sequence[TokenLogprob]] = field(default_factory=dict)
 
     def pack(self, batch_indices: int) -> LogitsProcessorOutput:
-        """Lay the entries out as ``_apply_decode_logprobs`` reads a verify's result.
+        """Return the entries in the layout that ``_apply_decode_logprobs`` reads.
 
         Args:
-            batch_indices: Requests of the batch, B.
+            batch_indices: B, requests of the batch.
 
         Returns:
             Log-probabilities [B, w] and lists of B * w entries, w >= 1.
@@ -85,6 +85,6 @@ class LogprobTable:
 
 
 def one_token_logprobs(output: LogitsProcessorOutput) -> None:
-    """Shape [requests] log-probabilities as rows of one token, as spec results are."""
+    """Reshape [requests] log-probabilities to rows of one token, as in spec results."""
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs.reshape(-1, 1)

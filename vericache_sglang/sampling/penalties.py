@@ -1,8 +1,8 @@
 """Frequency, presence and repetition penalties and ``min_new_tokens`` of one request.
 
-SGLang keeps them per batch, adds one token per decode step and cannot take a token
-back; drafts need them for texts that may be rejected, so the state is kept per request
-and made of verified tokens only. The arithmetic is that of ``sampling/penaltylib``.
+SGLang keeps penalties per batch, adds one token per decode step and cannot remove a
+token. Drafts may be rejected, so here the state is per request and counts verified
+tokens only. The arithmetic is that of ``sampling/penaltylib``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class PenaltyRows(NamedTuple):
 class Penalties:
     """One request's penalties over its verified output.
 
-    Under overlap SGLang counts a decode step late: while it prepares a step, the last
-    one's token is not known, so it counts the input's last token first and never the
-    newest output token (``ScheduleBatch.cumulate_penalty_output_tokens``). ``lagged``
-    does the same, as a request alone on plain SGLang sees it.
+    Under overlap SGLang counts with one step of delay: it prepares a step before the
+    last token is known, so it counts the input's last token first and never the newest
+    output token (``ScheduleBatch.cumulate_penalty_output_tokens``). ``lagged``
+    reproduces this for a request alone in its batch.
 
     Args:
         params: SGLang's ``SamplingParams``.
         stops: Tokens that ``min_new_tokens`` forbids.
         vocab_size: V, width of the logits.
-        device: Where the logits are.
+        device: Device of the logits.
         lagged: The input's last token under overlap; None counts without delay.
     """
 
@@ -79,12 +79,12 @@ class Penalties:
         """Return the penalties of the positions after ``drafts[:first]``, one by one.
 
         Args:
-            emitted: Output tokens verified.
+            emitted: Number of verified output tokens.
             drafts: d drafted tokens.
-            first: Drafts before the first position, in [0, d].
+            first: Number of drafts before the first position, in [0, d].
 
         Returns:
-            d + 1 - first rows; the last follows all drafts.
+            d + 1 - first rows; the last is for the position after all drafts.
         """
         ahead = [*self._uncounted, *drafts]
         frequency, presence = self._frequency.clone(), self._presence.clone()
@@ -112,7 +112,7 @@ class Penalties:
         presence: torch.Tensor,
         repetition: torch.Tensor,
     ) -> None:
-        # ``presence[token] = number`` is a copy from the host, and waits on a GPU.
+        # ``presence[token] = number`` copies from the host and synchronises on a GPU.
         frequency[token].add_(self._frequency_step)
         presence[token].fill_(self._presence_step)
         repetition[token].fill_(self._repetition_step)

@@ -1,4 +1,4 @@
-"""What a request's next token depends on beside its logits."""
+"""Sampling profile of a request: rule, filters and seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 DEFAULT_SEED = 42
-"""SGLang's seed of a request without one (``from_schedule_batch``)."""
+"""SGLang's default seed (``from_schedule_batch``)."""
 
 _SYSTEM_RANDOM = random.SystemRandom()
 
@@ -19,9 +19,9 @@ _SYSTEM_RANDOM = random.SystemRandom()
 class SamplingRule(Enum):
     """How a request's next token is chosen from its logits.
 
-    GREEDY: their argmax. SEEDED: by SGLang's sampler with the request's seed. COUPLED:
-    with noise of its own, the same for draft and target. REJECTION: drawn anew by draft
-    and target, and verified by rejection sampling.
+    GREEDY: argmax. SEEDED: SGLang's sampler with the request's seed. COUPLED: noise
+    drawn per request, the same for draft and target. REJECTION: independent draws,
+    verified by rejection sampling.
     """
 
     GREEDY = "greedy"
@@ -32,13 +32,13 @@ class SamplingRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How a request's next token follows from its logits.
+    """Sampling profile of a request.
 
     Attributes:
-        rule: Argmax, or which noise.
-        greedy_fast: It is the argmax of the logits as they are, and nothing but the
-            token is asked for.
-        filtered: Top-k, top-p or min-p cut the distribution first.
+        rule: Sampling rule.
+        greedy_fast: Greedy fast path: the argmax of the unmodified logits, with no
+            log-probabilities requested.
+        filtered: Top-k, top-p or min-p filter the distribution first.
         seed: Key of the request's noise, 64 bits.
     """
 
@@ -52,16 +52,16 @@ GREEDY_FAST = Profile(SamplingRule.GREEDY, greedy_fast=True)
 
 
 def profile_of(req: Any, *, deterministic: bool, rejection: bool) -> Profile:
-    """Read a request's profile.
+    """Return a request's sampling profile.
 
-    A request has noise of its own even where SGLang gives it none: only then do the
-    draft part and the full KV draw alike.
+    Requests without a seed get a noise key of their own, so that draft KV and full KV
+    sample with the same noise.
 
     Args:
         req: SGLang's ``Req``.
-        deterministic: SGLang runs with ``--enable-deterministic-inference``; it keeps
-            seeds only then, and every request has one.
-        rejection: The server's rule for requests without a seed.
+        deterministic: SGLang runs with ``--enable-deterministic-inference``; only then
+            does it keep seeds, and every request has one.
+        rejection: Use rejection sampling for requests without a seed.
     """
     params = req.sampling_params
     if params.top_k <= 1:  # SGLang spells temperature 0 as top_k 1
@@ -78,7 +78,7 @@ def profile_of(req: Any, *, deterministic: bool, rejection: bool) -> Profile:
 
 
 def penalised(params: Any) -> bool:
-    """Say whether earlier output tokens change a request's logits."""
+    """Return whether earlier output tokens change a request's logits."""
     return bool(
         params.frequency_penalty
         or params.presence_penalty
@@ -88,9 +88,9 @@ def penalised(params: Any) -> bool:
 
 
 def rolls_back(grammar: Any) -> bool:
-    """Say whether a grammar can give up rejected drafts; None can.
+    """Return whether a grammar supports rollback; True for None.
 
-    ``outlines`` cannot; a reasoner's grammar can if the one inside it can.
+    ``outlines`` does not; a reasoner grammar does if the one it wraps does.
     """
     if grammar is None:
         return True
@@ -101,9 +101,9 @@ def rolls_back(grammar: Any) -> bool:
 
 
 def looks_at_tokens(req: Any) -> bool:
-    """Say whether the host has to know a token before the next one can be chosen.
+    """Return whether the host must know a token before the next one can be sampled.
 
-    Log-probabilities are laid out on the host too, beside the tokens they belong to.
+    True also for log-probabilities, which are assembled with their tokens on the host.
     """
     return bool(
         penalised(req.sampling_params)

@@ -1,4 +1,4 @@
-"""One position of a mixed forward whose next token is asked for."""
+"""Positions of a mixed forward at which a token is sampled."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class SampledRequest(Protocol):
-    """What sampling reads of a request.
+    """Attributes of a request that sampling reads.
 
     Attributes:
         req: SGLang's ``Req``.
-        profile: How the next token follows from the logits.
-        penalties: Of its output tokens; None where it has none.
-        cursor: Its place in its grammar; None without one.
+        profile: Sampling profile.
+        penalties: Penalties over its output tokens; None without penalties.
+        cursor: Grammar cursor; None without a grammar.
         outputs: Verified output tokens.
         drafts: Tokens drafted since the last verification.
-        drafted_from: The distributions [V] they were drawn from, under rejection.
+        drafted_from: Distributions [V] of the drafts, under rejection sampling.
     """
 
     req: Any
@@ -36,7 +36,7 @@ class SampledRequest(Protocol):
 
     @property
     def emitted(self) -> int:
-        """Output tokens, those before a retraction included."""
+        """Number of output tokens, including those before a retraction."""
 
 
 R_co = TypeVar("R_co", bound=SampledRequest, covariant=True)
@@ -44,13 +44,13 @@ R_co = TypeVar("R_co", bound=SampledRequest, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Query(Generic[R_co]):
-    """A position after verified text and, maybe, drafts.
+    """A position after the verified text and any drafts.
 
     Attributes:
         batch_index: Index of the request in the schedule batch.
         state: The request.
         at: Row of the forward's logits.
-        drafts: How many of the request's drafts come before the position.
+        drafts: Number of the request's drafts before the position.
     """
 
     batch_index: int
@@ -64,9 +64,9 @@ class RowQueries(Generic[R_co]):
     """The positions of one request's row: 1, or d + 1 in a verification.
 
     Attributes:
-        queries: In order; they share seat and state.
-        verifies: The row verifies ``state.drafts``; else it asks for one token.
-        emits: What it asks for goes to the client; a draft does not.
+        queries: Queries in order, with the same ``batch_index`` and ``state``.
+        verifies: The row verifies ``state.drafts``; else it samples one token.
+        emits: The sampled tokens are emitted; False for a draft.
     """
 
     queries: tuple[Query[R_co], ...]

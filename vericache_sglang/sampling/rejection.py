@@ -21,7 +21,7 @@ def filtered_probs(
     """Return the distributions SGLang samples from, after top-k, top-p and min-p.
 
     As ``top_k_top_p_min_p_sampling_from_probs_torch`` (srt/layers/sampler.py), which
-    also draws from them with ``torch.multinomial`` and so waits for the device.
+    also draws from them with ``torch.multinomial`` and therefore synchronises.
 
     Args:
         probs: [n, V] after temperature.
@@ -45,7 +45,7 @@ def filtered_probs(
 def draw(probs: torch.Tensor) -> torch.Tensor:
     """Draw a token from each distribution [n, V]; returns [n] int64.
 
-    As ``torch.multinomial`` does, which waits for the device to check them first.
+    Like ``torch.multinomial``, but without its validity check, which synchronises.
     """
     return (probs / torch.empty_like(probs).exponential_()).argmax(dim=-1)
 
@@ -53,27 +53,27 @@ def draw(probs: torch.Tensor) -> torch.Tensor:
 def accept(
     drafts: torch.Tensor, drafted_from: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep drafts so that the output is distributed as the target's; nothing waits.
+    """Accept drafts so that outputs follow the target distribution; never synchronises.
 
-    Draft i is kept with probability min(1, p(x)/q(x)); the first one that is not is
-    replaced by a draw from the positive part of p - q; after the last a token is drawn
-    from p.
+    Draft i is accepted with probability min(1, p(x)/q(x)). The first rejected draft is
+    replaced by a draw from the positive part of p - q; after the last accepted draft a
+    token is drawn from p.
 
     Args:
         drafts: [d] int64, drawn from ``drafted_from``.
-        drafted_from: [d, V] q, distributions of the draft part.
-        target: [n, V] p, the full KV's; n is d + 1, or d where nothing may follow the
-            last draft.
+        drafted_from: [d, V] q, distributions under the draft KV.
+        target: [n, V] p, distributions under the full KV; n is d + 1, or d if nothing
+            may follow the last draft.
 
     Returns:
-        [n] int64, of which the first ones are emitted; and how many, 1 to n.
+        [n] int64 tokens, and the number of leading tokens to emit, 1 to n.
     """
     count, most = len(drafts), len(target)
     p, x = target[:count], drafts[:, None]
     chance = torch.rand(count, device=target.device)
     kept = chance * drafted_from.gather(1, x)[:, 0] <= p.gather(1, x)[:, 0]
     rest = (p - drafted_from).clamp_(min=0.0)
-    # Rounding may leave nothing although the draft was refused.
+    # Rounding may leave no mass although the draft was rejected.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
     drawn = draw(torch.cat([rest, target[count:]]))
     agreed = kept.to(torch.int64).cumprod(dim=0)
@@ -83,14 +83,14 @@ def accept(
 
 
 def reject(group: Group, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw drafts and plain tokens, verify drafts; remember what drafts are drawn from.
+    """Sample drafts and single tokens, verify drafts; store the draft distributions.
 
     Args:
-        group: Rows under the rule.
+        group: Rows under rejection sampling.
         probs: [n, V] distributions of its n positions.
 
     Returns:
-        [n] int64 tokens; and [rows] int64, how many of its first ones a row emits.
+        [n] int64 tokens; and [rows] int64, the number of leading tokens a row emits.
     """
     tokens = draw(probs)
     counts = torch.ones(len(group.rows), dtype=torch.int64, device=probs.device)

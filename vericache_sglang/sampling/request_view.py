@@ -1,15 +1,15 @@
-"""What a custom logit processor sees of a request whose drafts are not verified yet."""
+"""View of a request with unverified drafts, for custom logit processors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 REQUEST_KEY = "__req__"
-"""Where SGLang puts the request among a processor's parameters (``Req.__init__``)."""
+"""Key of the request among a processor's parameters (``Req.__init__``)."""
 
 
 class RequestView:
-    """A ``Req`` whose output goes on into drafts; everything else is the request's.
+    """A ``Req`` whose ``output_ids`` include drafts; all else is the request's.
 
     Args:
         req: SGLang's ``Req``.

@@ -1,10 +1,10 @@
-"""The tokens of a mixed forward: drafted, verified or plain, one rule for all.
+"""Samples the tokens of a mixed forward: drafted, verified and autoregressive.
 
-The next token at a position is SGLang's own sampler applied to the logits with the
-request's noise for that position (none for greedy requests). Drafts are made with the
-same noise, so a draft is right exactly if it equals the full KV's token: output with a
-seed is plain SGLang's, output without one is distributed as plain SGLang's. Requests
-that ask for classic rejection sampling are the exception (``rejection.py``).
+The next token at a position is sampled by SGLang's sampler from the logits with the
+request's noise for that position (none for greedy requests). Drafts use the same noise,
+so a draft is accepted if and only if it equals the token under full KV: output with a
+seed equals plain SGLang's, output without a seed has the same distribution. Requests
+with classic rejection sampling are the exception (``rejection.py``).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sampled:
-    """A group after its call of SGLang's sampler.
+    """A sampled group.
 
     Attributes:
         group: The group.
-        output: Log-probabilities, as far as they are asked for.
-        counts: [rows] int64, how many tokens a row emits where rejection sampling chose
-            them; else None.
+        output: Requested log-probabilities.
+        counts: [rows] int64, number of tokens that each row emits under rejection
+            sampling; else None.
     """
 
     group: Group
@@ -72,24 +72,23 @@ class RowSampler:
         positions: torch.Tensor,
         waited: Callable[[], None],
     ) -> tuple[list[list[int]], LogprobTable]:
-        """Choose the tokens of every row.
+        """Sample the tokens of every row; synchronises once.
 
         Args:
             batch: The decode batch.
             rows: The rows of the forward.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
-            waited: Called once the device was waited for: all earlier tokens are known
-                from then on.
+            waited: Called after the synchronisation, when all earlier tokens are known.
 
         Returns:
-            For each row the token it drafts, the token it decodes, or the 1 to d + 1
-            tokens its verification emits; and log-probabilities of what is emitted.
+            For each row its drafted token, its decoded token, or the 1 to d + 1 tokens
+            its verification emits; and the log-probabilities of emitted tokens.
         """
         target, sampled = self._sample(batch, rows, logits, positions)
         told = [each for each in sampled if each.group.logprobs]
         drawn = [(s.group, s.counts) for s in sampled if s.counts is not None]
-        # The only wait: whatever the host has to know of this forward comes at once.
+        # The only synchronisation: one copy of all results that the host needs.
         numbers, *more = download(
             target,
             *(each.output.next_token_logprobs for each in told),
@@ -128,16 +127,16 @@ class RowSampler:
         logits: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """Choose the token at every position without waiting for the device.
+        """Sample the token at every position without waiting for the device.
 
         Args:
             batch: The decode batch.
-            rows: The rows of the forward; of late requests only.
+            rows: The rows of the forward; of asynchronous requests (``late``) only.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
 
         Returns:
-            [T] int64, each what the request's next token would be there.
+            [T] int64, the next token at each position.
         """
         target, _ = self._sample(batch, rows, logits, positions)
         return target
@@ -149,7 +148,7 @@ class RowSampler:
         logits: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, list[_Sampled]]:
-        """Choose [T] tokens on the device; also returns what they were drawn in."""
+        """Sample [T] tokens on the device; also return the sampled groups."""
         target = torch.argmax(logits, dim=-1)
         sampled = []
         needs_sampling = [row for row in rows if not row.state.profile.greedy_fast]
@@ -174,7 +173,7 @@ class RowSampler:
         logits: torch.Tensor,
         positions: torch.Tensor,
     ) -> Iterator[Group]:
-        """Part rows that are more than an argmax; their logits are ready to sample."""
+        """Group the rows that are not greedy fast path, with logits ready to sample."""
         queries = (query for row in rows for query in row.queries)
         (at,) = upload(logits.device, [query.at for query in queries])
         picked = logits[at]  # a copy
@@ -187,7 +186,7 @@ class RowSampler:
         yield from groups(batch, rows, usable, info, picked, positions[at])
 
     def _tokens(self, group: Group) -> tuple[torch.Tensor, _Sampled]:
-        """Choose [n] tokens, one at every position, each for itself."""
+        """Sample [n] tokens, one per position, independently."""
         if group.rule in (SamplingRule.GREEDY, SamplingRule.SEEDED):
             output = LogitsProcessorOutput(next_token_logits=group.logits)
             tokens = self._sampler(
@@ -211,10 +210,10 @@ class RowSampler:
     def _logprobs(
         self, group: Group, probs: torch.Tensor, tokens: torch.Tensor
     ) -> LogitsProcessorOutput:
-        """Return log-probabilities of drawn tokens, as far as they are asked for."""
+        """Return the requested log-probabilities of sampled tokens."""
         output = LogitsProcessorOutput(next_token_logits=None)
         if group.logprobs:
-            # As SGLang's: of the whole distribution, not of the cut one.
+            # As in SGLang: from the unfiltered distribution.
             self._sampler.output_logprob_processor.compute_logprobs(
                 torch.log(probs),
                 group.top_logprobs_nums,
@@ -225,7 +224,7 @@ class RowSampler:
 
 
 def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [n, V] probabilities after temperature, and after cutting."""
+    """Return [n, V] probabilities after temperature, and after filtering."""
     info = group.info
     probs = torch.softmax(group.logits / info.temperatures, dim=-1)
     if not group.filtered:

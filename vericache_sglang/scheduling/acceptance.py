@@ -1,4 +1,4 @@
-"""How likely a request's next draft is accepted, learned from its verifications."""
+"""Per-request acceptance probability of drafts, estimated from verifications."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from math import expm1, log
 from vericache_sglang.errors import InvariantError
 
 PRIOR_START = 0.95
-"""Assumed before anything was verified: the paper's acceptance rate stays above 0.8 at
-30 drafts (arXiv:2605.17613, section 4.3)."""
+"""Initial acceptance probability per token: the paper's acceptance rate stays above 0.8
+at 30 drafts (arXiv:2605.17613, section 4.3)."""
 
 PRIOR_TOKENS = 4.0
-"""Tokens the prior counts for in a request's own estimate."""
+"""Weight of the prior in a request's own estimate, in tokens."""
 
 ROUND_KEEP = 1.0 - 1.0 / 8.0
-"""Share of a request's counts that survives a round: about the last 8 count."""
+"""Decay of a request's counts per draft-verify cycle: about the last 8 cycles count."""
 
 PRIOR_KEEP = 1.0 - 1.0 / 64.0
-"""The same for the counts over all requests."""
+"""Decay of the counts over all requests: about the last 64 cycles count."""
 
 
 class Prior:
-    """Acceptance over all requests, for those that have little of their own.
+    """Acceptance probability over all requests, the prior of each request's estimate.
 
     Args:
-        start: Acceptance probability per token before the first round, in [0, 1].
+        start: Acceptance probability per token before the first cycle, in [0, 1].
 
     Raises:
-        InvariantError: ``start`` is no probability.
+        InvariantError: ``start`` is outside [0, 1].
     """
 
     def __init__(self, start: float = PRIOR_START) -> None:
         if not 0.0 <= start <= 1.0:
             raise InvariantError(f"acceptance cannot start at {start}")
-        # Four rounds of twenty tokens: forgotten once some dozens were seen.
+        # The weight of four cycles of twenty tokens; it decays within some dozens.
         self._trials = 80.0
         self._accepted = start * self._trials
 
@@ -43,7 +43,7 @@ class Prior:
         return self._accepted / self._trials
 
     def observe(self, accepted: int, trials: int) -> None:
-        """Count one round of any request; see ``Acceptance.observe``."""
+        """Count one draft-verify cycle of any request; see ``Acceptance.observe``."""
         self._accepted = PRIOR_KEEP * self._accepted + accepted
         self._trials = PRIOR_KEEP * self._trials + trials
 
@@ -51,12 +51,12 @@ class Prior:
 class Acceptance:
     """One request's acceptance probability per token.
 
-    The mean of a Beta distribution whose counts fade with every round. Drafts behind
-    the first wrong one say nothing, so a round is ``accepted`` successes and at most
-    one failure.
+    The mean of a Beta distribution whose counts decay with every draft-verify cycle.
+    Drafts after the first rejected one carry no information, so a cycle counts as
+    ``accepted`` successes and at most one failure.
 
     Args:
-        prior: Shared by all requests; its mean is worth ``PRIOR_TOKENS`` tokens here.
+        prior: Shared by all requests; its mean weighs ``PRIOR_TOKENS`` tokens here.
     """
 
     __slots__ = ("_accepted", "_prior", "_trials")
@@ -76,8 +76,8 @@ class Acceptance:
         """Count one verification.
 
         Args:
-            drafted: Drafts it checked; nothing is counted when 0.
-            accepted: How many of them it kept.
+            drafted: Draft tokens verified; 0 changes nothing.
+            accepted: Draft tokens accepted, without the bonus token.
 
         Raises:
             InvariantError: ``accepted`` is outside [0, drafted].
@@ -92,12 +92,12 @@ class Acceptance:
         self._prior.observe(accepted, trials)
 
     def expected(self, length: int) -> float:
-        """Return how many of ``length`` >= 0 drafts will be accepted, on average."""
+        """Return the expected number of accepted drafts out of ``length`` >= 0."""
         return expected_accepted(self.p, length)
 
 
 def expected_accepted(p: float, length: int) -> float:
-    """Return p + p^2 + ... + p^length: draft i counts if all before it were right.
+    """Return p + p^2 + ... + p^length: draft i needs all before it accepted.
 
     Args:
         p: Acceptance probability per token; clamped to [0, 1].

@@ -1,7 +1,8 @@
-"""Admit: finds each request's next verification a window that every ring has room in.
+"""Admission: reserves capacity for each request's next prefetch and verification.
 
-Algorithm 1 of VeriCache (arXiv:2605.17613, section 5), over any number of rings; how it
-books link time differs from the printed one, see ``prefetch_of``.
+Algorithm 1 of VeriCache (arXiv:2605.17613, section 5), over any number of rings. A
+window is one scheduler iteration of a ring. Link time is reserved differently from the
+printed algorithm, see ``prefetch_of``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def first_candidate(feasible: int, anchor: int) -> int | None:
     """
     if not feasible:
         return None
-    # The nearest on either side are a bit's position each: no need to try one by one.
+    # The nearest value on either side is a bit position: no loop is needed.
     below = (feasible & ((2 << anchor) - 1)).bit_length() - 1
     higher = feasible >> (anchor + 1)
     above = anchor + (higher & -higher).bit_length()
@@ -40,14 +41,14 @@ def first_candidate(feasible: int, anchor: int) -> int | None:
 class Admission:
     """Algorithm 1 over named rings; at most one reservation per request.
 
-    Depends on its calls only, so ranks that make equal calls reach equal reservations.
+    Deterministic: ranks that make equal calls reach equal reservations.
 
     Args:
-        rings: Every ring by name; they are slid here, and nowhere else.
-        windows: W, the same for every ring.
+        rings: Every ring by name; only this class advances them.
+        windows: W, in scheduler iterations, the same for every ring.
 
     Raises:
-        InvariantError: A ring has another W, or another current window.
+        InvariantError: The rings differ in W or in the current iteration.
     """
 
     def __init__(self, rings: Mapping[str, Ring], windows: int) -> None:
@@ -70,25 +71,25 @@ class Admission:
         lowest: int = 1,
         highest: int | None = None,
     ) -> Reservation | None:
-        """Reserve the first candidate deadline that every ring has room for.
+        """Reserve the first candidate deadline at which every ring has capacity.
 
-        A deadline d is an offset: windows ``now + 1`` to ``now + d`` draft, the reload
-        ends in ``now + d`` and starts after ``now``, the verification runs in
-        ``now + d + 1``. O(W) per ring.
+        A deadline d is an offset: the request drafts in iterations ``now + 1`` to
+        ``now + d``, the prefetch starts after ``now`` and ends in ``now + d``, and the
+        verification runs in ``now + d + 1``. O(W) per ring.
 
         Args:
             rid: Request id.
-            prefetch: What the verification needs.
-            anchor: Preferred d, in windows (the paper's draft length x).
-            lowest: Smallest d, in windows; S_r where that is more.
-            highest: Largest d, in windows; as far as the horizon goes where that is
-                less, or when None.
+            prefetch: Capacity that the prefetch and the verification take.
+            anchor: Preferred d, in iterations (the paper's draft length x).
+            lowest: Smallest d, in iterations; raised to S_r.
+            highest: Largest d, in iterations; limited by the horizon. None: no other
+                limit.
 
         Returns:
-            The reservation, or None when no candidate has room.
+            The reservation, or None when no candidate has capacity.
 
         Raises:
-            InvariantError: The request has a reservation, or a ring is unknown.
+            InvariantError: The request already has a reservation, or a ring is unknown.
         """
         self._check(rid, prefetch)
         latest = self._windows - 1
@@ -100,7 +101,7 @@ class Admission:
         within = (2 << latest) - (1 << lowest)
         anchor = min(max(anchor, lowest), latest)
         first = self._first_at(prefetch, anchor)
-        if first is not None:  # most get it; the rest asks about every window
+        if first is not None:  # the common case; otherwise search every iteration
             return self._book(rid, prefetch, first, self.now + anchor)
         short, long = self._ends(prefetch)
         if prefetch.work is not None and long:
@@ -128,24 +129,25 @@ class Admission:
         lowest: int = 0,
         highest: int | None = None,
     ) -> Reservation | None:
-        """Let a request be verified over the complement that another one stages.
+        """Reserve a verification over residual KV that another request prefetches.
 
-        Takes the transfer's deadline or the first later window with room for
-        ``point``; no link time. The rings that hold KV go on holding it up to there.
+        Uses the transfer's deadline or the first later iteration with capacity for
+        ``point``, and no link time. The KV in the staging buffer is held until then.
 
         Args:
             rid: Request id.
-            leader: Request with a reservation, its own or a shared one.
-            point: What this request's verification takes in its window.
-            lowest: Smallest deadline, in windows from now, >= 0.
-            highest: Largest deadline, in windows from now; None for the horizon.
+            leader: Request with a reservation, either its own or a shared one.
+            point: Capacity that the verification takes in its iteration.
+            lowest: Smallest deadline, in iterations from now, >= 0.
+            highest: Largest deadline, in iterations from now; None: the horizon.
 
         Returns:
-            The reservation, with ``leader`` named; None when the leader has none, when
-            the complement is given back before ``lowest``, or when no window has room.
+            The reservation, which names ``leader``; None when the leader has none, when
+            the residual KV is freed before ``lowest``, or when no iteration has
+            capacity.
 
         Raises:
-            InvariantError: The request has a reservation, a ring is unknown, or
+            InvariantError: The request already has a reservation, a ring is unknown, or
                 ``point`` names a ring of the leader's transfer.
         """
         load = self._loads.get(leader)
@@ -155,7 +157,7 @@ class Admission:
         self._check(rid, prefetch)
         held = load.held()
         furthest = load.furthest()
-        # Nothing holds the complement in the current window: it was given back.
+        # Nothing holds the residual KV in the current iteration: it has been freed.
         if not held or furthest + min(each.extra for each in held) < self.now:
             return None
         beyond = max(each.extra for each in held)
@@ -171,12 +173,13 @@ class Admission:
         return None
 
     def cancel(self, rid: str) -> Reservation | None:
-        """Give back what is still ahead of a request's reservation.
+        """Release the future part of a request's reservation.
 
-        A transfer that others read stays booked, and the oldest of them leads it then.
+        A transfer that others share stays reserved; the oldest of them becomes its
+        leader.
 
         Returns:
-            The reservation it had, or None.
+            The released reservation, or None if there was none.
         """
         reservation = self._reservations.pop(rid, None)
         if reservation is None:
@@ -205,13 +208,13 @@ class Admission:
         return reservation
 
     def slide(self) -> None:
-        """Advance every ring by one window; past reservations stay until cancelled."""
+        """Advance all rings by one iteration; reservations stay until cancelled."""
         for ring in self._rings.values():
             ring.slide()
         self.now += 1
 
     def reservation(self, rid: str) -> Reservation | None:
-        """Return the request's reservation, past or ahead; None when it has none."""
+        """Return the request's reservation, past or future; None if it has none."""
         return self._reservations.get(rid)
 
     def _check(self, rid: str, prefetch: PrefetchDemand) -> None:
@@ -224,17 +227,17 @@ class Admission:
                 )
 
     def _begun(self, load: RingLoad, furthest: int) -> bool:
-        """Say whether all that a reservation took is in windows that have begun.
+        """Return whether all iterations of a reservation have begun.
 
-        Nobody can ask for those any more, so nothing has to be given back.
+        Those are never reserved again, so nothing has to be released.
         """
         extras = [each.extra for each in load.prefetch.demands]
         return furthest + max(1, *extras, 1) <= self.now
 
     def _first_at(self, prefetch: PrefetchDemand, offset: int) -> int | None:
-        """Return where a reload of ``span`` windows would start for one deadline.
+        """Return the first iteration of a ``span``-long prefetch for one deadline.
 
-        A window earlier where ``_fills`` says so; None without room.
+        One iteration earlier if ``_fills`` returns true; None without capacity.
         """
         deadline = self.now + offset
         first = deadline - prefetch.span + 1
@@ -261,13 +264,12 @@ class Admission:
         return first
 
     def _ends(self, prefetch: PrefetchDemand) -> tuple[int, int]:
-        """Find the deadlines at which a reload has room.
+        """Find the deadlines for which a prefetch has capacity.
 
         Returns:
-            Two bit sets, bit d for the deadline d: everything has room over ``span``
-            windows; all but the work has room over one more. What lies beyond the
-            horizon has no bit, so a verification or a hold out there rules its
-            deadline out.
+            Two bit sets, bit d for the deadline d: all demands fit over ``span``
+            iterations; all demands but the work fit over one more. Iterations beyond
+            the horizon have no bit: a deadline that needs one of them is excluded.
         """
         rings, work, span = self._rings, prefetch.work, prefetch.span
         verified = held = (1 << self._windows) - 1
@@ -277,9 +279,9 @@ class Admission:
         for each in prefetch.demands:
             ends = rings[each.ring].ends(each.amount, span + each.extra)
             held &= ends >> each.extra
-            # Room in one window more: there is room up to this one and the one before.
+            # One more iteration fits if the spans ending here and one before both fit.
             longer &= (ends & ends << 1) >> each.extra
-        # The current window has begun: the first one to take is the next.
+        # The current iteration has begun: reservations start with the next one.
         short = verified & held & -(1 << span)
         if work is None or not short:
             return short, 0
@@ -287,10 +289,10 @@ class Admission:
         return short & covered, verified & longer & -(2 << span)
 
     def _fills(self, prefetch: PrefetchDemand, first: int) -> bool:
-        """Say whether starting in ``first`` uses up what a neighbour left of it.
+        """Return whether to start in ``first`` and use the link time left free there.
 
-        Not where nothing is left, and not where the reload would then be done a window
-        before its deadline: it would hold its staging longer and save no link time.
+        False if none is free, and if the prefetch would then end one iteration before
+        its deadline: it would occupy the staging buffer longer and save no link time.
         """
         if prefetch.work is None:
             return False
@@ -300,7 +302,7 @@ class Admission:
     def _fit_at(
         self, demands: Sequence[Demand], deadline: int, after: int | None = None
     ) -> bool:
-        """Say whether each demand fits in the one window after the deadline."""
+        """Return whether each demand fits ``after`` (or ``extra``) iterations later."""
         for each in demands:
             window = deadline + (each.extra if after is None else after)
             if not self._rings[each.ring].fits(window, window, each.amount):

@@ -1,4 +1,4 @@
-"""How many tokens to draft between two verifications, and when to try again."""
+"""Draft length between two verifications, and when to retry speculation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from vericache_sglang.errors import InvariantError
 
 FIRST_WAIT = 64
 LAST_WAIT = 1024
-"""Tokens decoded plainly before drafting is tried again: shortest and longest wait."""
+"""Tokens decoded autoregressively before drafting is retried: least and most."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """What one round takes of the machine, this request's own share.
+    """Time that one draft-verify cycle of a request takes.
 
     Attributes:
-        plain_s: One token decoded plainly, in seconds, > 0.
+        plain_s: One token decoded autoregressively, in seconds, > 0.
         draft_s: One drafted token, in seconds, > 0.
-        verify_s: A verification without its tokens, in seconds, >= 0.
-        verify_token_s: Each token verified, in seconds, >= 0.
-        prefetch_s: Link time of one reload, in seconds, >= 0; the round cannot be
-            shorter. 0 when the complement is on the device.
+        verify_s: Fixed part of a verification, in seconds, >= 0.
+        verify_token_s: Part of a verification per token, in seconds, >= 0.
+        prefetch_s: Link time of one prefetch, in seconds, >= 0, a lower bound of the
+            cycle. 0 when the residual KV is on the device.
 
     Raises:
         InvariantError: A value is out of bounds.
@@ -35,7 +35,7 @@ class RoundCost:
     prefetch_s: float
 
     def __post_init__(self) -> None:
-        # One is made for every price: comparisons are cheap, and NaN fails them.
+        # One object per evaluated choice: comparisons are cheap, and NaN fails them.
         if not (
             0.0 < self.plain_s < inf
             and 0.0 < self.draft_s < inf
@@ -48,11 +48,11 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class LengthChoice:
-    """A draft length and what it is worth.
+    """A draft length and its predicted speedup.
 
     Attributes:
-        length: Tokens to draft in a round.
-        gain: Speed relative to plain decoding; faster above 1.
+        length: Tokens to draft per draft-verify cycle.
+        gain: Speedup over autoregressive decoding.
     """
 
     length: int
@@ -60,15 +60,15 @@ class LengthChoice:
 
 
 def best_length(p: float, cost: RoundCost, most: int) -> LengthChoice:
-    """Return the draft length of the highest gain; the shorter one of two equals.
+    """Return the draft length with the highest gain; ties go to the shorter one.
 
     The gain is the paper's ideal speedup (arXiv:2605.17613, section 4.3, appendix A.1)
-    for one request: a round yields the accepted drafts and one token of the verifier's
-    own, and takes its forwards or its reload, whichever is longer.
+    for one request: a cycle yields the accepted drafts and one bonus token, and lasts
+    as long as its forwards or its prefetch, whichever is longer.
 
     Args:
         p: Acceptance probability per token, in [0, 1].
-        cost: Seconds of a round.
+        cost: Times of a draft-verify cycle.
         most: Longest draft, in tokens, >= 1.
 
     Returns:
@@ -89,8 +89,8 @@ def best_length(p: float, cost: RoundCost, most: int) -> LengthChoice:
         tokens += power
         forward_s += each_s
         faster = tokens / (forward_s if forward_s > prefetch_s else prefetch_s)
-        # Each draft adds less than the one before, and no less time: once a longer
-        # round is not faster, none is.
+        # Each draft adds fewer accepted tokens than the one before, and no less time:
+        # the first length that is not faster ends the search.
         if faster <= rate:
             break
         best, rate = length, faster
@@ -98,9 +98,9 @@ def best_length(p: float, cost: RoundCost, most: int) -> LengthChoice:
 
 
 class Patience:
-    """How long a request is decoded plainly before drafting is tried again.
+    """Exponential back-off: autoregressive tokens before drafting is retried.
 
-    Every try that does not pay doubles the wait, from 64 tokens up to 1024.
+    Every retry without a gain doubles the wait, from 64 tokens up to 1024.
     """
 
     __slots__ = ("_next",)
@@ -109,11 +109,11 @@ class Patience:
         self._next = FIRST_WAIT
 
     def wait(self) -> int:
-        """Return the tokens to wait now; the next wait will be twice as long."""
+        """Return the wait in tokens, and double the next one."""
         waited = self._next
         self._next = min(2 * waited, LAST_WAIT)
         return waited
 
     def reset(self) -> None:
-        """Start over with the shortest wait: a round paid."""
+        """Return to the shortest wait, after drafting had a gain."""
         self._next = FIRST_WAIT

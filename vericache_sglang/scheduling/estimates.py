@@ -1,4 +1,4 @@
-"""The measured side of every decision, in one place."""
+"""All measured estimates that scheduling decisions use."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from vericache_sglang.scheduling.iteration_model import Coefficients, IterationM
 from vericache_sglang.scheduling.link import LinkEstimate
 
 START_LINK_BYTES_PER_S = 8e9
-"""Assumed until a transfer was measured: a modest PCIe link."""
+"""Initial link bandwidth, that of a modest PCIe link."""
 
 START_COEFFICIENTS = Coefficients(
     base_s=5e-3, per_token_s=1e-5, per_read_s=1e-8, per_product_s=1e-9
 )
-"""Assumed until iterations were measured."""
+"""Initial coefficients of the iteration-time model."""
 
 
 @dataclass(slots=True)
 class Estimates:
-    """What the runtime knows of the machine and of the requests in general.
+    """Online estimates of the machine's speed and of the acceptance probability.
 
-    With several ranks all must see the same values: one rank measures, all plan.
+    All ranks must use the same values: one rank measures, all ranks plan.
 
     Attributes:
-        iteration: Time of an iteration, given its work.
+        iteration: Iteration time as a function of its work.
         link: Bandwidth between host and device.
-        prior: Acceptance of requests nobody has verified yet.
-        split_s: Seconds a split takes per prompt token.
+        prior: Acceptance probability of requests without a verification.
+        split_s: Time to compress a prompt, in seconds per prompt token.
     """
 
     iteration: IterationModel = field(
@@ -41,7 +41,7 @@ class Estimates:
     split_s: Ewma = field(default_factory=lambda: Ewma(1e-6, least=0.0, most=1e-2))
 
     def report(self) -> dict[str, float]:
-        """Return the estimates by name, units in the names."""
+        """Return the estimates by name; the names state the units."""
         model = self.iteration.coefficients
         return {
             "iteration_s": self.iteration.iteration_s.value,

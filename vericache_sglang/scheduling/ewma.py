@@ -6,9 +6,9 @@ from vericache_sglang.errors import InvariantError
 
 
 class Ewma:
-    """A running mean in which the last ``1 / weight`` samples count most.
+    """Exponentially weighted mean over about the last ``1 / weight`` samples.
 
-    The first sample replaces the starting value, which was a guess.
+    The first sample replaces the starting value.
 
     Args:
         start: Value before the first sample, in the caller's unit.

@@ -1,8 +1,8 @@
-"""How long an iteration takes given its work, learned while serving.
+"""Iteration time as a linear function of the work, fitted online.
 
-Recursive least squares in information form. Forgetting fades the information towards
-that of the prior and leaves the estimate where it is: what the work no longer shows
-keeps its last value, and the uncertainty stops growing at the prior's (no wind-up).
+Recursive least squares in information form. Forgetting decays the information matrix
+towards the prior's and leaves the estimate unchanged: a coefficient that recent work
+does not excite keeps its last value, and its uncertainty never exceeds the prior's.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from vericache_sglang.scheduling.ewma import Ewma
 
 SHORTEST_S = 1e-6
 LONGEST_S = 60.0
-"""Bounds of a believable iteration, in seconds."""
+"""Upper bound of a plausible iteration time, in seconds."""
 
 WARM = 20
-"""Iterations after which a time far from the prediction is taken for an outlier."""
+"""Iterations before times far from the prediction are treated as outliers."""
 
 OUTLIER = 4.0
-"""Ratio of time and prediction beyond which the time is clipped. Clipped, not dropped:
-a machine that really became ten times slower is still found out."""
+"""Ratio of time and prediction beyond which the time is clipped. It is not dropped, so
+that the model follows a machine that became ten times slower."""
 
 DRIFT = 0.2
-"""Mean relative error, over about ten iterations, that says the machine has changed."""
+"""Mean relative error, over about ten iterations, that counts as drift."""
 
 DRIFT_MEMORY = 12.0
-"""Iterations remembered while it has."""
+"""Memory of the estimator during drift, in iterations."""
 
 TINY = 1e-6
-"""Part of an iteration below which a coefficient's part is not told from none."""
+"""Share of an iteration below which a coefficient's contribution counts as 0."""
 
 HOLD = 1e9
-"""How many times the information an entry held at 0 is made certain."""
+"""Factor on the information that constrains a coefficient to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one forward computes.
+    """Work of one forward.
 
     Attributes:
-        tokens: Tokens in the forward.
+        tokens: Query tokens.
         reads: KV slots read, summed over rows.
-        products: Tokens times slots, summed over rows.
+        products: Query tokens times KV slots, summed over rows.
     """
 
     tokens: int
@@ -57,10 +57,10 @@ class Coefficients:
     """Seconds per unit of work.
 
     Attributes:
-        base_s: Per iteration: the weights' read, launches, the scheduler.
+        base_s: Per iteration: reading the weights, launches, the scheduler.
         per_token_s: Per token.
         per_read_s: Per KV slot read.
-        per_product_s: Per token and slot.
+        per_product_s: Per token and KV slot.
     """
 
     base_s: float
@@ -70,20 +70,20 @@ class Coefficients:
 
 
 MOST = Coefficients(base_s=30.0, per_token_s=1.0, per_read_s=1e-2, per_product_s=1e-3)
-"""Upper bounds of what is learned; the lower ones are 0."""
+"""Upper bounds of the coefficients; the lower bounds are 0."""
 
 
 class IterationModel:
     """T = base + per_token * tokens + per_read * reads + per_product * products.
 
-    The paper's T_gpu (arXiv:2605.17613, appendix A.1) with the terms it leaves out. A
-    coefficient a hundred times off the start is found in some hundred iterations.
+    The paper's T_gpu (arXiv:2605.17613, appendix A.1) with the terms it omits. From a
+    start that is a hundred times off, it converges in some hundred iterations.
 
     Args:
-        start: First guess; each > 0 and at most ``MOST``.
-        confidence: How many iterations' worth of evidence a starting value is, for a
-            coefficient that made up all of the time; > 0.
-        memory: Iterations after which evidence counts a third, > 1.
+        start: Initial coefficients, each > 0 and at most ``MOST``.
+        confidence: Weight of a starting value, in iterations, for a coefficient that
+            explains all of the time; > 0.
+        memory: Iterations after which an observation weighs a third, > 1.
 
     Attributes:
         iteration_s: T_iter, the mean of the observed times, in seconds.
@@ -106,7 +106,7 @@ class IterationModel:
         self._memory = memory
         self._least = confidence * TINY
         self._values = self._start
-        # The estimate itself, unbounded, in units of the start.
+        # The unconstrained estimate, in units of the start.
         self._free = (1.0, 1.0, 1.0, 1.0)
         # Upper triangle, row by row, of the 4 x 4 information matrix. Coefficients are
         # counted in units of their start and times in units of the iteration's, so that
@@ -122,24 +122,24 @@ class IterationModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """What is believed now; each in [0, ``MOST``]."""
+        """The current estimate; each coefficient in [0, ``MOST``]."""
         return Coefficients(*self._values)
 
     def predict(self, work: Work) -> float:
-        """Return how long an iteration with this work will take, in seconds, > 0."""
+        """Return the predicted time of an iteration with this work, in seconds, > 0."""
         return max(SHORTEST_S, self._values[0] + self.marginal(work))
 
     def marginal(self, work: Work) -> float:
-        """Return what the work adds to an iteration that runs anyway, in seconds."""
+        """Return the time that the work adds to an iteration, in seconds."""
         _, token, read, product = self._values
         return token * work.tokens + read * work.reads + product * work.products
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Learn from one iteration; times that cannot be are ignored.
+        """Update the model with one iteration; implausible times are ignored.
 
         Args:
-            work: What it computed.
-            seconds: How long it took.
+            work: Its work.
+            seconds: Its time.
         """
         if not seconds > 0 or not isfinite(seconds):
             return
@@ -152,21 +152,21 @@ class IterationModel:
         self._drift.observe((seconds - expected) / max(seconds, expected))
         drifted = self._count > WARM and abs(self._drift.value) > DRIFT
         memory = DRIFT_MEMORY if drifted else self._memory
-        # In units of the larger one, so that a time far too short weighs no more.
+        # In units of the larger one, so that a far too short time has no larger weight.
         self._learn(work, seconds, max(seconds, expected), memory)
         self._values = self._bounded()
 
     def _learn(self, work: Work, seconds: float, unit_s: float, memory: float) -> None:
-        """Take one step of least squares on the relative error."""
+        """Do one recursive least-squares update on the relative error."""
         v0, v1, v2, v3 = self._free
         s0, s1, s2, s3 = self._start
         x1, x2, x3 = work.tokens, work.reads, work.products
         f0, f1 = s0 / unit_s, s1 * x1 / unit_s
         f2, f3 = s2 * x2 / unit_s, s3 * x3 / unit_s
         error = seconds / unit_s - (v0 * f0 + v1 * f1 + v2 * f2 + v3 * f3)
-        # A start is held to in proportion to the part of the time it explains: then
-        # work that never varies scales all coefficients alike, and one that is far too
-        # small to matter yet is free to grow. At first there is nothing but the prior.
+        # The prior of a coefficient weighs in proportion to the share of the time it
+        # explains: work that never varies then scales all coefficients alike, and a
+        # negligible one can still grow. The first update starts from the prior alone.
         keep = 1.0 - 1.0 / memory if self._count > 1 else 0.0
         prior = (1.0 - keep) * self._confidence
         a00, a01, a02, a03, a11, a12, a13, a22, a23, a33 = self._information
@@ -190,10 +190,10 @@ class IterationModel:
         )
 
     def _bounded(self) -> tuple[float, float, float, float]:
-        """Return the likeliest coefficients that are inside the bounds, in seconds.
+        """Return the most likely coefficients inside the bounds, in seconds.
 
-        A negative one is held at 0 and the others take over its part; it must not be
-        cut off in the estimate itself, whose information would then be untrue.
+        Negative coefficients are fixed at 0 and the others are solved again. The
+        estimate itself stays unconstrained, so that its information stays valid.
         """
         free = list(self._free)
         if min(free) < 0.0:
@@ -213,7 +213,7 @@ def _solve(
     Args:
         matrix: Upper triangle, row by row.
         right: Right-hand side.
-        least: Lower bound of the eigenvalues; no pivot is smaller but by rounding.
+        least: Lower bound of the eigenvalues, and so of the pivots.
     """
     a00, a01, a02, a03, a11, a12, a13, a22, a23, a33 = matrix
     l10, l20, l30 = a01 / a00, a02 / a00, a03 / a00
@@ -240,8 +240,8 @@ def _without_negatives(
 ) -> list[float]:
     """Return the point with no negative entry that is nearest in the matrix's metric.
 
-    Holds the most negative entry at 0, solves for the others, and so on: at most four
-    solves; exact unless an entry held early would have become positive again.
+    Repeatedly fixes the most negative entry at 0 and solves for the others, at most
+    four times. Exact unless an entry fixed early would have become positive again.
     """
     a00, a01, a02, a03, a11, a12, a13, a22, a23, a33 = matrix
     x0, x1, x2, x3 = free

@@ -1,4 +1,4 @@
-"""How fast one host link is, learned from the transfers it made."""
+"""Bandwidth of the host link, estimated from measured transfers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 from vericache_sglang.scheduling.ewma import Ewma
 
 LARGE = 1_000_000
-"""Transfers from this many bytes on are judged apart: set-up time no longer counts."""
+"""Least bytes of a large transfer, whose set-up time is negligible."""
 
 SLOWEST = 1e6
 FASTEST = 2e12
-"""Bounds of a believable bandwidth, in bytes/s."""
+"""Bounds of a plausible bandwidth, in bytes/s."""
 
 Direction = Literal["in", "out"]
-"""To the device, or from it to the host."""
+"""Host to device, or device to host."""
 
 DIRECTIONS: tuple[Direction, Direction] = ("in", "out")
 
@@ -23,13 +23,13 @@ DIRECTIONS: tuple[Direction, Direction] = ("in", "out")
 class LinkEstimate:
     """BW of the paper's resource model (arXiv:2605.17613, section 5), measured online.
 
-    One mean per direction and size class, so that many small transfers do not make the
-    large ones look slow.
+    One mean per direction and size class, so that many small transfers do not bias the
+    estimate for large ones.
 
     Args:
-        start: Bandwidth assumed until a class was measured, in bytes/s.
-        start_out: The same from the device to the host; ``start`` when None.
-        weight: Share of a new sample.
+        start: Initial bandwidth from host to device, in bytes/s.
+        start_out: Initial bandwidth from device to host; ``start`` when None.
+        weight: Weight of a new sample.
 
     Raises:
         InvariantError: A starting value is outside [1 MB/s, 2 TB/s].
@@ -48,15 +48,15 @@ class LinkEstimate:
         }
 
     def bytes_per_s(self, bytes_: int, direction: Direction) -> float:
-        """Return the bandwidth a transfer of this size can expect, in bytes/s."""
+        """Return the estimated bandwidth of a transfer of this size, in bytes/s."""
         return self._rates[direction, bytes_ >= LARGE].value
 
     def seconds(self, bytes_: int, direction: Direction) -> float:
-        """Return how long moving ``bytes_`` >= 0 will take, in seconds."""
+        """Return the estimated time to transfer ``bytes_`` >= 0, in seconds."""
         return bytes_ / self.bytes_per_s(bytes_, direction)
 
     def observe(self, bytes_: int, seconds: float, direction: Direction) -> None:
-        """Count a finished transfer; sizes and times that cannot be are ignored."""
+        """Record a finished transfer; implausible sizes and times are ignored."""
         if bytes_ > 0 and seconds > 0 and isfinite(seconds):
             self._rates[direction, bytes_ >= LARGE].observe(bytes_ / seconds)
 

@@ -1,8 +1,8 @@
-"""The paper's two baselines: everyone drafts, then everyone is verified.
+"""The paper's two baselines: all requests draft, then all are verified.
 
-Lock-step stages all complements at once and verifies them together; sequential does so
-one request at a time. Both leave the link idle while drafting and the drafts idle while
-loading; they exist to be compared with.
+Lock-step prefetches the residual KV of all requests and verifies them together;
+sequential handles one request at a time. Both leave the link idle while drafting and
+the GPU idle while prefetching; they serve as baselines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LockStep:
     """See ``Pacing``.
 
     Args:
-        settings: Draft length, staging, verify rows.
-        at_once: Complements staged and verified together; 1 is the sequential variant.
+        settings: Draft length, staging buffer, verify rows.
+        at_once: Requests prefetched and verified together; 1 is the sequential variant.
     """
 
     def __init__(self, settings: RuntimeSettings, at_once: int) -> None:
@@ -40,7 +40,7 @@ class LockStep:
         self._members[track.rid] = track
 
     def hurry(self, track: Track) -> None:
-        """See ``Pacing.hurry``: a closed request waits for the others."""
+        """See ``Pacing.hurry``: a request that ended waits for the others."""
 
     def end(self, track: Track) -> None:
         """See ``Pacing.end``."""
@@ -50,7 +50,7 @@ class LockStep:
         self.room.give(track)
 
     def limit(self, track: Track) -> int:
-        """See ``Pacing.limit``: nobody drafts beyond the common round."""
+        """See ``Pacing.limit``: no request drafts beyond the common cycle."""
         return min(track.length, track.cap(self._settings.draft_length))
 
     def step(self, now: int) -> PacingStep:
@@ -68,7 +68,7 @@ class LockStep:
                 if not self.room.take(track):
                     break
                 step.stage_ins.append(track)
-        # What could not be staged waits for the next batch of the same round.
+        # Requests that could not be prefetched join the next batch of the same cycle.
         staged = [
             track
             for track in together
@@ -85,5 +85,5 @@ class LockStep:
         return {"staging_held_slots": self.room.held}
 
     def rings(self) -> Mapping[str, Ring]:
-        """See ``Pacing.rings``: there is nothing to reserve."""
+        """See ``Pacing.rings``: nothing is reserved."""
         return {}

@@ -1,4 +1,4 @@
-"""When each drafting request is staged and verified: what every policy answers."""
+"""Interface of pacing policies: when each request is prefetched and verified."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PacingStep:
-    """One iteration's answer.
+    """Pacing decisions of one scheduler iteration.
 
     Attributes:
-        stage_ins: Requests whose reload starts now.
+        stage_ins: Requests whose prefetch starts now.
         verifies: Requests verified in this iteration's forward.
     """
 
@@ -27,41 +27,41 @@ class PacingStep:
 
 
 class Pacing(Protocol):
-    """Places every round's reload and verification in time."""
+    """Schedules the prefetch and the verification of every draft-verify cycle."""
 
     def begin(self, track: Track) -> None:
-        """Start a round: newly split, just verified, resumed, or its reload failed."""
+        """Start a cycle, after a compress, verification, swap in or failed prefetch."""
 
     def hurry(self, track: Track) -> None:
-        """Bring the verification forward: there is nothing left to draft."""
+        """Verify as early as possible: the request has nothing left to draft."""
 
     def end(self, track: Track) -> None:
-        """Forget the round: verified, moved, or gone. Staged slots are given back."""
+        """End a cycle: verified, moved or finished. Frees its staging-buffer slots."""
 
     def step(self, now: int) -> PacingStep:
-        """Decide one iteration.
+        """Decide one scheduler iteration.
 
         Args:
-            now: This iteration; one more than at the last call.
+            now: Index of the iteration; one more than at the last call.
         """
 
     def limit(self, track: Track) -> int:
-        """Return the drafts at which a request waits for its verification."""
+        """Return the draft count at which a request waits for its verification."""
 
     def report(self) -> dict[str, int | float]:
-        """Return what is reserved and held, by name."""
+        """Return reserved and held amounts, by name."""
 
     def rings(self) -> Mapping[str, Ring]:
-        """Return what reservations are made in, by name; empty where there are none."""
+        """Return the reserve rings by name; empty if the policy reserves nothing."""
 
 
 class StagedRoom:
-    """Slots of the staging region as the plans have spent them.
+    """Staging-buffer slots, as planned.
 
-    Requests of one group use one staged complement, which leaves with its last user.
+    Requests of one group share one prefetched residual KV, freed with its last user.
 
     Args:
-        settings: Size of the region, and whether groups share.
+        settings: Size of the staging buffer, and whether groups share.
     """
 
     def __init__(self, settings: RuntimeSettings) -> None:
@@ -72,15 +72,15 @@ class StagedRoom:
         self.held = 0
 
     def key(self, track: Track) -> str:
-        """Return what a request's staged complement is known by."""
+        """Return the key of a request's prefetched residual KV."""
         return track.group if self._coalesce and track.group else track.rid
 
     def holds(self, key: str) -> bool:
-        """Say whether a complement is staged or on its way."""
+        """Return whether a residual KV is prefetched or its prefetch is in flight."""
         return key in self._users
 
     def take(self, track: Track) -> bool:
-        """Book a request's complement, or a share of it; False where it has no room."""
+        """Allocate or share slots for a residual KV; False if they do not fit."""
         key = self.key(track)
         users = self._users.get(key)
         if users is None:
@@ -95,7 +95,7 @@ class StagedRoom:
         return True
 
     def give(self, track: Track) -> None:
-        """Give a request's share back; nothing happens when it has none."""
+        """Drop a request's reference, if it has one; the last one frees the slots."""
         if not track.staged:
             return
         track.staged = track.ready = False

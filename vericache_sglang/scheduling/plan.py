@@ -1,4 +1,4 @@
-"""What the runtime is told of the world, and the frozen records it answers with."""
+"""Input records of the runtime, and the frozen plans it returns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from enum import Enum
 
 
 class Residency(Enum):
-    """Where a request's complement is: in exactly one place.
+    """Where a request's residual KV is: in exactly one place.
 
-    DEVICE: in the KV pool; verifying is free. HOST: in host memory; a verification
-    stages it first. PARKED: the draft part has left the device too; nothing runs.
+    DEVICE: in the KV pool; a verification needs no transfer. HOST: in host memory; a
+    verification needs a prefetch. SWAPPED: the draft KV is in host memory too; the
+    request is paused.
     """
 
     DEVICE = "device"
@@ -20,21 +21,21 @@ class Residency(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the runtime needs to know of a request when its decoding starts.
+    """Sizes and limits of a request when its decoding starts.
 
     Attributes:
         rid: Request id.
         prompt: Prompt tokens, T.
-        kept: Slots of the draft part once split.
-        dropped: Slots that leave the device with the complement.
-        copies: Slots a split on the device takes beyond the prompt's own.
-        staged: Slots the complement takes when it is back; 0: as many as left. More
-            where the draft part is packed: a verification reads every token exactly.
-        carried: Its bytes on link and host, in slots; 0: as ``staged``.
-        reads: Exact slots that cost as much to read as the draft part; 0: ``kept``.
+        kept: KV slots of the draft KV once compressed.
+        dropped: KV slots that leave the device with the residual KV.
+        copies: Extra KV slots for compressing the prompt on the device.
+        staged: KV slots of the prefetched residual KV; 0: ``dropped``. More where the
+            draft KV is packed: a verification reads every token unpacked.
+        carried: Bytes of the residual KV on link and host, in KV slots; 0: ``staged``.
+        reads: Unpacked slots that cost as much to read as the draft KV; 0: ``kept``.
         remaining: Tokens it may still emit, >= 0.
         longest: Most drafts between two of its verifications, >= 1.
-        ready_in: Decode iterations before its prompt may be split.
+        ready_in: Decode iterations before its prompt may be compressed.
     """
 
     rid: str
@@ -58,15 +59,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What changed outside since the last plan, and how much room there is.
+    """Free memory, and what changed since the last plan.
 
     Attributes:
         free_slots: KV slots free or evictable on the device.
         host_slots: KV slots that still fit the host budget.
-        rows: Running requests, those included that are never drafted for.
-        blocked: Requests wait for device memory.
-        arrived: Requests whose complement is staged now.
-        failed: Requests whose reload failed.
+        rows: Running requests, including those that never speculate.
+        blocked: Whether waiting requests lack device memory.
+        arrived: Requests whose residual KV has arrived in the staging buffer.
+        failed: Requests whose prefetch failed.
     """
 
     free_slots: int
@@ -79,7 +80,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """Split the prompt's KV in two parts, the complement going to ``residency``."""
+    """Compress the prompt: keep draft KV, and place residual KV in ``residency``."""
 
     rid: str
     residency: Residency
@@ -87,70 +88,70 @@ class Compress:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Give the draft part's copies up; decode plainly on the whole KV."""
+    """Fall back to full KV: free the draft KV's copies, decode autoregressively."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Move the complement from the device to the host."""
+    """Move the residual KV from the device to the host."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Move the complement from the host to the device."""
+    """Move the residual KV from the host to the device."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Move what is left on the device to the host; the request pauses."""
+    """Move the request's KV on the device to the host; the request pauses."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Bring a parked request's device part back; it goes on without a prefill."""
+    """Move a swapped-out request's KV back to the device; no prefill is needed."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Start copying the complement into the staging region."""
+    """Start copying the residual KV into the staging buffer."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Decode one token on the full KV, which is on the device."""
+    """Decode one token autoregressively; the full KV is on the device."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Decode one token on the draft part."""
+    """Draft one token on the draft KV."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Run the drafted tokens over both parts; the complement is on the device."""
+    """Verify the drafts on the full KV; the residual KV is on the device."""
 
     rid: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Leave the request out of this forward: drafts full, reload late, or parked."""
+    """Skip this forward: draft limit reached, prefetch late, or swapped out."""
 
     rid: str
 
@@ -161,14 +162,14 @@ RowAction = Plain | Draft | Verify | Wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One iteration: reloads first, then one forward, then the moves.
+    """One scheduler iteration: prefetches first, then one forward, then the moves.
 
     Attributes:
-        iteration: Counts up by one per plan.
-        stage_ins: Reloads to start before the forward.
-        rows: One action per request that arrived, by request id.
-        moves: Changes of residency to make after the forward, in order; the executor
-            answers each with ``Runtime.moved`` or ``Runtime.refused``.
+        iteration: Index of the iteration, one more per plan.
+        stage_ins: Prefetches to start before the forward.
+        rows: One action per tracked request, by request id.
+        moves: KV moves to make after the forward, in order; the executor reports each
+            with ``Runtime.moved`` or ``Runtime.refused``.
     """
 
     iteration: int

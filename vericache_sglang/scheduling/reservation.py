@@ -1,4 +1,4 @@
-"""What a verification reserves: the records that Admit books, and how they are made."""
+"""Records of what a prefetch and a verification reserve of each ring."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ VERIFY = "verify"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one reservation takes of one ring.
+    """Amount that one reservation takes of one ring.
 
     Attributes:
         ring: The ring's name.
-        amount: Taken of each window, in the ring's unit, >= 0; of all windows together
-            where it is a reload's ``work``.
-        extra: Windows held beyond the deadline, >= 0. Staging is held while the verify
-            forward runs, so a ring with ``extra > 0`` is one that holds KV.
+        amount: Amount per iteration, in the ring's unit, >= 0; the sum over all
+            iterations where it is a prefetch's ``work``.
+        extra: Iterations held beyond the deadline, >= 0. The staging buffer is held
+            while the verify forward runs, so ``extra > 0`` marks a ring that holds KV.
     """
 
     ring: str
@@ -32,18 +32,19 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchDemand:
-    """What bringing one complement back takes; l_r and S_r of the paper.
+    """Demands of one residual KV's prefetch and verification; the paper's l_r and S_r.
 
-    It takes the ``span`` windows up to its deadline d. Where these have too little free
-    for ``work`` it takes one window more, the one a neighbour's reload left in part.
+    The prefetch takes the ``span`` scheduler iterations up to its deadline d. Where
+    these have too little free for ``work``, it also takes the iteration before them,
+    which another prefetch may use in part.
 
     Attributes:
-        span: S_r >= 1, in windows.
-        demands: Taken over every window of the reload, and ``extra`` beyond d.
-        point: Taken in window ``d + 1`` alone, where the verification runs; each with
-            ``extra`` 0.
-        work: Taken once, of whatever is free in the reload's windows, the earliest
-            first; with ``extra`` 0. None for a reload without work.
+        span: S_r >= 1, in iterations.
+        demands: Reserved in every iteration of the prefetch, and ``extra`` beyond d.
+        point: Reserved in iteration ``d + 1`` alone, where the verification runs; each
+            with ``extra`` 0.
+        work: Reserved once, from what is free in the prefetch's iterations, the
+            earliest first; with ``extra`` 0. None for a prefetch without link time.
 
     Raises:
         InvariantError: An amount, ``extra`` or the span is out of bounds, or a ring is
@@ -64,27 +65,27 @@ class PrefetchDemand:
             or any(each.extra for each in once)
         ):
             raise InvariantError(f"reload out of bounds: {self}")
-        # Each demand is checked against its ring alone; two on one would overbook it.
+        # Each demand is checked against its ring alone; two on one could exceed it.
         if len({each.ring for each in every}) < len(every):
             raise InvariantError(f"reload names a ring twice: {self}")
 
     def rings(self) -> list[str]:
-        """Return the names of the rings it takes something of."""
+        """Return the names of the rings it reserves."""
         names = [each.ring for each in (*self.demands, *self.point)]
         return names if self.work is None else [*names, self.work.ring]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One request's next verification; windows are absolute.
+    """Reservation of one request's next verification; iterations are absolute.
 
     Attributes:
         rid: Request id.
-        first: Window in which the transfer starts.
-        deadline: Last window of drafting and of the transfer; the verification runs in
-            the next one.
-        prefetch: What is transferred, and what the verification takes.
-        leader: Request whose transfer this one reads; None when it has its own.
+        first: Iteration in which the transfer starts.
+        deadline: Last iteration of drafting and of the transfer; the verification runs
+            in the next one.
+        prefetch: Demands of the transfer and of the verification.
+        leader: Request whose transfer this one shares; None when it has its own.
     """
 
     rid: str
@@ -96,14 +97,14 @@ class Reservation:
 
 @dataclass(slots=True)
 class RingLoad:
-    """One transfer and the requests that read it; booked until the last has left.
+    """One transfer and the requests that share it; reserved until the last one ends.
 
     Attributes:
-        first: Its first window, absolute.
-        deadline: Its last window.
-        prefetch: As the request that started it asked.
-        worked: What its work takes of each of its windows, from the first; empty when
-            it has none.
+        first: Its first iteration, absolute.
+        deadline: Its last iteration.
+        prefetch: Demands of the request that started it.
+        worked: Link time reserved in each of its iterations, from the first; empty when
+            it has no work.
         readers: Deadlines by request id, the oldest request first.
     """
 
@@ -114,15 +115,15 @@ class RingLoad:
     readers: dict[str, int] = field(default_factory=dict)
 
     def furthest(self) -> int:
-        """Return the latest deadline of a reader."""
+        """Return the latest deadline of the readers."""
         return max(self.readers.values())
 
     def held(self) -> list[Demand]:
-        """Return the demands on rings that hold KV until the last reader is through."""
+        """Return the demands on rings that hold KV until the last verification."""
         return [demand for demand in self.prefetch.demands if demand.extra]
 
     def end(self, demand: Demand, furthest: int) -> int:
-        """Return the last window ``demand`` takes when ``furthest`` is the deadline."""
+        """Return the last iteration of ``demand`` for the deadline ``furthest``."""
         return furthest + demand.extra if demand.extra else self.deadline
 
 
@@ -135,24 +136,24 @@ def prefetch_of(
     verify_rows: int = 1,
     even: bool = False,
 ) -> PrefetchDemand:
-    """Return the reload of one complement over the rings LINK, STAGING and VERIFY.
+    """Return the demands of one prefetch on the rings LINK, STAGING and VERIFY.
 
-    The printed Algorithm 1 (arXiv:2605.17613, section 5) checks the same windows of
-    both rings; taken as equal parts of l_r / S_r a window, two reloads of 1.5 windows
-    cannot share one and a quarter of the link stays idle. Link time is therefore booked
-    exactly, as work that fills what is free.
+    The printed Algorithm 1 (arXiv:2605.17613, section 5) reserves equal parts of
+    l_r / S_r in each iteration of both rings. Two prefetches of 1.5 iterations then
+    cannot share an iteration, and a quarter of the link stays idle. Link time is
+    therefore reserved exactly, as work that fills what is free.
 
     Args:
-        bytes_: What the link moves, in bytes, >= 0.
+        bytes_: Size of the transfer, in bytes, >= 0.
         link_bytes_per_s: BW, > 0.
         iteration_s: T_iter, in seconds, > 0.
-        slots: What the complement occupies on the device, in KV slots, >= 0.
+        slots: Size of the residual KV in the staging buffer, in KV slots, >= 0.
         verify_rows: Rows of the verify forward, >= 0.
-        even: Book the printed rule's equal parts instead, for comparison.
+        even: Reserve the printed algorithm's equal parts instead, for comparison.
 
     Returns:
-        l_r = bytes / (BW * T_iter) windows of link time, in microwindows rounded up,
-        in S_r = max(1, ceil(l_r)) windows.
+        l_r = bytes / (BW * T_iter) iterations of link time, in microwindows rounded up,
+        in S_r = max(1, ceil(l_r)) iterations.
 
     Raises:
         InvariantError: An argument is out of bounds.
@@ -162,8 +163,8 @@ def prefetch_of(
         raise InvariantError(
             f"{bytes_} bytes at {link_bytes_per_s} bytes/s, {iteration_s} s a window"
         )
-    # Integers from here on: ceil(ceil(l * n) / n) == ceil(l), and no part can exceed
-    # a window by a rounding error.
+    # Integers from here on: ceil(ceil(l * n) / n) == ceil(l), and no rounding error
+    # makes a part exceed an iteration.
     total = ceil(bytes_ / per_window * WINDOW)
     span = max(1, -(-total // WINDOW))
     staging = Demand(STAGING, slots, extra=1)

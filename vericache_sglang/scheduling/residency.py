@@ -1,9 +1,10 @@
-"""Where each complement should be, chosen by the throughput model under the memory.
+"""Chooses where each residual KV is, by predicted throughput and free memory.
 
-With room to spare complements stay on the device and verifying is free; under pressure
-the request whose move helps most goes to the host; parking is the last resort. Moves
-have a minimum stay in between, so that nothing swings back and forth, and parked
-requests return in the order they left, before anyone new is let in.
+With enough free memory, residual KV stays on the device and verifications need no
+transfer. Under memory pressure the offload with the highest predicted throughput is
+made; swapping out is the last resort. A minimum time between two moves of a request
+avoids oscillation. Swapped-out requests return in the order in which they left, before
+new requests are admitted.
 """
 
 from __future__ import annotations
@@ -32,47 +33,47 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.track import Track
 
 ENTER = 1.08
-"""Predicted gain from which drafting starts: above 1 by what the model may be off."""
+"""Predicted gain from which drafting starts: 1 plus a margin for the model's error."""
 
 LEAVE = 0.98
 """Predicted gain below which drafting stops; the gap to ``ENTER`` is hysteresis."""
 
 MAX_SPLITS = 2
-"""Prompts split in one iteration: a split costs about one pass over the prompt's KV."""
+"""Prompts compressed per iteration: each costs about one pass over the prompt's KV."""
 
 MIN_STAY = 32
-"""Iterations a request stays where it was moved to, unless memory runs out."""
+"""Iterations between two moves of a request, unless memory runs out."""
 
 PIN_ROOM = 1.25
-"""Free slots asked for per slot pinned, so that the next arrival does not undo it."""
+"""Free slots required per slot loaded, so that the next arrival does not undo it."""
 
 RELIEF_EVERY = 4
-"""Iterations between two looks at whether an offload would let waiting requests in;
-while the last look found one, the next comes at once."""
+"""Iterations between two searches for an offload that admits waiting requests; 1 after
+a search that found one."""
 
 RELIEF_GAIN = 0.1
-"""Predicted gain of the whole batch, per share of its slots that become free, from
-which an offload lets waiting requests in."""
+"""Least predicted gain of the batch, per share of its slots that an offload frees, for
+an offload that admits waiting requests."""
 
 PIN_EVERY = 8
-"""Iterations between two looks for a complement to bring back."""
+"""Iterations between two searches for residual KV to load."""
 
 SAMPLED = 64
-"""Requests whose prices stand for the whole batch's."""
+"""Requests from whose costs those of the whole batch are extrapolated."""
 
 CONSIDERED = 8
-"""Requests with the largest complements that are priced when one is to be moved."""
+"""Offload candidates evaluated: the requests with the largest residual KV."""
 
 SETTLED = 2
-"""Iterations without an emission after which nothing about a row is outstanding."""
+"""Iterations without an emission after which no result of a row is pending."""
 
 
 class ResidencyPolicy:
-    """Chooses the moves of one iteration.
+    """Chooses the KV moves of one iteration.
 
     Args:
         settings: Forced residency, graph width.
-        throughput: Prices of every alternative.
+        throughput: Predicts the throughput of every alternative.
     """
 
     def __init__(self, settings: RuntimeSettings, throughput: Throughput) -> None:
@@ -92,17 +93,18 @@ class ResidencyPolicy:
         """Return the moves to make after this iteration's forward.
 
         Args:
-            tracks: Every request the runtime knows.
-            swapped: Those of them that are parked, the longest parked first.
-            candidates: Those decoded plainly whose split is to be considered now.
+            tracks: All tracked requests.
+            swapped: Swapped-out requests, the earliest swapped out first.
+            candidates: Autoregressive requests that may be compressed now.
             now: This iteration.
-            world: Room on device and host.
-            link_load_s: Link time of one reload of every request on the host.
+            world: Free memory on device and host.
+            link_load_s: Link time of one prefetch of every request on the host, in
+                seconds.
         """
         spare = world.free_slots - world.rows * self._round_slots()
         if spare < 0 or world.blocked:
             if spare >= 0 and not self._helped and now % RELIEF_EVERY:
-                return ()  # a split on the device would only be offloaded again
+                return ()  # KV compressed on the device would be offloaded again
             relief = self._relief(tracks, now, world, short=spare < 0)
             self._helped = relief is not None
             if relief is not None:
@@ -123,15 +125,16 @@ class ResidencyPolicy:
     def drafting_pays(
         self, track: Track, rows: int, link_load_s: float, least: float
     ) -> bool:
-        """Choose the next round's draft length; say whether its gain is >= ``least``.
+        """Set the next cycle's draft length; return whether its gain is >= ``least``.
 
-        A forced residency drafts whatever the gain.
+        True for every gain if the residency is forced.
 
         Args:
-            track: Its ``length`` is set.
+            track: The request; its ``length`` and ``share`` are set.
             rows: Running requests.
-            link_load_s: Link time of one reload of every request on the host.
-            least: Smallest gain worth drafting for.
+            link_load_s: Link time of one prefetch of every request on the host, in
+                seconds.
+            least: Smallest gain for which the request drafts.
         """
         others_s = 0.0
         if track.residency is Residency.HOST:
@@ -142,7 +145,7 @@ class ResidencyPolicy:
         return self._settings.residency != "auto" or choice.gain >= least
 
     def leave_drafting(self, track: Track, now: int, world: World) -> Move | None:
-        """Return how a request whose drafts do not pay goes back to plain decoding."""
+        """Return the move that stops drafting; None if it is not possible now."""
         if track.residency is Residency.DEVICE:
             return Restore(track.rid)
         room = PIN_ROOM * track.shape.staged + world.rows * self._round_slots()
@@ -150,8 +153,8 @@ class ResidencyPolicy:
             track.residency is Residency.HOST
             and not track.staged
             and world.free_slots >= room
-            # Offloading was judged by what the whole batch gains; a request alone
-            # would undo it at once.
+            # The offload was chosen by the gain of the whole batch; the gain of one
+            # request alone would undo it at once.
             and not world.blocked
             and now - track.moved_at >= MIN_STAY
         ):
@@ -169,7 +172,7 @@ class ResidencyPolicy:
         now: int,
         link_load_s: float,
     ) -> Move | None:
-        """Return the split of a plainly decoded request; None puts it off."""
+        """Return the compression of an autoregressive request; None defers it."""
         forced = self._settings.residency
         fits_host = self._fits_host(track, world)
         if track.remaining < 2:
@@ -190,11 +193,11 @@ class ResidencyPolicy:
         return None
 
     def _fits_host(self, track: Track, world: World) -> bool:
-        """Say whether a complement fits the host budget, and its staging later."""
+        """Return whether the residual KV fits host budget and staging buffer."""
         return track.shape.staged <= min(world.host_slots, self._settings.staging_slots)
 
     def _amortised(self, track: Track, gain: float, rows: int) -> bool:
-        """Say whether what is left to decode saves more than the split costs."""
+        """Return whether the remaining tokens save more time than compressing costs."""
         plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
         return saved_s > self._throughput.split_s(track)
@@ -202,7 +205,7 @@ class ResidencyPolicy:
     def _relief(
         self, tracks: Mapping[str, Track], now: int, world: World, *, short: bool
     ) -> Move | None:
-        """Return the move that makes room: offload what helps most, else park."""
+        """Return the move that frees memory: the best offload, else a swap out."""
         if self._settings.residency == "device":
             return None
         movable = [
@@ -243,7 +246,7 @@ class ResidencyPolicy:
         return Compress(track.rid, Residency.HOST)
 
     def _priced(self, tracks: Mapping[str, Track]) -> tuple[Share, int]:
-        """Return the batch's share of an iteration and its slots, from a sample."""
+        """Return the batch's share of an iteration and its KV slots, from a sample."""
         sample = list(islice(tracks.values(), SAMPLED))
         shares = [self._share(track) for track in sample]
         scale = len(tracks) / len(sample)
@@ -266,20 +269,21 @@ class ResidencyPolicy:
         return track.share
 
     def _best_share(self, track: Track, residency: Residency, count: int) -> Share:
-        """Return a drafted request's share at the best length it could have there."""
+        """Return a drafting request's share at its best length for ``residency``."""
         length = self._throughput.best(track, residency, count).length
         return self._throughput.drafting(track, residency, length)
 
     def _rate_after_offload(
         self, track: Track, total: Share, count: int, slots: int
     ) -> float:
-        """Price the batch with ``track`` on the host and newcomers in its slots.
+        """Return tokens/s with ``track`` offloaded and its slots given to new requests.
 
         Args:
-            track: The request to move.
+            track: The request to offload.
             total: Sum of all shares.
             count: Requests in the batch.
-            slots: Device slots they hold; a newcomer is an average one of them.
+            slots: Device slots they hold. The freed slots are assumed to be filled with
+                average requests of the batch.
         """
         grown = 1.0 + track.shape.dropped / max(1, slots)
         then = self._best_share(track, Residency.HOST, count)
@@ -297,7 +301,7 @@ class ResidencyPolicy:
     def _swap_out(
         self, tracks: Mapping[str, Track], now: int, world: World
     ) -> Move | None:
-        """Park the request that arrived last; never the only one that runs."""
+        """Swap out the request that arrived last; never the only running one."""
         running = [
             track
             for track in tracks.values()
@@ -314,7 +318,7 @@ class ResidencyPolicy:
         ]
         if not swappable or len(running) < 2:
             return None
-        # Insertion order is arrival order: the oldest finish, so everyone does.
+        # Insertion order is arrival order: the oldest finish first, so all finish.
         return SwapOut(swappable[-1].rid)
 
     def _bring_back(
@@ -325,7 +329,7 @@ class ResidencyPolicy:
         world: World,
         spare: int,
     ) -> Move | None:
-        """Return the longest parked request once it fits, else a complement to pin."""
+        """Return the swap in of the earliest swapped-out request, or else a load."""
         if swapped:
             first = next(iter(swapped.values()))
             alone = len(swapped) == len(tracks)

@@ -1,4 +1,4 @@
-"""Reserve rings: how much of one resource is promised in each of the next W windows."""
+"""Reserve rings: the reserved amount of one resource in the next W iterations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 WINDOW = 1_000_000
-"""One window (one iteration) of link time, in microwindows: the link ring's limit."""
+"""Link time of one iteration, in microwindows: the capacity of the link ring."""
 
 
 class Ring:
-    """Reserved amounts of one resource in W future windows; integers: sums are exact.
+    """Reserved integer amounts of one resource in the next W scheduler iterations.
 
     The T[i] and B[i] of the paper's resource model (arXiv:2605.17613, section 5). A
-    window is one iteration and has an absolute index; ``now`` to ``now + windows - 1``
-    exist. What a unit is depends on the ring: microwindows of link time, KV slots of
-    the staging region, verify rows.
+    window is one scheduler iteration; iterations have absolute indices, and the horizon
+    is ``now`` to ``now + windows - 1``. The unit depends on the ring: microwindows of
+    link time, KV slots of the staging buffer, or verify rows.
 
     Args:
-        windows: W, in windows, >= 1.
-        limit: Most that may be reserved in one window, in the ring's unit, >= 0.
+        windows: W, in iterations, >= 1.
+        limit: Capacity of one iteration, in the ring's unit, >= 0.
 
     Attributes:
-        windows: W, in windows.
-        limit: Most that may be reserved in one window.
-        now: Absolute index of the current window.
+        windows: W, in iterations.
+        limit: Capacity of one iteration, in the ring's unit.
+        now: Absolute index of the current iteration.
 
     Raises:
         InvariantError: ``windows`` or ``limit`` is out of bounds.
@@ -42,17 +42,17 @@ class Ring:
         self.windows = windows
         self.limit = limit
         self.now = 0
-        # Window w lives at index w % windows; slide() empties the one that leaves.
+        # Iteration w is at index w % windows; slide() clears the one it removes.
         self._used = [0] * windows
 
     def used(self, window: int) -> int:
-        """Return what is reserved in absolute ``window``; 0 outside the horizon."""
+        """Return the amount reserved in absolute ``window``; 0 outside the horizon."""
         if not self.now <= window < self.now + self.windows:
             return 0
         return self._used[window % self.windows]
 
     def room(self, first: int, last: int) -> list[int]:
-        """Return what is free in each of the windows; 0 outside the horizon."""
+        """Return the amount free in each of the iterations; 0 outside the horizon."""
         end = self.now + self.windows
         return [
             self.limit - self._used[window % self.windows]
@@ -62,10 +62,10 @@ class Ring:
         ]
 
     def fits(self, first: int, last: int, amount: int) -> bool:
-        """Say whether ``amount`` is free in every window from first to last.
+        """Return whether ``amount`` is free in every iteration from first to last.
 
-        False when a window is outside the horizon; true when ``first > last``, which
-        names no window.
+        False when an iteration is outside the horizon; true for no iterations, with
+        ``first > last``.
         """
         if first > last:
             return True
@@ -74,11 +74,11 @@ class Ring:
         return max(self._levels(first, last)) + amount <= self.limit
 
     def ends(self, amount: int, length: int) -> int:
-        """Find where a span of ``length`` >= 1 windows with ``amount`` free may end.
+        """Find the ends of ``length`` >= 1 iterations that each have ``amount`` free.
 
         Returns:
             A bit set: bit i is set if and only if ``amount`` fits in the ``length``
-            windows up to ``now + i``. O(W + log(length) * W / 64).
+            iterations up to ``now + i``. O(W + log(length) * W / 64).
         """
         most = self.limit - amount
         if max(self._used) <= most:
@@ -93,11 +93,11 @@ class Ring:
         return free
 
     def covers(self, amount: int, length: int) -> int:
-        """Find where ``length`` >= 1 windows have ``amount`` free together.
+        """Find the ends of ``length`` >= 1 iterations that in sum have ``amount`` free.
 
         Returns:
-            A bit set: bit i is set if and only if the ``length`` windows up to
-            ``now + i`` are in the horizon and have ``amount`` free in all. O(W).
+            A bit set: bit i is set if and only if the ``length`` iterations up to
+            ``now + i`` are in the horizon and have ``amount`` free in sum. O(W).
         """
         most = length * self.limit - amount
         if most < 0 or length > self.windows:
@@ -110,11 +110,11 @@ class Ring:
         return free << (length - 1)
 
     def reserve(self, first: int, last: int, amount: int) -> None:
-        """Take ``amount`` >= 0 of every window from first to last.
+        """Reserve ``amount`` >= 0 in every iteration from first to last.
 
         Raises:
-            InvariantError: It does not fit, or a window is outside the horizon; then
-                nothing was taken.
+            InvariantError: It does not fit, or an iteration is outside the horizon;
+                nothing is reserved then.
         """
         if amount < 0 or not self.fits(first, last, amount):
             raise InvariantError(
@@ -124,14 +124,14 @@ class Ring:
         self._add(first, repeat(amount, last - first + 1))
 
     def fill(self, first: int, last: int, amount: int) -> tuple[int, ...]:
-        """Take ``amount`` >= 0 in all of what is free, the earliest windows first.
+        """Reserve ``amount`` >= 0 in sum, filling the earliest iterations first.
 
         Returns:
-            What was taken of each window from first to last; see ``take_back``.
+            The amount reserved in each iteration from first to last; see ``take_back``.
 
         Raises:
-            InvariantError: So much is not free, or a window is outside the horizon;
-                then nothing was taken.
+            InvariantError: Less is free, or an iteration is outside the horizon;
+                nothing is reserved then.
         """
         room = self.room(first, last)
         if amount < 0 or sum(room) < amount or not self.fits(first, last, 0):
@@ -147,11 +147,11 @@ class Ring:
         return tuple(taken)
 
     def release(self, first: int, last: int, amount: int) -> None:
-        """Give ``amount`` >= 0 of every window back; windows already past are ignored.
+        """Release ``amount`` >= 0 of every iteration; past iterations are ignored.
 
         Raises:
-            InvariantError: More would be given back than was taken, or a window is
-                beyond the horizon; then nothing was given back.
+            InvariantError: Less is reserved, or an iteration is beyond the horizon;
+                nothing is released then.
         """
         first = max(first, self.now)
         if first > last:
@@ -165,11 +165,11 @@ class Ring:
         self._add(first, repeat(-amount, last - first + 1))
 
     def take_back(self, first: int, amounts: Sequence[int]) -> None:
-        """Give back one amount >= 0 per window; windows already past are ignored.
+        """Release one amount >= 0 per iteration; past iterations are ignored.
 
         Args:
-            first: Window of the first amount.
-            amounts: What ``fill`` returned.
+            first: Iteration of the first amount.
+            amounts: As ``fill`` returned them.
 
         Raises:
             InvariantError: As for ``release``.
@@ -190,17 +190,17 @@ class Ring:
         self._add(first, map(neg, ahead))
 
     def slide(self) -> None:
-        """Let the current window leave and an empty one enter at the far end. O(1)."""
+        """Remove the current iteration and append an empty one. O(1)."""
         self._used[self.now % self.windows] = 0
         self.now += 1
 
     def horizon(self) -> list[int]:
-        """Return what every window holds, the current one first."""
+        """Return the reserved amount of every iteration, the current one first."""
         start = self.now % self.windows
         return self._used[start:] + self._used[:start]
 
     def _levels(self, first: int, last: int) -> list[int]:
-        """Return what windows inside the horizon hold; copies slices, not windows."""
+        """Return the reserved amounts of iterations inside the horizon."""
         start, end = first % self.windows, last % self.windows
         if start <= end:
             return self._used[start : end + 1]
@@ -213,5 +213,5 @@ class Ring:
 
 def _bits(digits: list[str]) -> int:
     """Return the bit set with bit i set where digit i is "1"."""
-    # Text is the fast way into an int; it has the highest bit first.
+    # int() of a binary literal is the fastest conversion; the highest bit is first.
     return int("".join(digits)[::-1], 2)

@@ -1,8 +1,8 @@
-"""The paper's execution loop: decides every iteration, acts in none.
+"""The paper's execution loop: plans every scheduler iteration, executes none.
 
-The server's engine and the simulator drive the same class: they report what happened
-and perform the plan's records. Plans depend on nothing but what was reported, so ranks
-that report the same reach the same plans.
+The server's engine and the simulator drive the same class: they report events and
+execute the plans. A plan depends on the reported events alone, so tensor-parallel ranks
+that report equal events make equal plans.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.settings import RuntimeSettings
 
 PRICE_EVERY = 64
-"""Iterations after which a draft length is chosen anew."""
+"""Iterations after which a request's draft length is chosen again."""
 
 PRICE_STEP = 0.25
-"""Relative change of a request's rejections that chooses its draft length anew."""
+"""Relative change of the rejection probability that renews the draft length."""
 
 LEAST_STEP = 0.005
-"""Change of its acceptance that never does."""
+"""Change of the acceptance probability that is always ignored."""
 
 MAX_FAILURES = 2
-"""Reloads that may fail in a row before a request's complement is given up."""
+"""Failed prefetches in a row after which a request's residual KV is abandoned."""
 
 
 class Runtime:
-    """Tracks every request that may be drafted for and plans each iteration.
+    """Tracks every request that may speculate and plans each iteration.
 
     Args:
         settings: Fixed settings.
-        estimates: Measured costs; the caller keeps feeding them.
+        estimates: Measured costs; the caller updates them.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Runtime:
         self._link_slots = 0
         self._rows = 1
 
-    # -- what happened ----------------------------------------------------------
+    # -- events -----------------------------------------------------------------
 
     def arrive(self, shape: Shape) -> None:
-        """A request that may be drafted for starts decoding, whole on the device."""
+        """Add a request that starts decoding, with its full KV on the device."""
         track = Track(
             shape=shape,
             acceptance=Acceptance(self.estimates.prior),
@@ -91,7 +91,7 @@ class Runtime:
         self.tracks[shape.rid] = self._whole[shape.rid] = track
 
     def leave(self, rid: str) -> None:
-        """Forget a request: finished, aborted or retracted."""
+        """Remove a request: finished, aborted or retracted."""
         track = self.tracks.pop(rid, None)
         if track is None:
             return
@@ -101,32 +101,32 @@ class Runtime:
             group.pop(rid, None)
 
     def clear(self) -> None:
-        """Forget every request, and what pacing has reserved for them."""
+        """Remove every request and every reservation."""
         groups = (self.tracks, self._whole, self._swapped, self._leaving)
         for group in groups:
             group.clear()
         self._host_slots.clear()
         self._link_slots = 0
-        # The rings count from their own beginning: so does this.
+        # The windows of new rings start at 0.
         self.now = 0
         self.pacing = _pacing(self.settings, self.throughput, self.estimates)
 
     def stop_drafted(self, rid: str) -> None:
-        """A draft ended the request, if it is right: verify soon."""
+        """Record a drafted stop token; the verification comes as early as possible."""
         track = self.tracks[rid]
         track.closed = True
         track.most = track.drafts
         self.pacing.hurry(track)
 
     def launched(self, rid: str, drafted: int) -> None:
-        """A verification is under way; the next round begins before it is heard of.
+        """Record a launched verification; the next cycle begins before its result.
 
-        Until ``verified`` tells how many, all its drafts count as accepted: what is
-        drafted next never goes beyond the request's last token.
+        Until ``verified`` is called, all its drafts count as accepted, so that the next
+        drafts never go beyond the request's last token.
 
         Args:
             rid: Request id.
-            drafted: Drafts it checks.
+            drafted: Number of drafts verified.
         """
         track = self.tracks[rid]
         self._close_round(track)
@@ -136,12 +136,12 @@ class Runtime:
         self._next_round(track)
 
     def verified(self, rid: str, drafted: int, emitted: int) -> None:
-        """A verification is done.
+        """Record the result of a verification.
 
         Args:
             rid: Request id.
-            drafted: Drafts it checked.
-            emitted: Tokens it emitted: accepted drafts and one of the target's own.
+            drafted: Number of drafts verified.
+            emitted: Tokens emitted: the accepted drafts and the bonus token.
         """
         track = self.tracks[rid]
         if track.unreported:
@@ -156,11 +156,11 @@ class Runtime:
         track.unreported = track.held_up = False
 
     def moved(self, move: Move, group: str = "") -> None:
-        """The executor has made a move.
+        """Record a move that the executor has made.
 
         Args:
             move: One of the last plan's moves.
-            group: What a complement on the host is shared by; "" for nobody.
+            group: Key of the shared residual KV on the host; "" if it is not shared.
         """
         track = self.tracks[move.rid]
         track.moved_at = self.now
@@ -183,31 +183,31 @@ class Runtime:
             self._split(track, move, group)
 
     def refused(self, move: Move) -> None:
-        """The executor had no room for a move after all; it may be tried again."""
+        """Record a move for which the executor had no memory; it may be retried."""
         track = self.tracks[move.rid]
         track.look_at = self.now + track.patience.wait()
         self._leaving.pop(move.rid, None)
 
     def gives_up(self, rid: str) -> bool:
-        """Say whether one more failed reload means that the complement is lost."""
+        """Return whether one more failed prefetch abandons the residual KV."""
         track = self.tracks.get(rid)
         return track is not None and track.failures + 1 >= MAX_FAILURES
 
     @property
     def drafting(self) -> int:
-        """Requests with two parts."""
+        """Number of requests with a compressed prompt."""
         return len(self.tracks) - len(self._whole)
 
-    # -- what to do -------------------------------------------------------------
+    # -- plans ------------------------------------------------------------------
 
     def plan(self, world: World) -> Plan:
         """Decide one iteration.
 
-        Linear in requests, with a small constant: what is placed in time is looked up
-        by its time, not searched for.
+        Linear in requests, with a small constant: prefetches and verifications are
+        looked up by their iteration.
 
         Args:
-            world: Room, and what arrived since the last plan.
+            world: Free memory, and the prefetches that ended since the last plan.
         """
         self.now += 1
         self._rows = max(1, world.rows)
@@ -222,7 +222,7 @@ class Runtime:
         )
 
     def report(self) -> dict[str, int | float]:
-        """Return estimates, rings and residencies, by name."""
+        """Return estimates, ring amounts and request counts by residency, by name."""
         count = dict.fromkeys(Residency, 0)
         for track in self.tracks.values():
             count[track.residency] += 1
@@ -234,7 +234,7 @@ class Runtime:
             "steps_aside": self.steps_aside,
         }
 
-    # -- inside -----------------------------------------------------------------
+    # -- internals --------------------------------------------------------------
 
     def _note_arrivals(self, world: World) -> None:
         for rid in world.arrived:
@@ -250,12 +250,12 @@ class Runtime:
                 track.failures += 1
                 self.pacing.end(track)
                 self.pacing.begin(track)
-                if track.most < 0:  # its verification had started
+                if track.most < 0:  # its verification was planned
                     limit = self.pacing.limit(track)
                     track.most = track.drafts if track.closed else limit
 
     def _actions(self, verifies: list[Track]) -> dict[str, RowAction]:
-        """Return every request's action and assume that it is performed."""
+        """Return every request's action, and update its state as if it had run."""
         for track in verifies:
             track.most = -1
         rows: dict[str, RowAction] = {}
@@ -315,13 +315,13 @@ class Runtime:
         track.split = False
         track.drafts, track.closed, track.most = 0, False, -1
         track.look_at = self.now + track.patience.wait()
-        # Tried again later as one nobody has verified yet: texts change.
+        # A later retry starts from the prior: acceptance changes along a text.
         track.acceptance = Acceptance(self.estimates.prior)
         self.steps_aside += 1
         self._whole[track.rid] = track
 
     def _out_of_date(self, track: Track) -> bool:
-        """Say whether a round's draft length is to be chosen anew."""
+        """Return whether the draft length has to be chosen again."""
         return (
             track.share is None
             or self.now - track.priced_at >= PRICE_EVERY
@@ -330,7 +330,7 @@ class Runtime:
         )
 
     def _price(self, track: Track) -> None:
-        """Choose the next rounds' draft length, or to leave drafting."""
+        """Choose the draft length of the next cycles, or to stop drafting."""
         pays = self.policy.drafting_pays(track, self._rows, self._link_load_s(), LEAVE)
         if pays:
             self._leaving.pop(track.rid, None)
@@ -339,7 +339,7 @@ class Runtime:
         track.priced_at, track.priced_p = self.now, track.acceptance.p
 
     def _close_round(self, track: Track) -> None:
-        """Free what a round held; its drafts are being verified."""
+        """End a cycle whose drafts are being verified; frees what it held."""
         self.pacing.end(track)
         track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
         track.most = -1
@@ -350,7 +350,7 @@ class Runtime:
         track.emitted_at = self.now
 
     def _next_round(self, track: Track) -> None:
-        """Begin a round, with a draft length chosen from what was heard so far."""
+        """Begin a cycle; its draft length depends on the results reported so far."""
         if track.remaining <= 0:
             return
         if self._out_of_date(track):
@@ -373,7 +373,7 @@ class Runtime:
         track.most, track.share = -1, None
 
     def _count(self, track: Track) -> None:
-        """Count a complement on the host once for all who share it."""
+        """Count a residual KV on the host once for all requests that share it."""
         key = track.group or track.rid
         users = self._host_slots.setdefault(key, [0, track.shape.carried])
         users[0] += 1
@@ -391,7 +391,7 @@ class Runtime:
             self._link_slots -= users[1]
 
     def _link_load_s(self) -> float:
-        """Return the link time of one reload of everything on the host, in seconds."""
+        """Return the link time to prefetch all residual KV on the host, in seconds."""
         size = self._link_slots * self.settings.token_bytes
         return self.estimates.link.seconds(
             int(size * self.settings.transfer_fraction), "in"

@@ -1,4 +1,4 @@
-"""What the runtime may use: horizon, staging, link and the policy, fixed at start."""
+"""Settings of the runtime, fixed at start: horizon, staging buffer, link, policy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSettings:
-    """Fixed for the life of a ``Runtime``.
+    """Settings of one ``Runtime``, fixed at start.
 
     Attributes:
         pacing: "staggered" (the paper's rings), "lockstep" or "sequential".
         residency: "auto" lets the throughput model choose; "host" offloads every
-            request that may be split, "device" none.
+            request that may be compressed, "device" none.
         draft_length: Most drafts between two verifications: the width of the graph.
-        max_verifies: Verify rows in one forward.
-        staging_slots: Size of the staging region, in KV slots.
+        max_verifies: Most verify rows in one forward.
+        staging_slots: Size of the staging buffer, in KV slots.
         token_bytes: Bytes of one KV slot over all layers.
-        horizon: Windows of the rings, W.
-        transfer_fraction: Share of a complement's bytes that a reload moves.
-        coalesce: Requests with the same complement share one staging.
-        page: Slots of a page.
+        horizon: W, the windows of the rings, in scheduler iterations.
+        transfer_fraction: Share of the residual KV's bytes that a prefetch moves.
+        coalesce: Whether requests with the same residual KV share one prefetch.
+        page: Page size, in KV slots.
     """
 
     pacing: str = "staggered"

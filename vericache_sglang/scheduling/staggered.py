@@ -1,8 +1,9 @@
 """Cross-resource staggering: the paper's section 5.2 over three rings.
 
-Every round asks Algorithm 1 for a window; its reload starts at the first window of the
-reservation and its verification runs after the last one. A reload that is late slips:
-the request drafts on up to the graph's width and then waits, the batch is not held.
+Every draft-verify cycle reserves scheduler iterations by Algorithm 1. Its prefetch
+starts in the first of them and its verification runs after the last one. If the
+prefetch misses its deadline, the request drafts on up to the graph's width and then
+waits; the batch continues.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
 VERIFY_ROW = (Demand(VERIFY, 1),)
 
 ON_DEVICE = PrefetchDemand(1, (), VERIFY_ROW)
-"""What a round takes whose complement is on the device."""
+"""Demands of a cycle whose residual KV is on the device."""
 
 STALE = 0.02
-"""Relative change of an iteration's time that makes a reload's windows out of date."""
+"""Relative change of link over iteration time that renews a prefetch's demands."""
 
 
 class Staggered:
     """See ``Pacing``.
 
     Args:
-        settings: Horizon, staging, graph width.
-        throughput: Prices reloads.
-        estimates: Time of an iteration.
+        settings: Horizon, staging buffer, graph width.
+        throughput: Predicts the cost of prefetches.
+        estimates: Measured iteration time.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Staggered:
         self._settings = settings
         self._throughput = throughput
         self._estimates = estimates
-        # A reload and a full draft length must fit the horizon beside each other.
+        # A prefetch and a full draft length must both fit the horizon.
         self.windows = max(settings.horizon, 2 * settings.draft_length + 4)
         self._rings = {
             LINK: Ring(self.windows, WINDOW),
@@ -94,12 +95,12 @@ class Staggered:
                 waiting.remove(track)
 
     def limit(self, track: Track) -> int:
-        """See ``Pacing.limit``: late ones draft on up to the graph's width."""
+        """See ``Pacing.limit``: the graph's width, up to which late requests draft."""
         return track.cap(self._settings.draft_length)
 
     def step(self, now: int) -> PacingStep:
         """See ``Pacing.step``."""
-        # The rings still stand one iteration back: an offset of d covers the drafts of
+        # The rings are still one iteration behind: an offset of d covers the drafts of
         # iterations now .. now + d - 1, and the verification in now + d.
         while self._queue and self._admit(self._queue[0]):
             self._queue.popleft()
@@ -120,7 +121,7 @@ class Staggered:
 
     def report(self) -> dict[str, int | float]:
         """See ``Pacing.report``."""
-        # The current window has begun; what is reserved is ahead of it.
+        # The current iteration has begun; reservations start with the next one.
         now = self._rings[LINK].now
         windows = range(now + 1, now + self.windows)
         shares = {
@@ -149,7 +150,7 @@ class Staggered:
             self._late.append(track)
 
     def _admit(self, track: Track) -> bool:
-        """Reserve a round's window; False leaves it first in the queue."""
+        """Reserve a cycle; False leaves it at the head of the queue."""
         anchor = max(1, min(track.length, track.cap(self._settings.draft_length)))
         reservation = self._follow(track, anchor)
         if reservation is None:
@@ -160,7 +161,7 @@ class Staggered:
         self._sharers.setdefault(self.room.key(track), {})[track.rid] = None
         self._dues.setdefault(reservation.deadline + 1, []).append(track)
         if track.residency is Residency.HOST:
-            # A follower may join a reload whose first window has passed.
+            # A shared prefetch may have started in an earlier iteration.
             first = max(reservation.first, self._rings[LINK].now + 1)
             if first > reservation.first:
                 self._start_late(track)
@@ -169,10 +170,10 @@ class Staggered:
         return True
 
     def _follow(self, track: Track, anchor: int) -> Reservation | None:
-        """Share the reload of a request with the same complement, if it is far enough.
+        """Share the prefetch of the same residual KV, if its deadline is late enough.
 
-        A verification of few drafts costs more than a second reload: half the drafts
-        wanted is the least.
+        Verifying few drafts costs more than a second prefetch: the deadline must allow
+        half of the wanted drafts.
         """
         sharers = self._sharers.get(self.room.key(track))
         if not sharers or track.residency is not Residency.HOST:
@@ -183,7 +184,7 @@ class Staggered:
         )
 
     def _prefetch(self, track: Track) -> PrefetchDemand:
-        """Describe what a round takes of the rings (paper: l_r and S_r)."""
+        """Return a cycle's demands on the rings (l_r and S_r of the paper)."""
         size = self._throughput.prefetch_bytes(track)
         if track.residency is not Residency.HOST or not size:
             return ON_DEVICE
@@ -197,7 +198,7 @@ class Staggered:
         prefetch = prefetch_of(
             bytes_=size,
             link_bytes_per_s=size / seconds,
-            # A link too slow for the horizon gets all of it: late rather than never.
+            # A prefetch longer than the horizon reserves all of it, and will be late.
             iteration_s=max(iteration_s, seconds / (self.windows - 3)),
             slots=track.shape.staged,
         )
@@ -205,13 +206,13 @@ class Staggered:
         return prefetch
 
     def _choose(self) -> list[Track]:
-        """Pick the verifications of this iteration; what cannot run now slips."""
+        """Choose this iteration's verifications; the others miss their deadline."""
         ready = [
             track
             for track in self._overdue.values()
             if track.residency is Residency.DEVICE or track.ready
         ]
-        # Longest wait first, so nobody starves; a stable sort keeps ties in order.
+        # Longest wait first avoids starvation; the stable sort keeps ties in order.
         ready.sort(key=lambda track: -track.waited)
         chosen = ready[: self._settings.max_verifies]
         for track in chosen:

@@ -1,8 +1,8 @@
-"""What a request costs and yields, plainly decoded or drafted (paper appendix A.1).
+"""Cost and yield of a request, autoregressive or speculative (paper appendix A.1).
 
 The appendix's model with requests of different sizes: an iteration takes
-``max(base + sum of row times, sum of link times)`` and yields the sum of what the rows
-yield; each request contributes its average over a round of x drafts and a verification.
+``max(base + sum of row times, sum of link times)`` and yields the tokens of all rows;
+each request counts with its average over a cycle of x drafts and one verification.
 """
 
 from __future__ import annotations
@@ -25,8 +25,26 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.track import Track
 
 
+<<<<<<< HEAD
+=======
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One request's average share of an iteration.
+
+    Attributes:
+        seconds: Forward time, in seconds.
+        tokens: Tokens emitted.
+        link_s: Link time, in seconds.
+    """
+
+    seconds: float
+    tokens: float
+    link_s: float = 0.0
+
+
+>>>>>>> prose
 class Throughput:
-    """Prices requests with the current estimates.
+    """Predicts time and tokens of requests with the current estimates.
 
     Args:
         settings: Graph width, slot bytes, transfer fraction.
@@ -39,32 +57,32 @@ class Throughput:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the iteration's coefficients as they are now; once a plan."""
+        """Read the current iteration-time coefficients; called once per plan."""
         self._model = self._estimates.iteration.coefficients
 
     def prefetch_s(self, track: Track) -> float:
-        """Return the link time of one reload of a request's complement, in seconds."""
+        """Return the link time to prefetch a request's residual KV, in seconds."""
         return self._estimates.link.seconds(self.prefetch_bytes(track), "in")
 
     def prefetch_bytes(self, track: Track) -> int:
-        """Return the bytes one reload moves."""
+        """Return the bytes that one prefetch moves."""
         size = track.shape.carried * self._settings.token_bytes
         return int(size * self._settings.transfer_fraction)
 
     def split_s(self, track: Track) -> float:
-        """Return what splitting a request's prompt takes, in seconds."""
+        """Return the time to compress a request's prompt, in seconds."""
         return self._estimates.split_s.value * track.shape.prompt
 
     def cost(
         self, track: Track, residency: Residency, rows: int, link_s: float
     ) -> RoundCost:
-        """Return the seconds a round is made of.
+        """Return the times that make up a draft-verify cycle.
 
         Args:
             track: The request.
             residency: DEVICE or HOST.
-            rows: Running requests, which share the weights' read.
-            link_s: Link time per round of the other requests on the host, in seconds.
+            rows: Running requests, which share the read of the weights.
+            link_s: Link time per cycle of the other requests on the host, in seconds.
         """
         model = self._model
         base = model.base_s / max(1, rows)
@@ -85,20 +103,20 @@ class Throughput:
     def best(
         self, track: Track, residency: Residency, rows: int, link_s: float = 0.0
     ) -> LengthChoice:
-        """Return the draft length that decodes a request fastest, and its gain."""
+        """Return the draft length with the highest gain, and the gain."""
         cost = self.cost(track, residency, rows, link_s)
         most = min(self._settings.draft_length, track.shape.longest)
         return best_length(track.acceptance.p, cost, most)
 
     def plain(self, track: Track) -> Share:
-        """Return a request's part of an iteration when decoded plainly."""
+        """Return a request's share of an iteration when it decodes autoregressively."""
         model = self._model
         per_slot = model.per_read_s + model.per_product_s
         return Share(model.per_token_s + per_slot * track.tokens, 1.0)
 
     def drafting(self, track: Track, residency: Residency, length: int) -> Share:
-        """Return a request's average part of an iteration when drafted for."""
-        # No base: it is counted once per iteration, not per request.
+        """Return a request's average share of an iteration when it speculates."""
+        # Without base_s, which counts once per iteration.
         model, whole, windows = self._model, track.tokens, length + 1
         per_slot = model.per_read_s + model.per_product_s
         draft_s = model.per_token_s + per_slot * self._draft_slots(track)
@@ -112,7 +130,7 @@ class Throughput:
         )
 
     def rate(self, shares: Iterable[Share]) -> float:
-        """Return tokens per second of a batch made of ``shares``."""
+        """Return the throughput of a batch made of ``shares``, in tokens/s."""
         seconds = self._model.base_s
         tokens = link = 0.0
         for share in shares:
@@ -122,8 +140,8 @@ class Throughput:
         return tokens / max(seconds, link)
 
     def _draft_slots(self, track: Track) -> int:
-        """Return the slots one drafted token reads, packed ones at what they cost."""
-        # On average half a round's drafts have been appended already.
+        """Return the slots one draft token reads, packed ones weighted by cost."""
+        # On average half of a cycle's drafts have been appended already.
         half_round = self._settings.draft_length // 2
         shape = track.shape
         exact = track.tokens - shape.kept - shape.dropped

@@ -1,4 +1,4 @@
-"""What the runtime remembers of one request between plans."""
+"""The runtime's state of one request."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ class Track:
     """One running request.
 
     Attributes:
-        shape: As it arrived.
-        acceptance: What its verifications have shown.
-        patience: When a request decoded plainly is looked at again.
+        shape: Sizes and limits on arrival.
+        acceptance: Its acceptance probability.
+        patience: Back-off before an autoregressive request may speculate again.
         remaining: Tokens it may still emit.
-        emitted: Tokens emitted since it arrived here.
-        residency: Where its complement is.
-        split: Two parts exist and the request drafts; else its whole KV is one row.
-        group: Requests with the same group have the same complement.
+        emitted: Tokens emitted since its arrival.
+        residency: Where its residual KV is.
+        split: Whether its prompt is compressed, so that it drafts; else its block-table
+            row lists the full KV.
+        group: Key of the residual KV it shares; "" if it is not shared.
         drafts: Tokens drafted since the last verification.
-        most: Drafts at which this round waits for its verification; -1 while the
-            request may not draft at all.
-        length: Draft length chosen for this round, x.
-        priced_at: Iteration in which ``length`` was chosen; -1 for not yet.
-        priced_p: Acceptance it was chosen for.
-        prefetch: What a round takes of the rings, with the iteration's and the link's
-            time it was computed for.
-        share: Part of an iteration, as priced last; None where that is out of date.
-        unreported: The last verification was launched and its outcome is not known.
-        held_up: Its next round begins when it is.
-        closed: A stop token was drafted; drafting beyond it is wasted.
-        staged: A reload was started, or has arrived, and is not used up.
-        ready: The complement is staged.
-        waited: Iterations left out of the forward in a row.
-        failures: Reloads failed in a row.
-        moved_at: Iteration of the last change of residency.
+        most: Draft count at which the cycle waits for its verification; -1 while the
+            request may not draft.
+        length: Draft length chosen for this cycle, x.
+        priced_at: Iteration in which ``length`` was chosen; -1: none yet.
+        priced_p: Acceptance probability for which ``length`` was chosen.
+        prefetch: Iteration time and link time in seconds, and the demands on the rings
+            computed from them.
+        share: Last computed share of an iteration; None if it is out of date.
+        unreported: The last verification was launched and its result is unknown.
+        held_up: The next cycle begins once that result is known.
+        closed: A stop token was drafted; drafts after it are useless.
+        staged: It holds staging-buffer slots, or a share of them.
+        ready: Its residual KV has arrived in the staging buffer.
+        waited: Forwards skipped in a row.
+        failures: Prefetches failed in a row.
+        moved_at: Iteration of the last KV move.
         emitted_at: Last iteration that emitted tokens.
-        swapped_at: Iteration at which it was parked.
-        settled_at: Iteration from which its prompt may be split.
-        look_at: Iteration from which splitting it is considered (again).
+        swapped_at: Iteration in which it was swapped out.
+        settled_at: Iteration from which its prompt may be compressed.
+        look_at: Iteration from which compressing it is considered (again).
     """
 
     shape: Shape
@@ -91,21 +92,21 @@ class Track:
     wait: Wait = field(init=False)
 
     def __post_init__(self) -> None:
-        # Made once: a plan names every request, and records are immutable.
+        # Created once: every plan lists every request, and the records are immutable.
         self.rid = rid = self.shape.rid
         self.plain, self.draft = Plain(rid), Draft(rid)
         self.verify, self.wait = Verify(rid), Wait(rid)
 
     @property
     def tokens(self) -> int:
-        """Tokens whose exact KV exists."""
+        """Tokens with full KV, wherever it is."""
         return self.shape.prompt + self.emitted
 
     @property
     def slots(self) -> int:
-        """Device slots of its rows: all of it, or what is left without the complement.
+        """Device slots of its KV, without residual KV on the host.
 
-        Copies of a draft part beside a whole prompt are counted.
+        Includes the draft KV's copies of tokens on the device.
         """
         if not self.split:
             return self.tokens
@@ -114,7 +115,7 @@ class Track:
         return self.tokens - self.shape.dropped
 
     def cap(self, draft_length: int) -> int:
-        """Most drafts worth having now: a verification of d emits up to d + 1."""
+        """Most useful drafts: a verification of d drafts emits up to d + 1 tokens."""
         if self.closed:
             return self.drafts
         return max(0, min(draft_length, self.shape.longest, self.remaining - 1))

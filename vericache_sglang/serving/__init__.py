@@ -1,1 +1,1 @@
-"""The launcher, what it refuses, and the live page."""
+"""The launcher, its refusal tables, request checks and the live page."""

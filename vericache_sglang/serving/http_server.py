@@ -1,4 +1,4 @@
-"""What VeriCache adds to SGLang's HTTP server: the page and the consistency check."""
+"""Extends SGLang's HTTP server with the live page and the consistency check."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def extend(app: Any) -> None:
-    """Add routes and check as the settings say, before SGLang's server listens.
+    """Add the routes and the check that the settings ask for, before SGLang listens.
 
     With several tokenizer processes (``--tokenizer-worker-num``) SGLang serves from
-    processes that are not told of this, so there is neither.
+    processes in which this is not called, so neither is available.
 
     Args:
         app: ``sglang.srt.entrypoints.http_server.app``.
@@ -56,10 +56,10 @@ def open_check(config: VeriCacheConfig, manager: Any, guard: Guard) -> Consisten
     """Return the consistency check, hooked up to answers and metrics.
 
     Args:
-        config: Its ``consistency_check_rate``; at 0 nothing is checked, and its
-            metrics stay at 0.
+        config: Its ``consistency_check_rate``; at 0 nothing is checked, and the
+            check's metrics stay at 0.
         manager: SGLang's ``TokenizerManager``.
-        guard: Keeps its faults away from SGLang's loop.
+        guard: Contains the check's exceptions, so that SGLang's loop continues.
     """
     rate = config.consistency_check_rate
     check = ConsistencyCheck(rate, config.seed, manager, guard)
@@ -76,7 +76,7 @@ def open_check(config: VeriCacheConfig, manager: Any, guard: Guard) -> Consisten
 def _with_figures(
     read: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]], check: ConsistencyCheck
 ) -> Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]:
-    """Return a reader whose reports have the check's figures too."""
+    """Return a state reader that adds the check's counters to every report."""
 
     async def joined() -> Sequence[Mapping[str, Any]]:
         return [

@@ -1,4 +1,4 @@
-"""The launcher: our flags, then SGLang's server with VeriCache in it."""
+"""The launcher: parses VeriCache's flags and starts SGLang's server with VeriCache."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ CPU_DEFAULTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "max_total_tokens": ("131072", ("mem_fraction_static",)),
     "max_running_requests": ("64", ()),
 }
-"""SGLang fields a CPU server needs: value, and the fields that settle it instead.
+"""SGLang field a CPU server needs -> value, and fields that override it if given.
 
-SGLang would reserve most of the machine's memory, and a row for each of 4096 requests;
-touching those pages takes a CPU the better part of a minute.
+By default SGLang reserves most of the machine's memory, and a block-table row for each
+of 4096 requests; touching those pages takes a CPU most of a minute.
 """
 
 OWNED_FLAGS: Mapping[str, str] = {
@@ -56,18 +56,18 @@ OWNED_FLAGS: Mapping[str, str] = {
     "speculative_num_draft_tokens": flag("draft_length"),
     "speculative_eagle_topk": flag("draft_length"),
 }
-"""SGLang's settings that ours decide, and which of ours does."""
+"""SGLang's settings that VeriCache decides -> the VeriCache flag that decides."""
 
 OPEN = (
     "VeriCache: warning: whoever reaches {0.host}:{0.port} may send requests, change "
     "the weights and read on GET /vericache what runs; give --api-key KEY, or --host "
     "127.0.0.1 (--vericache-live-page off leaves the page out)"
 )
-"""Printed below the boot line of a server for which ``is_open`` holds."""
+"""Warning printed below the boot line of a server for which ``is_open`` holds."""
 
 
 def own_parser() -> argparse.ArgumentParser:
-    """Build the parser of our flags; it knows none of SGLang's."""
+    """Build the parser of VeriCache's flags; SGLang's flags are unknown to it."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --model-path MODEL [VeriCache flags] [SGLang flags]",
@@ -93,16 +93,16 @@ def own_parser() -> argparse.ArgumentParser:
 def split_arguments(
     argv: Sequence[str],
 ) -> tuple[VeriCacheConfig | None, list[str]]:
-    """Take our flags out of a command line.
+    """Separate VeriCache's flags from SGLang's.
 
     Args:
         argv: The whole command line, without the program.
 
     Returns:
-        The settings, None where VeriCache is off; and what is left for SGLang.
+        The settings, None if VeriCache is off; and the remaining flags, for SGLang.
 
     Raises:
-        ConfigError: A flag of ours is misspelled, or a setting is wrong.
+        ConfigError: A VeriCache flag is misspelled, or a setting is wrong.
     """
     known, rest = own_parser().parse_known_args(list(argv))
     stray = [word for word in rest if word.startswith("--vericache")]
@@ -125,7 +125,7 @@ def complete(
     enabled: bool,
     cuda: bool,
 ) -> list[str]:
-    """Add to SGLang's arguments what VeriCache needs and the user left out.
+    """Add the SGLang arguments that VeriCache needs and the user left out.
 
     Args:
         rest: SGLang's part of the command line.
@@ -134,7 +134,7 @@ def complete(
         cuda: Whether a CUDA device is visible; decides the device if no flag does.
 
     Raises:
-        UnsupportedError: A flag sets what one of ours decides.
+        UnsupportedError: A flag sets a field that VeriCache decides.
     """
     added: list[str] = []
     if str(given.get("device") or ("cuda" if cuda else "cpu")).startswith("cpu"):
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command line without the program; None takes the process's own.
 
     Returns:
-        Exit status: 0 after a clean stop, 2 where a setting was refused.
+        Exit status: 0 after a clean stop, 2 if a setting was refused.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -192,7 +192,7 @@ def _help() -> None:
 
 
 def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
-    """Hand over to SGLang; its processes find the settings in the environment."""
+    """Start SGLang's server; its processes read the settings from the environment."""
     publish(config)
     check_sglang_version()
     if config is not None:
@@ -212,7 +212,7 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
     )
     server_args = prepare_server_args(arguments)
     if server_args.device == "cpu" and not server_args.enable_torch_compile:
-        # SGLang compiles small functions on the way, 20 s for the first seeded token.
+        # SGLang compiles small functions lazily, 20 s for the first seeded token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if config is None:
         print("VeriCache: off", flush=True)
@@ -227,7 +227,7 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
 
 
 def is_open(host: str, api_key: str | None) -> bool:
-    """Return whether other machines may reach a server that asks for no key."""
+    """Return whether other machines may reach a server that requires no key."""
     if api_key:
         return False
     try:
@@ -237,7 +237,7 @@ def is_open(host: str, api_key: str | None) -> bool:
 
 
 def _check_gpu(rest: Sequence[str]) -> None:
-    """Refuse a GPU, driver or packages that cannot serve; nothing on a CPU."""
+    """Refuse an unsupported GPU, driver or package; a CPU is not checked."""
     import torch
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -250,7 +250,7 @@ def _check_gpu(rest: Sequence[str]) -> None:
 
 
 def _effective(config: VeriCacheConfig, server_args: Any) -> VeriCacheConfig:
-    """Fill in what follows from the model and the machine: staging, host memory."""
+    """Fill in the automatic settings: staging buffer size and host memory."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     context: int = model_config_of(server_args).context_len

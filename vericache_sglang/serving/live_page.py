@@ -1,7 +1,7 @@
-"""``GET /vericache``: a static page, and the state it draws once a second as JSON.
+"""``GET /vericache``: a static page, and the JSON state that it draws once a second.
 
-Ordinary routes of SGLang's application: with ``--api-key`` its middleware asks for the
-key here too, in the ``Authorization`` header, as it does for every path except health,
+The routes belong to SGLang's application. With ``--api-key`` its middleware requires
+the key in the ``Authorization`` header here too, as for every path except health,
 readiness and metrics.
 """
 
@@ -36,10 +36,10 @@ KEY = "vericache"
 """Name of the worker's report in SGLang's state (patches: managers_scheduler)."""
 
 TIMEOUT_S = 5.0
-"""Seconds after which a viewer is told that the schedulers do not answer."""
+"""Timeout of a viewer's request for the schedulers' state, in seconds."""
 
 FRESH_S = 0.5
-"""Seconds for which viewers share an answer."""
+"""Seconds for which one answer is cached for all viewers."""
 
 TIERS = {
     "device": {
@@ -77,23 +77,23 @@ TIERS = {
         "refused_calls": "cache_store_refused_calls",
     },
 }
-"""What ``GET /vericache/cache`` answers: tier -> name -> key of the worker's report."""
+"""Reply of ``GET /vericache/cache``: tier -> name -> key of the worker's report."""
 
 
 class NoAnswerError(VeriCacheError):
-    """The schedulers have not answered in time."""
+    """The schedulers did not answer within the timeout."""
 
 
 class StateReader:
-    """Reads the schedulers' state for all viewers together.
+    """Reads the schedulers' state once for all viewers.
 
-    A slow scheduler gets one question, not many.
+    At most one read is in progress, also if a scheduler is slow.
 
     Args:
         read: Returns the internal state of every scheduler. It is never cancelled:
-            SGLang would hand the late answer to whoever asks next.
-        timeout_s: How long a viewer waits, in seconds.
-        fresh_s: How long an answer is shared, in seconds.
+            SGLang would return the late answer to the next caller.
+        timeout_s: Timeout of a viewer, in seconds.
+        fresh_s: Lifetime of a cached answer, in seconds.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class StateReader:
         return asked.result()
 
     async def _ask(self) -> list[dict[str, Any]]:
-        # The state also holds every server argument, API keys included: only what is
-        # named here leaves it.
+        # The state also holds every server argument, API keys included: return only
+        # the keys named here.
         return [
             {
                 "model": state.get("served_model_name") or state.get("model_path", ""),
@@ -144,12 +144,12 @@ class StateReader:
 def add_routes(
     app: Any, read: Callable[[], Awaitable[States]], guard: Guard, **times: float
 ) -> None:
-    """Add the page and its JSON to a Starlette application; again adds nothing.
+    """Add the page and its JSON routes to a Starlette application; idempotent.
 
     Args:
         app: The application.
         read: See ``StateReader``.
-        guard: Logs what reading raises, once.
+        guard: Logs exceptions of a read, with the traceback once.
         **times: See ``StateReader``.
     """
     if any(getattr(route, "path", None) == PATH for route in app.routes):
@@ -179,7 +179,7 @@ def add_routes(
 
 
 def cache_tiers(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known segments, and what each tier of the prefix cache holds and did.
+    """Return the known segments, and contents and counters of each cache tier.
 
     Args:
         report: ``VeriCacheWorker.report``.
@@ -192,7 +192,7 @@ def cache_tiers(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _headers(markup: str) -> dict[str, str]:
-    """Return headers that let a browser run the page's own script, nothing else."""
+    """Return headers that let a browser run only the page's own script."""
 
     def digest(tag: str) -> str:
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", markup, re.DOTALL)

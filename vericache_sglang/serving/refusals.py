@@ -1,7 +1,7 @@
-"""Refuse, before anything is allocated, what VeriCache would serve wrongly.
+"""Refuses, before any allocation, configurations that VeriCache cannot serve exactly.
 
-A server that starts and answers from a row of the wrong slots looks healthy, so the
-rules are strict: what nobody has checked against split KV rows is refused by name.
+A server that reads a block-table row with wrong slots looks healthy, so the rules are
+strict: a feature that was not verified against draft block tables is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vericache_sglang.serving.rule import Rule
 
 SGLANG_VERSION = "0.5.21"
-"""The one SGLang whose internals the hooks and adapters were written against."""
+"""The only supported version of SGLang; hooks and adapters depend on its internals."""
 
 WAY_OUT = "or serve without VeriCache: --disable-vericache"
 
@@ -70,7 +70,7 @@ def check_server_args(server_args: Any) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Confirm that the attention of a model is the kind VeriCache splits.
+    """Confirm that VeriCache can compress the KV of a model's attention.
 
     Args:
         model_config: SGLang's ``ModelConfig``; read only.

@@ -1,8 +1,8 @@
 """The flags of SGLang that VeriCache refuses, and why.
 
-A block-table row of ours (``req_to_token``) lists fewer slots than the request has
-tokens, in an order of its own, so nothing may index it by token position; and a request
-emits no token in the iterations in which it drafts.
+VeriCache's block-table row (``req_to_token``) of a request lists fewer slots than the
+request has tokens, not in the order of positions, so it must not be indexed by token
+position. A request emits no token in the iterations in which it drafts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ALGORITHM = "VERICACHE"
-"""Our value of SGLang's ``--speculative-algorithm``."""
+"""VeriCache's value of SGLang's ``--speculative-algorithm``."""
 
 BACKEND = "vericache"
-"""Our value of SGLang's ``--attention-backend``."""
+"""VeriCache's value of SGLang's ``--attention-backend``."""
 
 CUDA_BACKENDS = ("fa3", "trtllm_mha", BACKEND)
-"""Values of ``--attention-backend`` that serve rows of mixed lengths on a GPU."""
+"""GPU values of ``--attention-backend`` that support mixed query lengths."""
 
 _REPLICAS = "run one server per replica behind a router"
 _BY_POSITION = "it stores block-table rows by token position"
@@ -67,7 +67,7 @@ SWITCHES: Mapping[str, str] = {
         "layers are untested"
     ),
 }
-"""Flag that has to be left out -> why."""
+"""Flag that must not be given -> reason."""
 
 PARALLEL: Mapping[str, str] = {
     "pp_size": "draft and verification of a request would be in two pipeline stages",
@@ -75,7 +75,7 @@ PARALLEL: Mapping[str, str] = {
     "dcp_size": "a slot's rank follows from its token position",
     "attn_cp_size": "context-parallel prefill places KV by token position",
 }
-"""Number of ranks that has to be 1 -> why."""
+"""Number of ranks that must be 1 -> reason."""
 
 
 def _cpu(args: Any) -> bool:
@@ -116,7 +116,7 @@ def _other_than(
     remedy: str = "leave it out",
     when: Callable[[Any], bool] = lambda args: True,
 ) -> Rule:
-    """Refuse values of ``field`` but None and ``allowed``, where ``when`` holds."""
+    """Refuse values of ``field`` other than None and ``allowed``, if ``when`` holds."""
 
     def broken(args: Any) -> bool:
         return getattr(args, field) not in (None, *allowed) and when(args)

@@ -1,7 +1,7 @@
 """The GPUs, drivers and packages that VeriCache refuses to start on, one row each.
 
-Read before SGLang is imported for good: on a GPU its imports need the kernel packages,
-and SGLang only logs that our plugin could not be loaded.
+The checks run before SGLang is imported: on a GPU its imports need the kernel packages,
+and SGLang only logs a plugin that could not be loaded.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 LEAST_CAPABILITY = (8, 0)
-"""First compute capability with bfloat16 in its tensor cores."""
+"""Lowest compute capability with bfloat16 tensor cores."""
 
 KERNEL_PACKAGES = ("sglang-kernel", "flashinfer-python", "triton")
-"""Distributions that SGLang's CUDA path, or ours, imports whatever the flags are."""
+"""Distributions that the CUDA path always imports, whatever the flags are."""
 
 PINNED_PACKAGES = ("sglang-kernel", "flashinfer-python")
-"""Those whose version SGLang requires; triton's is torch's to choose."""
+"""Distributions with a version that SGLang requires; torch determines triton's."""
 
 SKIP_VERSIONS = "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"
-"""SGLang's own variable: versions other than the required ones are let pass."""
+"""SGLang's variable that allows versions other than the required ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMachine:
-    """What a GPU server would run with.
+    """GPU, driver and packages of this machine.
 
     Attributes:
         gpu: Name of the first GPU torch sees; "" if it sees none.
@@ -46,8 +46,9 @@ class LocalMachine:
         driver: Newest CUDA version the driver supports, as "13.0"; "" without a driver.
         torch: Version of torch.
         torch_cuda: CUDA version torch was built for; "" if it was built without.
-        torch_archs: What torch has kernels for, as sm_90 or compute_90; empty: unknown.
-        versions: Installed version by distribution; a missing one is not there.
+        torch_archs: Architectures torch was built for, as sm_90 or compute_90; empty:
+            unknown.
+        versions: Installed version by distribution; missing ones are left out.
         required: Version specifiers of SGLang's requirements by distribution.
         sglang_cuda: Major CUDA version of the packages SGLang requires; 0: any.
         has_fa3: Whether the kernels of FlashAttention 3 are installed.
@@ -70,12 +71,12 @@ class LocalMachine:
 
     @property
     def arch(self) -> str:
-        """The GPU's architecture, as torch names it."""
+        """The GPU's architecture in torch's notation."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
     @property
     def least(self) -> str:
-        """The least compute capability, for messages."""
+        """The lowest supported compute capability, for messages."""
         return ".".join(map(str, LEAST_CAPABILITY))
 
 
@@ -84,7 +85,7 @@ def _major(cuda: str) -> int:
 
 
 def _no_gpu(machine: LocalMachine, *, driver: bool, built: bool = True) -> bool:
-    """Return whether no GPU is seen, with or without a driver and a CUDA torch."""
+    """Return whether no GPU is visible and driver and CUDA build are as given."""
     found = bool(machine.driver), bool(machine.torch_cuda)
     return not machine.gpu and found == (driver, built)
 
@@ -98,7 +99,7 @@ def _not_visible(machine: LocalMachine) -> bool:
 
 
 def _without_kernels(machine: LocalMachine) -> bool:
-    """Return whether torch has neither code for the GPU nor code to compile for it."""
+    """Return whether torch has neither binaries nor PTX for the GPU."""
     major, minor = machine.capability
     found = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(machine.torch_archs))
     known = [(kind, int(high), int(low)) for kind, high, low in found]
@@ -222,7 +223,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
 
 
 def this_machine(backend: str | None) -> LocalMachine:
-    """Look at the first GPU, its driver and the installed packages; allocates nothing.
+    """Inspect the first GPU, its driver and the installed packages; allocates nothing.
 
     Args:
         backend: ``--attention-backend`` as the user gave it.

@@ -1,7 +1,7 @@
 """The kinds of model that VeriCache refuses, and why.
 
-What it serves: decoder-only models whose every layer attends to all earlier tokens,
-with one K and one V per token and KV head, positions inside K or the hidden state.
+Supported are decoder-only models in which every layer attends to all earlier tokens,
+with one K and one V per token and KV head, and positions inside K or the hidden state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RECURRENT_MARKS = (
 """Fields that only configs of Mamba-like and hybrid models have."""
 
 _ALIBI_ARCHITECTURES = frozenset({"BloomForCausalLM", "MPTForCausalLM"})
-"""Models that have always used ALiBi and name it in no field of their config."""
+"""Models that use ALiBi although no field of their config says so."""
 
 
 def _text(model: Any, name: str) -> Any:
@@ -43,7 +43,7 @@ def _fields(value: Any) -> dict[str, Any]:
 def _has_window(model: Any) -> bool:
     if model.is_hybrid_swa or model.is_local_attention_model:
         return True
-    # A window that no request can outgrow is full attention (Phi-3, for one).
+    # A sliding window no shorter than the context is full attention (e.g. Phi-3).
     sizes = (model.sliding_window_size, model.attention_chunk_size)
     return any(size and size <= model.context_len for size in sizes)
 

@@ -1,7 +1,7 @@
-"""What a request is refused for, with a 400, before SGLang's scheduler sees it.
+"""Refuses malformed requests with status 400 before SGLang's scheduler sees them.
 
-SGLang 0.5.21 hands most of these to the process that serves every request, and they end
-it (docs/upstream.md). The types are SGLang's own annotations; the bounds are below.
+SGLang 0.5.21 passes most of them to the process that serves every request, which then
+crashes (docs/upstream.md). Types come from SGLang's annotations; bounds are below.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MOST_COPIES = 2048
-"""Bound on ``n``: SGLang makes a request of each copy before it looks at them."""
+"""Bound on ``n``: SGLang creates a request for each copy before it validates them."""
 
 MOST_CUSTOM_BYTES = 16384
-"""Bound on ``custom_params`` as JSON: it travels with its request to every rank."""
+"""Bound on ``custom_params`` as JSON: it is broadcast to every rank."""
 
 MOST_BIAS = 1e9
 """Bound on a ``logit_bias``: a logit stays finite after it and any temperature."""
@@ -39,14 +39,14 @@ PARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2),
     "n": (1, MOST_COPIES),
 }
-"""Least and largest value of ``sampling_params``, beside what SGLang checks."""
+"""Lowest and highest value of ``sampling_params`` that SGLang does not check."""
 
 REQUEST_BOUNDS: dict[str, tuple[float, float]] = {
     "logprob_start_len": (-1, _INT32),
     "routed_experts_start_len": (0, _INT32),
     "priority": (-_INT64, _INT64),
 }
-"""Least and largest value of a request's other fields."""
+"""Lowest and highest value of a request's other fields."""
 
 INTERNAL = (
     *("is_normalized", "stop_strs", "stop_str_max_len"),
@@ -55,12 +55,12 @@ INTERNAL = (
 """Fields of ``sampling_params`` that only SGLang itself may set."""
 
 UNTYPED = ("logit_bias", "custom_params", "stop_token_ids")
-"""Fields of ``sampling_params`` that are looked at one entry after the other."""
+"""Fields of ``sampling_params`` that are checked entry by entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are held against.
+    """Limits that requests are checked against.
 
     Attributes:
         vocabulary: Rows of the model's embedding.
@@ -68,7 +68,7 @@ class Limits:
         parameter_types: Type of each field of ``sampling_params``.
         request_types: Type of each other field that is checked here.
         session_types: Type of each field of ``session_params``.
-        labels: Names that ``custom_labels`` may have; None where no metric has labels.
+        labels: Allowed names in ``custom_labels``; None if no metric has labels.
     """
 
     vocabulary: int
@@ -87,14 +87,14 @@ TYPED = (
     *("bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "routed_dp_rank"),
     *("multi_item_delimiter_indices", "token_indices_to_pool", "encoder_urls"),
 )
-"""Fields of a request whose type is held against that of a tokenized request."""
+"""Fields of a request with the type of the same field of a tokenized request."""
 
 
 @cache
 def limits(
     vocabulary: int, draft_length: int, labels: frozenset[str] | None = None
 ) -> Limits:
-    """Return the limits of a server, with the types that SGLang gives the fields.
+    """Return the limits of a server, with the field types of SGLang's annotations.
 
     Args:
         vocabulary: Rows of the model's embedding.
@@ -116,7 +116,7 @@ def limits(
 
 
 def check_copies(sampling_params: Any) -> None:
-    """Refuse an ``n`` that is no count, before copies are made of the request.
+    """Refuse an invalid ``n``, before the request is copied.
 
     Args:
         sampling_params: None, an object, or a list with an object for each prompt.
@@ -134,12 +134,12 @@ def check_copies(sampling_params: Any) -> None:
 def check_request(
     request: Any, input_ids: Sequence[int] | None, limits: Limits
 ) -> None:
-    """Refuse a request that SGLang's scheduler would not survive.
+    """Refuse a request that would crash SGLang's scheduler.
 
     Args:
-        request: One ``GenerateReqInput``, no batch of them.
-        input_ids: Its prompt in tokens; None if it comes as embeddings.
-        limits: What it is held against.
+        request: One ``GenerateReqInput``, not a batch.
+        input_ids: Token ids of its prompt; None if the prompt is embeddings.
+        limits: Limits of the server.
 
     Raises:
         ConfigError: A field has the wrong type or value; the message names it.
@@ -164,11 +164,11 @@ def check_request(
 
 
 def check_parameters(params: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse ``sampling_params`` that SGLang's scheduler would not survive.
+    """Refuse ``sampling_params`` that would crash SGLang's scheduler.
 
     Args:
-        params: ``sampling_params`` of one request, as they came.
-        limits: What they are held against.
+        params: ``sampling_params`` of one request, as received.
+        limits: Limits of the server.
 
     Raises:
         ConfigError: A field is unknown or has the wrong type or value.
@@ -179,7 +179,7 @@ def check_parameters(params: Mapping[str, Any], limits: Limits) -> None:
         if value is not None and name not in UNTYPED:
             _require_type(name, value, limits.parameter_types[name])
             _require_between(name, value, *PARAMETER_BOUNDS.get(name, _ANY))
-    # They are masked by their ids only where the answer has a least length.
+    # Their ids are masked only if the request has a minimum output length.
     masked = bool(params.get("min_new_tokens"))
     most = limits.vocabulary - 1 if masked else math.inf
     _check_stop_tokens(params.get("stop_token_ids"), most)
@@ -211,14 +211,14 @@ def _check_session(params: Mapping[str, Any], types: Mapping[str, Any]) -> None:
 
 
 def _check_labels(labels: Mapping[str, str], known: frozenset[str] | None) -> None:
-    """Refuse labels that SGLang's metrics do not have: it raises as it counts."""
+    """Refuse labels that SGLang's metrics lack: updating a metric would raise."""
     unknown = [name for name in labels if known is not None and name not in known]
     if unknown:
         raise ConfigError(f"custom_labels has no label {quoted(unknown[0])}")
 
 
 def _check_processor(text: str) -> None:
-    """Refuse what is no processor; it is not unpickled, which would run its code."""
+    """Refuse a malformed logit processor without unpickling (running) its code."""
     try:
         bytes.fromhex(json.loads(text)["callable"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -264,7 +264,7 @@ def _require_type(name: str, value: Any, kind: Any) -> None:
 
 
 def _require_between(name: str, value: Any, least: float, most: float) -> None:
-    """Refuse a number outside its bounds; what is no number has its type checked."""
+    """Refuse a number outside its bounds; other types are checked elsewhere."""
     if isinstance(value, (int, float)) and not least <= value <= most:
         bounds = f"from {least} to {most}"
         if (least, most) == _ANY:

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A property that a server may not have, and what to say where it has it.
+    """A refused property, with the reason and the remedy for the message.
 
     Attributes:
         what: The flag, property or package, as the message names it.
-        broken: Returns whether what is checked has the property; reads only.
-        reason: What would go wrong, or why that is unknown; ``{0.name}`` stands for an
-            attribute of what is checked.
-        remedy: What to do instead, an imperative; as ``reason``.
+        broken: Returns whether the checked object has the property; read-only.
+        reason: The consequence, or why it is unknown; ``{0.name}`` is replaced by an
+            attribute of the checked object.
+        remedy: An imperative; formatted like ``reason``.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Every check between parsed arguments and an allocated server."""
+"""Runs every startup check, after argument parsing and before allocation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_start(config: VeriCacheConfig, server_args: Any) -> None:
-    """Refuse what cannot be served exactly; runs wherever SGLang resolves arguments.
+    """Refuse unsupported configurations; runs wherever SGLang resolves arguments.
 
     Args:
         config: The settings of this process.
@@ -48,9 +48,9 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
 def check_memory(
     config: VeriCacheConfig, server_args: Any, gpu_mib: float | None
 ) -> None:
-    """Confirm, before the model is loaded, that a GPU holds what the flags ask for.
+    """Confirm, before the model is loaded, that the memory the flags need fits a GPU.
 
-    Nothing is refused where the size of the weights is not known before.
+    Nothing is refused if the size of the weights is unknown.
 
     Args:
         config: The settings of this process.
@@ -58,7 +58,7 @@ def check_memory(
         gpu_mib: Memory of one GPU, in MiB, as nvidia-smi reports it; None: unknown.
 
     Raises:
-        ConfigError: It does not; the message names the largest tensors and flags.
+        ConfigError: It does not fit; the message names the largest tensors and flags.
     """
     weights = known_weights(server_args)
     if weights is None or gpu_mib is None or not server_args.mem_fraction_static:

@@ -1,9 +1,9 @@
-"""How many ways a ``stop_regex`` may be tried; more than a bound is refused.
+"""Bounds the backtracking of a ``stop_regex``; patterns above a bound are refused.
 
-SGLang searches every pattern with Python's backtracking ``re`` in what a request has
-answered, after every token, in the process that serves all requests (0.5.21,
+After every token SGLang searches every pattern with Python's backtracking ``re`` in the
+request's output, in the process that serves all requests (0.5.21,
 ``Req._check_str_based_finish``). ``(a+)+$`` takes time that doubles with each character
-and ``[^x]*x`` time that grows with the square of the answer: one request stops all.
+and ``[^x]*x`` time quadratic in the output: one request would stall all others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MOST_WAYS = 1024
-"""Bound on the ways in which all patterns of a request match at one position."""
+"""Bound on the number of match paths at one position, over a request's patterns."""
 
 MOST_CHARACTERS = 1024
-"""Bound on the characters that one pattern can span, a repetition at its end aside."""
+"""Bound on the characters one pattern can span, without a repetition at its end."""
 
 _ONE_CHARACTER = (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY)
 _REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 
 
 def check_stop_patterns(patterns: Iterable[str]) -> None:
-    """Refuse patterns whose search may take more than linear time.
+    """Refuse patterns with a search time that may exceed linear.
 
-    The only repetition without an upper bound that is accepted is one at the end of a
-    pattern: it matches as soon as its least count does, so that it is never tried
-    again.
+    An unbounded repetition is accepted only at the end of a pattern: it matches as
+    soon as its minimum count does, so it never backtracks.
 
     Args:
         patterns: ``stop_regex`` of one request, as a list.
@@ -67,15 +66,15 @@ def check_stop_patterns(patterns: Iterable[str]) -> None:
 
 
 class _UnboundedError(Exception):
-    """A repetition without a bound where something follows."""
+    """An unbounded repetition before the end of a pattern."""
 
 
 def _cost(tree: Any, *, last: bool) -> tuple[int, int]:
-    """Return (ways, characters) of a parsed pattern, both too large, never too small.
+    """Return upper bounds of (match paths, characters) of a parsed pattern.
 
     Args:
         tree: A ``SubPattern``.
-        last: Nothing of the pattern follows it.
+        last: Whether it ends the pattern.
     """
     ways, length = 1, 0
     for at, (kind, value) in enumerate(tree):

@@ -1,1 +1,1 @@
-"""A server played on a modelled machine; every figure it gives is SIMULATED."""
+"""Simulation of a server on a modelled machine; every figure it gives is SIMULATED."""

@@ -1,4 +1,4 @@
-"""How long forwards, splits and copies take on the modelled machine: a roofline."""
+"""Roofline cost model of forwards, compressions and copies."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 class Costs:
     """Rates of one machine with one model on it.
 
-    Reads and arithmetic overlap perfectly and copies over the link take nothing of the
-    device memory's bandwidth: both favour every policy alike.
+    Reads and arithmetic overlap perfectly, and copies over the link use none of the
+    device memory's bandwidth: both favour every policy equally.
 
     Attributes:
-        memory_bytes: Device memory for weights, KV and staging.
+        memory_bytes: Device memory for weights, KV pool and staging buffer.
         weight_bytes: Weights, read once per forward.
         token_bytes: KV of one token over all layers.
         hbm_bytes_per_s: Device memory bandwidth.
-        flops_per_s: Dense arithmetic.
-        flops_per_token: Of a forward, attention left out: two per parameter.
-        flops_per_product: Attention's, per token and KV slot.
-        overhead_s: Added to every forward: launches, scheduler, sampling.
-        link_bytes_per_s: Host link, each direction for itself.
-        link_latency_s: Added to every copy.
+        flops_per_s: Dense arithmetic throughput.
+        flops_per_token: Operations per token without attention: two per parameter.
+        flops_per_product: Operations of attention per query token and KV slot.
+        overhead_s: Added to every forward: launches, scheduler, sampling; in seconds.
+        link_bytes_per_s: Host link bandwidth of each direction.
+        link_latency_s: Added to every copy, in seconds.
 
     Raises:
         ConfigError: A rate or size is not above 0, or the weights do not fit.
@@ -58,23 +58,23 @@ class Costs:
 
     @property
     def slots(self) -> int:
-        """KV slots beside the weights, pool and staging together."""
+        """KV slots that fit beside the weights: pool and staging buffer together."""
         return int((self.memory_bytes - self.weight_bytes) // self.token_bytes)
 
     def read_bytes(self, work: Work) -> float:
-        """Return what a forward reads of device memory, in bytes."""
+        """Return the bytes of device memory that a forward reads."""
         return self.weight_bytes + float(work.reads) * self.token_bytes
 
     def flops(self, work: Work) -> float:
-        """Return the arithmetic of a forward."""
+        """Return the arithmetic operations of a forward."""
         dense = work.tokens * self.flops_per_token
         return dense + work.products * self.flops_per_product
 
     def forward_s(self, work: Work) -> float:
-        """Return the time of a forward, in seconds: its reads or its arithmetic."""
+        """Return the time of a forward in seconds, by its reads or its arithmetic."""
         hbm_s = self.read_bytes(work) / self.hbm_bytes_per_s
         return max(hbm_s, self.flops(work) / self.flops_per_s) + self.overhead_s
 
     def split_s(self, tokens: int) -> float:
-        """Return the time to part a prompt, in seconds: bytes are read and written."""
+        """Return the time to compress a prompt, in seconds: one read and one write."""
         return 2.0 * tokens * self.token_bytes / self.hbm_bytes_per_s

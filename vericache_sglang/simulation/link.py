@@ -1,4 +1,4 @@
-"""One direction of the host link: copies one after the other, in order."""
+"""One direction of the host link, as a first-in-first-out queue of copies."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """When one copy holds the link, in seconds of simulated time."""
+    """Start and end of one copy, in seconds of simulated time."""
 
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration, in seconds."""
         return self.end - self.start
 
 
 class SerialLink:
-    """A queue of copies, each at the full rate; nothing overtakes.
+    """A first-in-first-out queue of copies, each at the full rate.
 
     Args:
-        bytes_per_s: Rate, > 0.
-        latency_s: Added to every copy, >= 0.
+        bytes_per_s: Bandwidth, > 0.
+        latency_s: Added to every copy, in seconds, >= 0.
 
     Attributes:
         free_at: When the last copy ends, in seconds of simulated time.
@@ -41,9 +41,9 @@ class SerialLink:
         """Queue a copy.
 
         Args:
-            now: Simulated time, in seconds; never falls from call to call.
-            bytes_: What is moved, in bytes, >= 0.
-            after: Not before this time: its source is still on its way.
+            now: Simulated time, in seconds; never less than in an earlier call.
+            bytes_: Size, in bytes, >= 0.
+            after: Earliest start, in seconds, when the source is complete.
         """
         start = max(now, self.free_at, after)
         end = start + self._latency_s + bytes_ / self._bytes_per_s

@@ -1,4 +1,4 @@
-"""The modelled machine: a clock with events, memory counted in slots, two links."""
+"""The modelled machine: an event clock, memory counted in KV slots, two links."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class SimulatedMachine:
-    """What there is; decides nothing.
+    """Clock, memory and links of the modelled machine; makes no decisions.
 
     Args:
         costs: Rates and sizes.
-        staging_slots: Part of the device's slots set aside for reloads.
-        host_slots: Slots of host memory.
+        staging_slots: Device slots of the staging buffer.
+        host_slots: KV slots of host memory.
 
     Attributes:
         now: Simulated time, in seconds.
         pool: Device slots of running requests.
-        staging: Reloaded complements by key.
-        host: Complements by key, and parked draft parts.
+        staging: Prefetched residual KV by key.
+        host: Residual KV by key, and swapped-out draft KV.
     """
 
     def __init__(self, costs: Costs, staging_slots: int, host_slots: int) -> None:
@@ -39,19 +39,19 @@ class SimulatedMachine:
         self.to_device = SerialLink(costs.link_bytes_per_s, costs.link_latency_s)
         self.to_host = SerialLink(costs.link_bytes_per_s, costs.link_latency_s)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        # Breaks ties in the order of calls: callbacks have no order of their own.
+        # Orders events of equal time by call; callbacks cannot be compared.
         self._serial = count()
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
-        """Let something happen at ``when``; at the next ``advance`` if that is past."""
+        """Schedule a callback at ``when``; a past time runs at the next ``advance``."""
         heapq.heappush(self._events, (max(when, self.now), next(self._serial), happen))
 
     def next_event(self) -> float | None:
-        """Return when something happens next, None if nothing will."""
+        """Return the time of the next event; None if there is none."""
         return self._events[0][0] if self._events else None
 
     def advance(self, to: float) -> None:
-        """Move the clock to ``to``; everything up to it happens, in order."""
+        """Advance the clock to ``to`` and run all events up to it, in order."""
         while self._events and self._events[0][0] <= to:
             when, _, happen = heapq.heappop(self._events)
             self.now = max(self.now, when)
@@ -59,7 +59,7 @@ class SimulatedMachine:
         self.now = max(self.now, to)
 
     def give_at(self, when: float, slots: int) -> None:
-        """Give pool slots back at ``when``: they are being copied away until then."""
+        """Free pool slots at ``when``, when the copy from them ends."""
         if when <= self.now:
             self.pool.give(slots)
         else:

@@ -1,4 +1,4 @@
-"""What is counted while simulating, and the figures made of it."""
+"""Counters of a simulation, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class SimulatedCounters:
     """Sums since the start.
 
     Attributes:
-        now_s: Simulated time.
+        now_s: Simulated time, in seconds.
         tokens: Tokens emitted.
         finished: Requests finished.
         iterations: Forwards.
-        forward_s: Time in forwards.
-        hbm_s: Time the forwards' reads take at the full rate.
-        compute_s: Time their arithmetic takes at the full rate.
+        forward_s: Time in forwards, in seconds.
+        hbm_s: Time of the forwards' reads at the full bandwidth, in seconds.
+        compute_s: Time of their arithmetic at the full rate, in seconds.
         rows: Requests in memory, summed over forwards.
-        waits: Those of them left out of the forward.
+        waits: Requests in memory that skipped a forward, summed over forwards.
         rounds: Verifications of at least one draft.
         drafted: Drafts verified.
-        accepted: Drafts accepted.
-        link_in_s: Time the link to the device was busy.
-        link_out_s: Time the link to the host was busy.
-        retractions: Requests thrown out for want of device memory.
+        accepted: Drafts accepted, without bonus tokens.
+        link_in_s: Busy time of the link to the device, in seconds.
+        link_out_s: Busy time of the link to the host, in seconds.
+        retractions: Requests retracted because device memory ran out.
     """
 
     now_s: float = 0.0
@@ -50,7 +50,7 @@ class SimulatedCounters:
     retractions: int = 0
 
     def at(self, machine: SimulatedMachine) -> SimulatedCounters:
-        """Return a copy that stands, with the clock and the links read."""
+        """Return a snapshot, with the clock and the links' busy times."""
         return replace(
             self,
             now_s=machine.now,
@@ -59,7 +59,7 @@ class SimulatedCounters:
         )
 
     def since(self, earlier: SimulatedCounters) -> SimulatedCounters:
-        """Return what was added since ``earlier``."""
+        """Return the difference to ``earlier``."""
         before = asdict(earlier)
         return SimulatedCounters(
             **{name: value - before[name] for name, value in asdict(self).items()}
@@ -68,7 +68,7 @@ class SimulatedCounters:
 
 @dataclass(slots=True)
 class Gaps:
-    """Times between emissions of one request, all requests together.
+    """Times between consecutive emissions of a request, over all requests.
 
     Attributes:
         bursts: (gap in seconds, tokens emitted at its end), in order.
@@ -77,16 +77,16 @@ class Gaps:
     bursts: list[tuple[float, int]] = field(default_factory=list)
 
     def per_token_s(self, share: float) -> float:
-        """Return a quantile over tokens of the gap divided by its tokens, in s."""
+        """Return the token-weighted quantile of the gap per token, in seconds."""
         return quantile(((gap / n, n) for gap, n in self.bursts), share)
 
     def burst_s(self, share: float) -> float:
-        """Return a quantile over bursts of the gap before them, in seconds."""
+        """Return the quantile over bursts of the gap before them, in seconds."""
         return quantile(((gap, 1) for gap, _ in self.bursts), share)
 
 
 def quantile(weighted: Iterable[tuple[float, int]], share: float) -> float:
-    """Return the smallest value that at least ``share`` of the weight is not above.
+    """Return the smallest value with at least ``share`` of the weight at or below it.
 
     Args:
         weighted: (value, weight > 0).
@@ -111,28 +111,28 @@ class Result:
     Attributes:
         policy: Name of the policy.
         tokens_per_s: Throughput of all requests.
-        seconds: Simulated time they are measured over.
-        finished: Requests finished, those before the measuring included.
+        seconds: Simulated time of the measurement.
+        finished: Requests finished, including those before the measurement.
         iterations: Forwards.
         batch: Mean requests in memory.
-        accepted: Mean drafts accepted in a round.
-        drafted: Mean drafts of a round.
-        link_in_share: Share of the time the link to the device is busy.
-        link_out_share: The same to the host.
-        hbm_share: Share of the time device memory is read.
-        compute_share: Share of the peak arithmetic done.
-        wait_share: Share of the requests in memory that a forward leaves out.
-        itl_p50_s: Median over tokens of the gap per token.
-        itl_p99_s: 99th percentile of it.
-        burst_p99_s: 99th percentile of the gap before an emission.
-        peak_staged_bytes: Most staged at once.
-        peak_pool_bytes: Most held by requests at once.
-        swapped: Times a request was parked and came back.
-        parked_p99_s: 99th percentile of how long it was away.
-        retractions: Requests thrown out and prefilled again.
-        slips: Iterations by which reloads or verifications were late, summed.
-        held: What is held after the last request, by name, each to be 0; empty where
-            a workload has no last request.
+        accepted: Mean accepted drafts per cycle, without the bonus token.
+        drafted: Mean drafts per cycle.
+        link_in_share: Share of the time in which the link to the device is busy.
+        link_out_share: Share of the time in which the link to the host is busy.
+        hbm_share: Share of the time in which device memory is read.
+        compute_share: Share of the peak arithmetic throughput.
+        wait_share: Share of the requests in memory that skip a forward.
+        itl_p50_s: Token-weighted median of the gap per token, in seconds.
+        itl_p99_s: 99th percentile of the gap per token, in seconds.
+        burst_p99_s: 99th percentile of the gap before an emission, in seconds.
+        peak_staged_bytes: Peak use of the staging buffer.
+        peak_pool_bytes: Peak use of the KV pool.
+        swapped: Swap-ins of requests.
+        parked_p99_s: 99th percentile of the time swapped out, in seconds.
+        retractions: Requests retracted and prefilled again.
+        slips: Deadline misses of verifications, summed over iterations.
+        held: Amounts still held after the last request, by name, each 0 in a correct
+            run; empty for a workload without a last request.
     """
 
     policy: str
@@ -162,7 +162,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a finished run leaves behind for ``result``."""
+    """Data of a finished run from which ``result`` is computed."""
 
     policy: str
     machine: SimulatedMachine
@@ -175,7 +175,7 @@ class Run:
 
 
 def result(run: Run) -> Result:
-    """Make the figures of a finished run."""
+    """Return the figures of a finished run."""
     counted = run.end.since(run.start)
     seconds = max(counted.now_s, 1e-12)
     token_bytes = run.machine.costs.token_bytes

@@ -1,4 +1,4 @@
-"""Performs what a plan says about KV: reloads, and changes of residency."""
+"""Executes a plan's prefetches and KV moves on the modelled machine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class SimulatedMoves:
-    """Books every copy on a link and every slot in a room.
+    """Queues every copy on a link and counts every slot in a ``Room``.
 
-    Copies to the host run beside the forwards and free their slots when they end; pins
-    and resumes hold the next forward until they have arrived. A split on the device is
-    made inside the prompt's own slots.
+    Copies to the host overlap with forwards and free their slots when they end; the
+    next forward waits for loads and swap-ins. A prompt is compressed on the device
+    within its own slots.
 
     Args:
         machine: Memory and links.
-        estimates: Told what copies and splits took, as the server's are.
-        prefetch_fraction: Share of a complement's bytes that a reload moves.
-        coalesce: Requests of one group share a staged complement.
-        precomputed: The prompts' KV is in host memory already, split: nothing is
-            copied out and splits cost nothing.
+        estimates: Updated with the times of copies and compressions, as in a server.
+        prefetch_fraction: Share of the residual KV's bytes that a prefetch moves.
+        coalesce: Whether requests of one group share a prefetched residual KV.
+        precomputed: Whether the prompts' compressed KV is in host memory already:
+            offloads and compressions then cost nothing.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class SimulatedMoves:
         self.swapped_waits_s: list[float] = []
 
     def group(self, state: Running) -> str:
-        """Return what the request's complement is shared by; "" for nobody."""
+        """Return the key of the request's shared residual KV; "" if not shared."""
         return state.request.group if self._coalesce else ""
 
     def stage(self, state: Running) -> None:
-        """Start a reload, or share one that was started.
+        """Start a prefetch, or share one that was started.
 
         Raises:
-            InvariantError: The complement is not in host memory.
+            InvariantError: The residual KV is not in host memory.
         """
         machine, key = self._machine, self._key(state)
         if state.residency is not Residency.HOST:
@@ -88,13 +88,13 @@ class SimulatedMoves:
         machine.at(machine.staging.ready_at[key], arrive)
 
     def unstage(self, state: Running) -> None:
-        """End the request's use of a staged complement; one on its way is ignored."""
+        """Drop the request's prefetched residual KV, or one in flight."""
         state.stage += 1
         state.arrived = False
         self._machine.staging.leave(self._key(state), state.rid)
 
     def leave(self, state: Running) -> None:
-        """Give back all that a request holds."""
+        """Free everything that a request holds."""
         machine = self._machine
         self.unstage(state)
         machine.host.leave(self._key(state), state.rid)
@@ -104,7 +104,7 @@ class SimulatedMoves:
         state.held = 0
 
     def perform(self, state: Running, move: Move) -> bool:
-        """Make a move; False when it has no room."""
+        """Execute a move; return False if memory is short."""
         if isinstance(move, Compress):
             return self._split(state, move.residency)
         action: dict[type[Move], Callable[[Running], bool]] = {
@@ -172,7 +172,7 @@ class SimulatedMoves:
         if machine.pool.free < slots:
             return False
         self._take(state, slots)
-        # One queue carries copies out, so the last of them ends last.
+        # Copies to the host are a queue, so the last one queued ends last.
         self._copy_in(slots * machine.costs.token_bytes, machine.to_host.free_at)
         machine.host.give(slots)
         state.residency = Residency.HOST

@@ -1,4 +1,4 @@
-"""The policies compared: which of the runtime's settings each of them is."""
+"""The policies that are compared, as settings of the runtime."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 PLANES_DRAFT_SHARE = 0.31
-"""Share of the KV's bytes in the draft plane of split planes: 5 of 16 bits."""
+"""Share of the KV's bytes in the draft plane: 5 of 16 bits."""
 
 PLANES_PREFETCH_SHARE = 0.39
-"""Share of the KV's bytes that restores the rest, entropy coded."""
+"""Share of the KV's bytes in the residual planes, entropy coded."""
 
 PLANES_ACCEPT = 0.99
-"""p with the draft plane: assumed. The demo model showed 46.7 of at most 47.7."""
+"""p with the draft plane, assumed; the demo model reached 46.7 of at most 47.7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """One row of the table.
 
-    Split planes keep a share of the bytes of every token, not some tokens; slots are
-    bytes here, so that such a draft part counts as ``keep`` of the slots, its
-    complement as the others, and ``prefetch`` says what of the KV crosses the link.
+    Bit planes keep a share of the bytes of every token instead of some tokens. They are
+    modelled by bytes: the draft KV counts as ``keep`` of the slots, the residual KV as
+    the others, and ``prefetch`` is the share of the KV that crosses the link.
 
     Attributes:
-        name: As the command line has it.
-        summary: What it stands for.
-        drafts: Requests are drafted for; else all are decoded on the full KV.
+        name: Name on the command line.
+        summary: Description of the policy.
+        drafts: Whether requests speculate; else all decode autoregressively.
         pacing: See ``RuntimeSettings``.
         residency: See ``RuntimeSettings``.
-        staging: "none", "few": the complements that travel and are verified, "batch":
-            one for each request of the batch that fits so.
-        coalesce: Requests with one prompt share a staged complement.
+        staging: Size of the staging buffer. "none", "few": the residual KV that is in
+            transfer or being verified, "batch": that of every request of the batch.
+        coalesce: Whether requests with one prompt share a prefetched residual KV.
         keep: c, share of the KV that drafts read, in (0, 1].
-        prefetch: Share of the full KV that one reload moves, > 0.
-        accept: p for every request; None leaves each its own.
+        prefetch: Share of the full KV that one prefetch moves, > 0.
+        accept: p of every request; None: each request's own.
     """
 
     name: str
@@ -60,8 +60,8 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
     """Return every policy by name, in the order of the table.
 
     Args:
-        keep: c of those that drop tokens, in (0, 1).
-        planes_accept: p with split planes.
+        keep: c of the policies that drop tokens, in (0, 1).
+        planes_accept: p of the policies with bit planes.
 
     Raises:
         ConfigError: An argument is out of bounds.
@@ -151,12 +151,12 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
 
 
 def named(names: str, known: Mapping[str, Row], flag: str) -> dict[str, Row]:
-    """Return the rows of a comma-separated list, "all" for every one.
+    """Return the rows named in a comma-separated list, or "all".
 
     Args:
-        names: What the user gave.
+        names: Value of the flag.
         known: Policies or presets by name.
-        flag: The flag that holds ``names``, for the message.
+        flag: Name of the flag, for the message.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known ones.

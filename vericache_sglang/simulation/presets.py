@@ -1,4 +1,4 @@
-"""The paper's machines and models (arXiv:2605.17613, section 6), by one name each."""
+"""Named presets of the paper's machines and models (arXiv:2605.17613, section 6)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vericache_sglang.simulation.costs import Costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A model on a machine, and how well it is drafted for.
+    """A model on a machine, and its acceptance probability.
 
     Attributes:
         model: Name in the catalogue of models.
         gpu: Name in the catalogue of GPUs.
         devices: Tensor-parallel ranks.
-        accept: p at c = 1/4; the paper's words where it has any.
-        accept_source: Where ``accept`` is from.
+        accept: p at c = 1/4, from the paper where it states one.
+        accept_source: Source of ``accept``.
     """
 
     model: str
@@ -62,7 +62,7 @@ def costs_of(preset: Preset, link_gb_per_s: float | None, overhead_s: float) -> 
         preset: Model and machine; measured rates where the catalogue has them.
         link_gb_per_s: Host link of each device, each direction, in GB/s; None takes the
             catalogue's.
-        overhead_s: Of every forward, in seconds, >= 0.
+        overhead_s: Overhead of every forward, in seconds, >= 0.
 
     Raises:
         ConfigError: An argument is out of bounds.

@@ -1,4 +1,4 @@
-"""The table of policies as text, Markdown and JSON; each says SIMULATED."""
+"""The table of policies as text, Markdown and JSON; each is marked SIMULATED."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Column:
 
     Attributes:
         title: With its unit.
-        show: From a result and the first one, the row all are compared with.
+        show: Formats a result, given the first one as the baseline.
     """
 
     title: str
@@ -73,7 +73,7 @@ def table(results: Sequence[Result]) -> str:
 def section(
     name: str, results: Sequence[Result], assumptions: Mapping[str, object]
 ) -> str:
-    """Return one preset's part of a Markdown page."""
+    """Return one preset's section of a Markdown page."""
     assumed = "; ".join(f"{key} {value}" for key, value in assumptions.items())
     return f"## {name} (SIMULATED)\n\n{table(results)}\n\nAssumed: {assumed}.\n"
 
@@ -83,7 +83,7 @@ def as_json(
     policies: Sequence[Policy],
     assumptions: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return one preset's figures with all that is needed to judge them."""
+    """Return one preset's figures with the assumptions behind them."""
     return {
         "simulated": True,
         "assumptions": dict(assumptions),

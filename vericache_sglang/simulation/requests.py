@@ -1,4 +1,4 @@
-"""What is asked of the simulated server, and each request's state while it runs."""
+"""Requests of a workload, and their state in the simulated server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class SimulatedRequest:
 
     Attributes:
         rid: Request id.
-        arrival_s: When it arrives, in seconds, >= 0.
+        arrival_s: Arrival time, in seconds, >= 0.
         prompt: Prompt tokens, >= 1.
-        output: Tokens it emits, >= 1; known to the server as its limit.
-        accept: Probability that a draft is right when those before it are.
+        output: Tokens it emits, >= 1; the server knows it as the limit.
+        accept: Probability that a draft is accepted if those before it are.
         group: Requests with the same group have the same prompt; "" for none.
     """
 
@@ -37,21 +37,21 @@ class Running:
     """A request with KV in the server.
 
     Attributes:
-        request: What was asked.
-        luck: Decides which drafts are right; the same for every policy.
-        base: Tokens that were in its prompt when it was let in: more than the request's
-            own after it was retracted.
-        dropped: Slots of its complement once split.
-        emitted: Tokens emitted, over all its stays.
-        at_base: Those of them that ``base`` counts.
-        split: Two parts exist.
-        residency: Where the complement is.
+        request: The request of the workload.
+        luck: Random generator of acceptances, the same for every policy.
+        base: Tokens prefilled on admission: the prompt, and after a retraction also the
+            tokens emitted before it.
+        dropped: Slots of its residual KV once compressed.
+        emitted: Tokens emitted, including those before a retraction.
+        at_base: Emitted tokens that ``base`` includes.
+        split: Whether its prompt is compressed.
+        residency: Where the residual KV is.
         drafts: Tokens drafted since the last verification.
-        held: Device slots it holds, those on their way to the host included.
-        stage: Counts reloads, so that a late arrival is told from a new one.
-        arrived: Its current reload has arrived.
-        swapped_s: When it was parked.
-        burst_s: When it last emitted.
+        held: Device slots it holds, including those being copied to the host.
+        stage: Counter of prefetches, by which outdated arrivals are ignored.
+        arrived: Whether its current prefetch has arrived.
+        swapped_s: Time of its swap out, in seconds.
+        burst_s: Time of its last emission, in seconds.
     """
 
     request: SimulatedRequest
@@ -76,21 +76,21 @@ class Running:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose exact KV exists."""
+        """Tokens with full KV, wherever it is."""
         return self.base + self.emitted - self.at_base
 
     @property
     def draft_slots(self) -> int:
-        """Slots of its draft row: kept ones, decoded ones, drafts so far."""
+        """Slots of its draft block-table row: kept, decoded and drafted tokens."""
         return self.tokens - self.dropped + self.drafts
 
     @property
     def remaining(self) -> int:
-        """Tokens it will still emit."""
+        """Tokens it has still to emit."""
         return self.request.output - self.emitted
 
     def accepted(self, drafted: int) -> int:
-        """Draw how many of ``drafted`` drafts are right: a geometric run, cut off."""
+        """Draw the accepted drafts from a truncated geometric distribution."""
         for count in range(drafted):
             if self.luck.random() >= self.request.accept:
                 return count

@@ -1,4 +1,4 @@
-"""Slots counted exactly: what is held, by whom, and never more than there is."""
+"""Exact accounting of KV slots, with and without sharing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Room:
 
     @property
     def free(self) -> int:
-        """Slots nobody holds."""
+        """Slots that are free."""
         return self.total - self.used
 
     def take(self, slots: int) -> None:
-        """Hold ``slots`` more.
+        """Allocate ``slots``.
 
         Raises:
-            InvariantError: There are not as many.
+            InvariantError: Fewer are free.
         """
         if slots < 0 or slots > self.free:
             raise InvariantError(
@@ -38,10 +38,10 @@ class Room:
         self.peak = max(self.peak, self.used)
 
     def give(self, slots: int) -> None:
-        """Hold ``slots`` less.
+        """Free ``slots``.
 
         Raises:
-            InvariantError: As many are not held.
+            InvariantError: Fewer are allocated.
         """
         if slots < 0 or slots > self.used:
             raise InvariantError(
@@ -51,7 +51,7 @@ class Room:
 
 
 class SharedRoom(Room):
-    """Complements by key, each held once for all who use it.
+    """Residual KV by key, each allocated once for all requests that share it.
 
     Args:
         name: For messages.
@@ -65,10 +65,10 @@ class SharedRoom(Room):
         self._slots: dict[str, int] = {}
 
     def join(self, key: str, rid: str, slots: int) -> bool:
-        """Hold the complement ``key`` for ``rid``; say whether it is held anew.
+        """Add a reference of ``rid`` to ``key``; return whether it was allocated.
 
         Raises:
-            InvariantError: It is new and has no room.
+            InvariantError: The key is new and its slots do not fit.
         """
         if key in self._users:
             self._users[key].add(rid)
@@ -79,7 +79,7 @@ class SharedRoom(Room):
         return True
 
     def leave(self, key: str, rid: str) -> None:
-        """Let ``rid`` go; the last one gives the slots back. Strangers are ignored."""
+        """Drop the reference of ``rid``, if any; the last one frees the slots."""
         users = self._users.get(key)
         if users is None or rid not in users:
             return
@@ -90,5 +90,5 @@ class SharedRoom(Room):
             self.give(self._slots.pop(key))
 
     def fits(self, key: str, slots: int) -> bool:
-        """Say whether ``join`` would find room."""
+        """Return whether ``join`` would succeed."""
         return key in self._users or slots <= self.free

@@ -1,4 +1,4 @@
-"""The simulated server: the real runtime decides, modelled hardware performs."""
+"""The simulated server: the real runtime plans, modelled hardware executes."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ if TYPE_CHECKING:
     from vericache_sglang.simulation.timeline import Timeline
 
 IDLE_S = 1e-3
-"""Simulated seconds between two looks when nothing is on its way."""
+"""Simulated seconds between two polls when no event is scheduled."""
 
 RESERVED = (
     *("ring_link_reserved", "ring_staging_reserved"),
     *("staging_held_slots", "unplaced_rounds"),
 )
-"""Figures of the runtime that are zero while no request runs."""
+"""Figures of the runtime's report that are 0 while no request runs."""
 
 MOST_IDLE = 20_000
-"""Looks in a row without a forward after which the schedule is called stuck."""
+"""Polls in a row without a forward after which the schedule counts as stalled."""
 
 
 class SimulatedServer:
-    """Plays one workload under one policy.
+    """Simulates one workload under one policy.
 
-    Waiting requests are let in first come, first served, when their whole prompt fits
-    and nobody is parked. When device memory runs out in spite of the runtime the
-    youngest request is retracted and prefilled again, as SGLang does (of a precomputed
-    prompt only what was decoded). Answers end at their limit, never at a stop token.
+    Waiting requests are admitted first come, first served, when their whole prompt fits
+    and no request is swapped out. When device memory runs out in spite of the runtime,
+    the newest request is retracted and prefilled again, as in SGLang (of a precomputed
+    prompt only the decoded tokens). Answers end at their limit, never at a stop token.
 
     Args:
         setup: Machine and workload.
-        policy: Which of the runtime's settings.
-        timeline: Filled with what ran when; None keeps nothing.
+        policy: The runtime's settings.
+        timeline: Receives forwards and copies; None records nothing.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class SimulatedServer:
         self._round = round_slots(setup, policy)
 
     def run(self) -> Result:
-        """Play the workload to its end and return the figures.
+        """Simulate the workload to its end and return the figures.
 
         Raises:
             ConfigError: A request cannot fit into the device even alone.
-            InvariantError: The runtime broke a rule, or nothing moves any more.
+            InvariantError: The runtime broke an invariant, or the schedule is stalled.
         """
         while self.counters.finished < self.setup.workload.finish:
             self._let_in()
@@ -133,9 +133,9 @@ class SimulatedServer:
         )
 
     def _held_at_end(self) -> dict[str, int]:
-        """Return what is held once every request has left; empty where some have not.
+        """Return the amounts held after the last request; empty if requests are left.
 
-        Copies on their way end first: their slots are held until then.
+        Copies in flight end first, as they hold their slots until then.
         """
         if self.running or self._retracted or self._next is not None:
             return {}
@@ -149,7 +149,7 @@ class SimulatedServer:
             **{name: int(told.get(name, 0)) for name in RESERVED},
         }
 
-    # -- who runs ---------------------------------------------------------------
+    # -- admission --------------------------------------------------------------
 
     def _let_in(self) -> None:
         while (head := self._head()) is not None and self._may_enter():
@@ -158,7 +158,7 @@ class SimulatedServer:
             if not self._fits(head):
                 if self.running or event is None:
                     return
-                # Copies to the host will free their slots; nothing else can.
+                # Only the end of copies to the host can free slots.
                 self.machine.advance(event)
                 continue
             if self._retracted:
@@ -168,7 +168,7 @@ class SimulatedServer:
             self._enter(head)
 
     def _head(self) -> Running | None:
-        """Return the request that is next in line and has arrived."""
+        """Return the first waiting request, if it has arrived."""
         if self._retracted:
             return self._retracted[0]
         request = self._next
@@ -218,7 +218,7 @@ class SimulatedServer:
         state.held = state.base
         new = state.emitted if self.setup.precomputed else state.base
         if new:
-            # Every token reads the ones before it: half of all pairs.
+            # Causal attention: half of all token pairs.
             work = Work(new, state.base, new * (2 * state.base - new) // 2)
             self.machine.advance(self.machine.now + self.setup.costs.forward_s(work))
         state.burst_s = self.machine.now
@@ -236,7 +236,7 @@ class SimulatedServer:
             )
 
     def _make_room(self) -> None:
-        """See that every row may take one slot; retract the youngest otherwise."""
+        """Ensure one free slot per row; retract the newest requests otherwise."""
         while True:
             active = [
                 state
@@ -287,7 +287,7 @@ class SimulatedServer:
                 self.runtime.refused(move)
 
     def _plan(self) -> Plan:
-        # Events of this very moment first: an arrival now is an arrival in time.
+        # Run the events of this moment first: an arrival now is in time.
         self.machine.advance(self.machine.now)
         arrived, self.offloader.arrived = tuple(self.offloader.arrived), []
         head = self._head()
@@ -302,7 +302,7 @@ class SimulatedServer:
         )
 
     def _begin_forward(self, actions: dict[str, RowAction]) -> Work:
-        """Take the slots that the forward writes and add up what it computes."""
+        """Allocate the slots that the forward writes, and return its work."""
         tokens = reads = products = 0
         for rid, action in actions.items():
             if isinstance(action, Wait):
@@ -317,7 +317,7 @@ class SimulatedServer:
         return Work(tokens, reads, products)
 
     def _row(self, state: Running, action: RowAction) -> tuple[int, int]:
-        """Return a row's tokens and the slots it reads; its drafts are counted."""
+        """Return a row's query tokens and the slots it reads; count its draft."""
         if state.residency is Residency.SWAPPED:
             raise InvariantError(f"{state.rid} is parked and runs")
         if isinstance(action, Draft):
@@ -348,7 +348,7 @@ class SimulatedServer:
             self.timeline.forwards.append((start, self.machine.now, dict(phases)))
 
     def _wait(self) -> None:
-        """Nothing runs: go to the next event."""
+        """Advance to the next event, as no request runs."""
         self._idle += 1
         if self._idle > MOST_IDLE:
             raise InvariantError(f"nothing runs any more: {self.runtime.report()}")
@@ -359,7 +359,7 @@ class SimulatedServer:
             self.timeline.forwards.append((start, self.machine.now, waiting))
 
     def _settle(self, state: Running, action: RowAction) -> None:
-        """Count what the row emitted."""
+        """Count the tokens that the row emitted."""
         if isinstance(action, Plain):
             self._emit(state, 1)
         elif isinstance(action, Verify):

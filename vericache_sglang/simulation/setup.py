@@ -1,4 +1,4 @@
-"""From a machine, a workload and a policy to the runtime's settings."""
+"""Derives the runtime's settings from a machine, a workload and a policy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What every policy of a table has in common.
+    """Inputs that every policy of a table shares.
 
     Attributes:
         costs: The machine.
         workload: The requests.
-        draft_length: Most drafts in a round, in tokens, >= 1.
+        draft_length: Most drafts in a cycle, in tokens, >= 1.
         max_verifies: Verify rows in one forward, >= 1; lock-step has one per request.
-        horizon: Windows of the rings.
-        host_bytes: Host memory for complements and parked draft parts.
+        horizon: W, the windows of the rings, in scheduler iterations.
+        host_bytes: Host memory for residual KV and swapped-out draft KV.
         precomputed: Prompts cost no prefill, and their KV is in host memory already.
-        reserve: Share of the running requests' coming tokens that must have room
-            before another one is let in, in [0, 1].
-        staged_residuals: Complements that "few" staging has room for; 0 sizes it.
-        seed: Decides which drafts are right.
+        reserve: Share of the running requests' remaining tokens that must fit before
+            another request is admitted, in [0, 1].
+        staged_residuals: Residual KVs that "few" staging holds; 0: computed.
+        seed: Seed of the acceptances.
     """
 
     costs: Costs
@@ -59,17 +59,17 @@ class Setup:
 
     @property
     def host_slots(self) -> int:
-        """Slots of the host budget."""
+        """KV slots of the host budget."""
         return int(self.host_bytes // self.costs.token_bytes)
 
 
 def kept_slots(prompt: int, keep: float) -> int:
-    """Return the slots of a prompt's draft part, n >= 1."""
+    """Return the slots of a prompt's draft KV, n >= 1."""
     return min(prompt, max(1, ceil(prompt * keep)))
 
 
 def round_slots(setup: Setup, policy: Policy) -> int:
-    """Return what a round may take beyond a request's tokens, as the runtime does."""
+    """Return the slots a cycle may take beyond a request's tokens; as the runtime."""
     return 2 * (setup.draft_length + 1) + 1 if policy.drafts else 0
 
 
@@ -94,11 +94,11 @@ class _Mean:
     """A mean request of the workload, in slots.
 
     Attributes:
-        kept: Its draft part.
+        kept: Draft KV.
         whole: Prompt and output.
         output: Output alone.
-        most: The largest complement of all.
-        largest: The largest prompt with its output of all.
+        most: Largest residual KV of all requests.
+        largest: Largest prompt and output of all requests.
     """
 
     kept: float
@@ -109,7 +109,7 @@ class _Mean:
 
 
 def _staging(setup: Setup, policy: Policy) -> tuple[int, int]:
-    """Return the staging region's slots and the verify rows of a forward."""
+    """Return the staging buffer's slots and the verify rows of a forward."""
     if policy.staging == "none":
         return 0, setup.max_verifies
     sample = setup.workload.sample()
@@ -125,19 +125,19 @@ def _staging(setup: Setup, policy: Policy) -> tuple[int, int]:
     if policy.staging == "few":
         residuals = _residuals(setup, policy, mean, concurrency)
         return mean.most * residuals, setup.max_verifies
-    # Everyone's complement is staged at once, and a newcomer enters whole: with B full
-    # requests and one complement more the memory is full.
+    # All residual KV is prefetched at once, and a new request starts with full KV: B
+    # full requests and one more residual KV fill the memory.
     batch = int((setup.costs.slots - mean.most) // mean.whole)
     batch = min(concurrency, max(1, batch))
     return max(mean.most, int(batch * (mean.whole - mean.output - mean.kept))), batch
 
 
 def _residuals(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> int:
-    """Return how many complements "few" staging has room for.
+    """Return how many residual KVs "few" staging holds.
 
-    Each is held for the iterations of its reload, the rest of the one it starts in and
-    its verification's; each more leaves room for fewer requests, and the link brings
-    them one after the other.
+    Each is held for the iterations of its prefetch, the rest of the one it starts in
+    and that of its verification. Each additional one leaves memory for fewer requests,
+    and the link transfers them one after the other.
     """
     if setup.staged_residuals or policy.pacing == "sequential":
         return setup.staged_residuals or 1
@@ -148,7 +148,7 @@ def _residuals(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> i
     margin = round_slots(setup, policy)
 
     def drafting(residuals: int) -> float:
-        """Return the requests that draft on without waiting; 0: a newcomer cannot."""
+        """Return the requests that never wait; 0 if a new request does not fit."""
         room = costs.slots - residuals * mean.most
         if room < mean.largest + margin:
             return 0.0

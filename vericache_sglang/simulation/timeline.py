@@ -1,4 +1,4 @@
-"""The simulated schedule as a picture: rows by what they do, and the busy link."""
+"""Plots the simulated schedule: rows by phase, and the busy link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = ("plain", "draft", "verify", "wait")
 
 @dataclass(slots=True)
 class Timeline:
-    """What ran when, in one simulated run.
+    """Forwards and copies of one simulated run.
 
     Attributes:
         forwards: (start, end, rows by phase), in seconds and in order.
@@ -32,12 +32,12 @@ class Timeline:
 
 
 def draw(timelines: Mapping[str, Timeline], file: Path, seconds: float) -> None:
-    """Write a PNG: per policy the rows of each forward and the link below them.
+    """Write a PNG: for each policy the rows of each forward and the link below them.
 
     Args:
         timelines: By policy.
-        file: Where to.
-        seconds: Shown of each run, from the start of its last ``seconds``.
+        file: Path of the PNG.
+        seconds: Length of the plotted end of each run, in seconds.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMix:
-    """What requests of a generated workload look like.
+    """Distribution of the requests of a generated workload.
 
     Attributes:
         contexts: Prompt lengths to draw from, in tokens, each >= 1.
         output: Tokens each emits, >= 1.
-        accept: Mean probability that a draft is right, in [0, 1].
-        spread: Requests differ from ``accept`` by up to this much, >= 0.
-        share: So many requests in a row have the same prompt, >= 1.
-        seed: Draws lengths, probabilities and arrival times.
+        accept: Mean acceptance probability of a draft, in [0, 1].
+        spread: Largest deviation of a request from ``accept``, >= 0.
+        share: Number of consecutive requests with the same prompt, >= 1.
+        seed: Seed of lengths, probabilities and arrival times.
     """
 
     contexts: tuple[int, ...]
@@ -54,10 +54,10 @@ class Workload:
     """A stream of requests, in order of arrival.
 
     Attributes:
-        stream: Starts the stream from its first request; the same every time.
-        finish: Simulate until so many have finished; the stream may be endless.
-        warm: So many finish before anything is measured; 0 measures from the start.
-        concurrency: Most requests in the server at once; None: what memory allows.
+        stream: Returns the stream from its first request; the same every time.
+        finish: Finished requests after which the run ends; the stream may be endless.
+        warm: Requests that finish before the measurement starts; 0: none.
+        concurrency: Most requests in the server at once; None: limited by memory.
     """
 
     stream: Callable[[], Iterator[SimulatedRequest]]
@@ -72,7 +72,7 @@ class Workload:
             raise ConfigError(f"--concurrency must be >= 1, got {self.concurrency}")
 
     def sample(self) -> list[SimulatedRequest]:
-        """Return the first requests of the stream, as many as are waited for."""
+        """Return the first ``finish`` requests of the stream."""
         return list(islice(self.stream(), self.finish))
 
 
@@ -95,16 +95,16 @@ def _requests(mix: RequestMix) -> Iterator[SimulatedRequest]:
 def closed_loop(
     mix: RequestMix, finish: int, *, warm: int = 0, concurrency: int | None = None
 ) -> Workload:
-    """Return an endless queue: whoever finishes is replaced at once."""
+    """Return an endless queue: every finished request is replaced at once."""
     return Workload(lambda: _requests(mix), finish, warm, concurrency)
 
 
 def poisson(mix: RequestMix, requests: int, per_s: float) -> Workload:
-    """Return requests that arrive independently of each other.
+    """Return requests with Poisson arrivals.
 
     Args:
-        mix: What they look like.
-        requests: How many.
+        mix: Distribution of the requests.
+        requests: Number of requests.
         per_s: Mean arrivals per second, > 0.
     """
     if not per_s > 0:
@@ -124,11 +124,11 @@ def trace(path: Path, accept: float) -> Workload:
 
     Args:
         path: Each line has ``arrival_s``, ``prompt_tokens``, ``output_tokens`` and may
-            have ``p``, the probability that a draft is right, and ``group``.
+            have ``p``, the acceptance probability, and ``group``.
         accept: p of the lines without one.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is not as said.
+        ConfigError: The file cannot be read, or a line has another format.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

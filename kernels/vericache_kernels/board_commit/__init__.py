@@ -1,8 +1,8 @@
-"""The end of a forward on the device: drafts noted, verifications accepted.
+"""Ends a forward on the device: stores drafts and accepts verified tokens.
 
-Tokens of a request stay on a board that the next forward reads, so the host need not
-know what was drafted or accepted before it launches that forward. Shapes are fixed and
-nothing is read on the host, so the call can stand in a CUDA graph.
+Tokens stay in a draft token buffer that the next forward reads, so the host can launch
+that forward before it knows what was drafted or accepted. Shapes are fixed and nothing
+is read on the host, so the call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ COUNT_BYTES = 4
 def board_commit(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
-    """Note what was drafted, keep the drafts that hold (paper section 4.1, step 3).
+    """Store drafted tokens and accept matching drafts (paper section 4.1, step 3).
 
-    A draft row with d drafts puts the token of its first query into column d + 1. An
-    emitting row with q queries emits the tokens of the longest run of its q - 1 drafts
-    that equal ``target``, and the one after it; that one becomes its pending token and
-    ``draft_tokens.emitted`` says how many there were. A row without queries changes
-    nothing.
+    A draft row with d drafts writes the token of its first query to column d + 1. An
+    emitting row with q queries emits the longest prefix of its q - 1 drafts that equals
+    ``target``, and the token after it. That token becomes the pending token, and
+    ``draft_tokens.emitted`` gets the number of emitted tokens. A row without queries
+    changes nothing.
 
-    On a GPU it is one launch that looks at no index: a seat outside the board is
-    followed. A draft behind the last column is dropped, a query behind x + 1 not read.
+    On a GPU this is one launch without bounds checks on ``pool_idx``. A draft past the
+    last column is dropped and a query past x + 1 is not read.
 
     Args:
-        draft_tokens: Written at the seats of ``rows``: one token each, and ``emitted``
-            of emitting rows.
-        rows: The rows; on the device of the board, like all tensors here.
-        target: [T] int64, contiguous, the token chosen at every query of the forward.
+        draft_tokens: Written at ``rows.pool_idx``: one token each, and ``emitted`` of
+            emitting rows.
+        rows: The rows; all tensors are on one device.
+        target: [T] int64, contiguous, the token sampled at every query of the forward.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -66,12 +66,12 @@ def board_commit(
 def bytes_moved(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> int:
-    """Return the least bytes one call moves, every query of an emitting row.
+    """Return a lower bound on the bytes that one call moves, for emitting rows.
 
     Args:
         draft_tokens: See ``board_commit``.
-        rows: See there.
-        target: See there.
+        rows: See ``board_commit``.
+        target: See ``board_commit``.
     """
     count = len(rows.pool_idx)
     read = sum(vector.nbytes for vector in rows.vectors().values())
@@ -84,7 +84,7 @@ def bytes_moved(
 def check(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> None:
-    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes, strides and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``board_commit``.

@@ -1,4 +1,4 @@
-"""Drafting and accepting on the board in torch, without a loop over rows."""
+"""Torch reference of ``board_commit``, without a loop over rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def commit_rows(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
-    """See ``board_commit``; any device, nothing is read on the host."""
+    """See ``board_commit``; any device, without synchronisation."""
     place = torch.arange(draft_tokens.most, device=target.device)
     first = rows.first.long()
     queries = first.diff()
     asked = place < queries[:, None]
     live = asked[:, 0]
     pool_idx = torch.where(live, rows.pool_idx, 0).long()
-    # Any position does for what is not asked; a forward without queries has none.
+    # Unused entries read position 0; a forward without queries has no positions.
     positions = torch.where(asked, first[:-1, None] + place, 0)
     padded = target if len(target) else target.new_zeros(1)
     chosen = torch.where(asked, padded[positions], 0)
@@ -49,8 +49,8 @@ def _put(
 ) -> None:
     """Write ``new`` to ``cell`` of the flattened ``numbers`` where ``written``.
 
-    A difference is added, zero where nothing is written: a row that fills up a batch
-    may then name the cell of another one. Whole numbers wrap, so the sum is exact.
+    Adds a difference, which is zero where nothing is written, so that a padding row may
+    name the cell of another row. Integers wrap around, so the sum is exact.
     """
     flat = numbers.view(-1)
     change = torch.where(written, new - flat[cell], 0)

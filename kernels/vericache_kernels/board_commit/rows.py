@@ -1,4 +1,4 @@
-"""The board of tokens that stays on the device, and a forward's rows over it."""
+"""Records of ``board_commit``: the draft token buffer and a forward's rows over it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 DRAFT = 0
 """Kind of a row that drafts one token."""
 EMIT = 1
-"""Kind of a row that emits: a verification, or plain decoding, which has no drafts."""
+"""Kind of a row that emits: a verification, or an autoregressive row (no drafts)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTokens:
-    """What R seats know of their own text; x is the most drafts a seat can have.
+    """Pending and drafted tokens by ``req_pool_idx``; x is the maximum draft length.
 
     Attributes:
-        tokens: [R, x + 2] int64, contiguous: column 0 the pending token (verified, its
-            KV not written yet), columns 1 to d the seat's d drafts. What is behind
-            them is of no matter.
-        emitted: [R] int32, contiguous: tokens that the seat's last emitting row
-            emitted.
+        tokens: [R, x + 2] int64, contiguous: column 0 is the pending token (verified,
+            its KV not written yet), columns 1 to d are the d drafts; later columns are
+            undefined.
+        emitted: [R] int32, contiguous: number of tokens emitted by the request's last
+            emitting row.
     """
 
     tokens: torch.Tensor
@@ -31,7 +31,7 @@ class DraftTokens:
 
     @property
     def most(self) -> int:
-        """Most query tokens a row can have, and tokens it can emit: x + 1."""
+        """Maximum query tokens of a row, and tokens it can emit: x + 1."""
         return self.tokens.shape[1] - 1
 
 
@@ -40,12 +40,12 @@ class DraftTokenRows:
     """B rows of a forward; vectors are int32 or int64.
 
     Attributes:
-        pool_idx: [B], row of the board, unique among the rows that have queries; where
-            a row has none of no matter.
+        pool_idx: [B], row of ``DraftTokens``, unique among rows with queries; ignored
+            for rows without queries.
         first: [B + 1], ascending; row r has the queries ``first[r]`` to
-            ``first[r + 1]``, x + 1 at most, none where it only fills up a batch.
+            ``first[r + 1]``, at most x + 1; a padding row has none.
         kind: [B], ``DRAFT`` or ``EMIT``.
-        drafts: [B], drafts of the seat before the forward, 0 to x; read of draft rows.
+        drafts: [B], drafts before the forward, 0 to x; read for draft rows only.
     """
 
     pool_idx: torch.Tensor
@@ -61,11 +61,11 @@ class DraftTokenRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emission:
-    """What the rows of a forward emitted.
+    """Tokens emitted by the rows of a forward.
 
     Attributes:
-        tokens: [B, x + 1] int64, 0 behind the last one.
-        counts: [B] int32, how many; 0 of draft rows and of rows without queries.
+        tokens: [B, x + 1] int64, padded with 0.
+        counts: [B] int32, number of tokens; 0 for draft rows and rows without queries.
     """
 
     tokens: torch.Tensor

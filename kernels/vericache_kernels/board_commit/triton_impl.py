@@ -1,4 +1,4 @@
-"""Triton kernel of ``board_commit``: a program a row."""
+"""Triton kernel of ``board_commit``: one program per row."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def commit_kernel(
 ) -> None:
     """Draft or accept in one row; grid (B,).
 
-    MOST is x + 1, PLACES that rounded up to a power of two. ``tokens`` and ``emitted``
-    are the board, the outputs those of ``Emission``.
+    MOST is x + 1, PLACES is MOST rounded up to a power of two. ``tokens`` and
+    ``emitted`` are those of ``DraftTokens``, the outputs those of ``Emission``.
     """
     row = tl.program_id(0)
     place = tl.arange(0, PLACES)
@@ -46,7 +46,7 @@ def commit_kernel(
     chosen = tl.load(target + start + place, mask=asked, other=0)
     pool_idx = tl.load(pool_idx_at + row, mask=live, other=0).to(tl.int64)
     own = tokens + pool_idx * (MOST + 1)
-    # The last query is never compared, so there is a first place that does not agree.
+    # The last query is never compared, so a first mismatch always exists.
     compared = (place < queries - 1) & (place < MOST - 1)
     draft = tl.load(own + 1 + place, mask=compared, other=0)
     run = tl.min(tl.where(compared & (draft == chosen), PLACES, place), 0)
@@ -64,7 +64,7 @@ def commit_kernel(
 def launch(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
-    """See ``board_commit``; the arguments are checked."""
+    """See ``board_commit``; the arguments are validated."""
     count, most = len(rows.pool_idx), draft_tokens.most
     tokens = target.new_empty(count, most)
     counts = torch.empty(count, dtype=torch.int32, device=target.device)

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels without a GPU and read what the assembler says of them."""
+"""Compiles the Triton kernels without a GPU and reports their resource usage."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ARCHITECTURES = (80, 90, 100)
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel with everything that is fixed when it is compiled.
+    """One kernel with its compile-time parameters.
 
     Attributes:
-        name: Unique; what is compiled, in words.
-        kernel: The function that ``triton.jit`` made.
-        signature: Triton type of every argument that is not fixed, by name. Pointers
-            and strides are taken to be multiples of 16, as torch's are.
-        constants: Value of every argument that is.
-        warps: Warps of a program.
-        registers: Most a thread may use.
+        name: Unique description.
+        kernel: The ``triton.jit`` function.
+        signature: Argument name -> Triton type of the run-time arguments. Pointers and
+            strides are assumed to be multiples of 16, as torch's are.
+        constants: Argument name -> value of the compile-time arguments.
+        warps: Warps per program.
+        registers: Maximum registers per thread.
     """
 
     name: str
@@ -36,16 +36,17 @@ class Build:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one build takes on one architecture.
+    """Resource usage of one build on one architecture.
 
     Attributes:
-        registers: Of a thread; 255 is the most there is.
-        spill_bytes: Stored to and loaded from local memory for want of registers, of a
-            thread, counted once each in the code.
-        stack_bytes: Of a thread.
-        shared_bytes: Of a program.
+        registers: Registers per thread; the hardware maximum is 255.
+        spill_bytes: Bytes per thread of register spill stores and loads, counted
+            statically.
+        stack_bytes: Stack bytes per thread.
+        shared_bytes: Shared memory per program.
         cubin_bytes: Size of the binary.
-        programs: That fit on a multiprocessor, by registers, shared memory and warps.
+        programs: Programs that fit on a multiprocessor, by registers, shared memory and
+            warps.
     """
 
     registers: int
@@ -60,11 +61,11 @@ def compile_build(build: Build, architecture: int) -> Figures:
     """Compile for an architecture; needs Triton, no GPU and no driver.
 
     Args:
-        build: What to compile.
+        build: The build.
         architecture: Compute capability times ten.
 
     Raises:
-        RuntimeError: The assembler refuses what Triton made.
+        RuntimeError: The assembler rejects Triton's PTX.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -98,14 +99,14 @@ def compile_build(build: Build, architecture: int) -> Figures:
 
 
 def _assembler_counts(ptx: str, architecture: int) -> dict[str, int]:
-    """Assemble once more, verbosely; ``ptxas`` is the one that Triton brings.
+    """Assemble again with verbose output, using Triton's ``ptxas``.
 
     Raises:
         RuntimeError: See ``compile_build``.
     """
     from triton.backends.nvidia.compiler import get_ptxas
 
-    # Instructions of one generation only have an "a" target, as Triton chooses too.
+    # Architecture-specific instructions need an "a" target, as Triton chooses.
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     name = target.group(1) if target else f"sm_{architecture}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -132,7 +133,7 @@ def _number(pattern: str, text: str) -> int:
     """Return the number in ``text``.
 
     Raises:
-        RuntimeError: The assembler says something else than it used to.
+        RuntimeError: The assembler's output has an unknown format.
     """
     match = re.search(pattern, text)
     if match is None:
@@ -146,7 +147,7 @@ WARPS = 64
 MOST_PROGRAMS = 32
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 RESERVED_SHARED_BYTES = 1024
-"""That the system takes of every program."""
+"""Shared memory that CUDA reserves per program."""
 
 
 def _programs(architecture: int, registers: int, shared: int, warps: int) -> int:

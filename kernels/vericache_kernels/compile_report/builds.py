@@ -1,4 +1,4 @@
-"""The builds that are reported: every Triton kernel of ours, in its usual sizes."""
+"""Reported builds: every Triton kernel in its usual sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vericache_kernels.packed_attention import (
 
 KV_HEADS = 8
 GROUP = 4
-"""Query heads of a KV head; with 8 KV heads those of Llama 3 8B and Qwen3 8B."""
+"""Query heads per KV head, as in Llama 3 8B and Qwen3 8B with 8 KV heads."""
 
 STEPS: dict[str, DecodeStep] = {
     "decoded before": DecodedStep(),
@@ -33,7 +33,7 @@ STEPS: dict[str, DecodeStep] = {
     "RotateKV 3 bits": RotateKVStep(3),
     "RotateKV 4 bits": RotateKVStep(4),
 }
-"""All with D = 128, bfloat16, one query; 13 places are 1.25 % of 1024 columns."""
+"""All with D = 128, bfloat16, one query; 13 ``places`` are 1.25 % of 1024 columns."""
 
 OTHER_SHAPES: dict[str, tuple[DecodeStep, str, int, int]] = {
     "split planes E3M1, D 64": (SplitPlanesStep(3, 1), "bf16", 64, 1),
@@ -42,7 +42,7 @@ OTHER_SHAPES: dict[str, tuple[DecodeStep, str, int, int]] = {
     "split planes E3M1, 8 queries": (SplitPlanesStep(3, 1), "bf16", 128, 8),
     "KIVI 2 bits, D 64": (KIVIStep(2), "bf16", 64, 1),
 }
-"""Step, dtype, D, queries of a row."""
+"""Decode step, dtype, D, queries per row."""
 
 RAGGED_SHAPES: dict[str, tuple[str, int, int, int]] = {
     "ragged rows of 32": ("bf16", 128, 32, 64),
@@ -52,7 +52,7 @@ RAGGED_SHAPES: dict[str, tuple[str, int, int, int]] = {
     "ragged rows of 32, float16, D 64": ("fp16", 64, 32, 64),
     "ragged rows of 32, float32": ("fp32", 128, 32, 64),
 }
-"""Dtype, D, most queries of a row, rows; 32 are 31 drafts and the token before them."""
+"""Dtype, D, maximum queries per row, rows; 32 are a pending token and 31 drafts."""
 
 
 def builds() -> dict[str, Build]:

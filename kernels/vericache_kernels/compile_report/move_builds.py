@@ -1,4 +1,4 @@
-"""The builds of the kernels that move bytes and commit tokens."""
+"""Reported builds of the kernels that copy KV and commit tokens."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _join(name: str, step: SplitPlanesStep, dtype: torch.dtype, dim: int) -> Bui
 
 
 def _planes() -> dict[str, str]:
-    """Return the types of what both kernels of ``join_planes`` take first."""
+    """Return the types of the leading arguments of both ``join_planes`` kernels."""
     return {
         **dict.fromkeys(("key_bytes", "value_bytes"), "*u8"),
         "offsets": "*i64",

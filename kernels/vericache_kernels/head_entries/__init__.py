@@ -1,7 +1,8 @@
-"""Entries of tokens that differ by head, gathered from a layer or scattered to it.
+"""Gathers or scatters the KV entries of tokens selected per head.
 
-Row i of head h is token ``index[h, i]``. Entries move as integers, so every bit
-arrives, NaN payloads too. ``put_entries`` undoes ``pick_entries``.
+Row i of head h is token ``index[h, i]``. Entries are copied as integers, so the copy is
+bitwise exact, including NaN payloads. ``put_entries`` is the inverse of
+``pick_entries``.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ def pick_entries(
     index: torch.Tensor,
     slots: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Gather per head.
+    """Gather entries per head.
 
-    On a GPU it is one launch for keys and values, reads nothing on the host and looks
-    at no index: one outside its bounds is followed. On a CPU the reference runs.
+    On a GPU this is one launch for keys and values, without synchronisation or bounds
+    checks on indices. On a CPU the reference runs.
 
     Args:
-        layer: One or two sides, [T, H, D] each, D may differ; any dtype of 1, 2, 4 or 8
-            bytes, contiguous in D. A pool's buffers with ``slots``.
-        index: [H, n] int32 or int64 in [0, T), copied where it is not contiguous; on
-            the layer's device.
-        slots: [tokens] int64, where token i lies in the layer, for a pool; ``index``
-            then names tokens. None: token i is entry i.
+        layer: One or two tensors (keys, values), [T, H, D] each, D may differ; any
+            dtype of 1, 2, 4 or 8 bytes, contiguous in D. A pool's buffers with
+            ``slots``.
+        index: [H, n] int32 or int64 in [0, T), copied if it is not contiguous; on the
+            layer's device.
+        slots: [tokens] int64, pool slot of each token; ``index`` then refers to tokens.
+            None: token i is entry i.
 
     Returns:
-        [n, H, D] of each side, contiguous.
+        [n, H, D] for each tensor of ``layer``, contiguous.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -61,14 +63,14 @@ def put_entries(
     rows: Sequence[torch.Tensor],
     slots: torch.Tensor | None = None,
 ) -> None:
-    """Scatter per head.
+    """Scatter entries per head.
 
     Args:
-        layer: See ``pick_entries``; entries named by ``index`` are overwritten.
-        index: See there; unique per head.
-        rows: [n, H, D] of each side, dtype of the layer; copied where they are not
+        layer: See ``pick_entries``; entries selected by ``index`` are overwritten.
+        index: See ``pick_entries``; unique per head.
+        rows: [n, H, D] for each tensor of ``layer``, same dtype; copied if they are not
             contiguous.
-        slots: See there; unique.
+        slots: See ``pick_entries``; unique.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -89,12 +91,12 @@ def bytes_moved(
     index: torch.Tensor,
     slots: torch.Tensor | None = None,
 ) -> int:
-    """Return the least bytes one call moves, either way: entries in and out, indices.
+    """Return a lower bound on the bytes of one call: entries in and out, indices.
 
     Args:
         layer: See ``pick_entries``.
-        index: See there.
-        slots: See there.
+        index: See ``pick_entries``.
+        slots: See ``pick_entries``.
     """
     entry = sum(side.shape[2] * side.element_size() for side in layer)
     places = 0 if slots is None else min(len(slots), index.numel()) * slots.itemsize
@@ -104,7 +106,7 @@ def bytes_moved(
 def check(
     layer: Sequence[torch.Tensor], index: torch.Tensor, slots: torch.Tensor | None
 ) -> None:
-    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes, strides and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``pick_entries``.
@@ -117,7 +119,7 @@ def check(
             f"{index.dtype}"
         )
     for side in layer:
-        # Strides of what has no more than one number in D mean nothing.
+        # The stride of a dimension of size 0 or 1 is meaningless.
         spread = side.numel() > 0 and side.shape[-1] > 1 and side.stride(-1) != 1
         if side.dim() != 3 or side.shape[1] != len(index) or spread:
             raise ValueError(
@@ -132,7 +134,7 @@ def check(
 def check_rows(
     layer: Sequence[torch.Tensor], index: torch.Tensor, rows: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse rows that are not those of a layer and an index that fit each other.
+    """Validate rows against a layer and an index that were already validated.
 
     Raises:
         ValueError: See ``put_entries``.

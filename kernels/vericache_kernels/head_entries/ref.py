@@ -1,4 +1,4 @@
-"""Entries by head in torch: whole entries move, not numbers one by one."""
+"""Torch reference of per-head gather and scatter, copying whole entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pick_rows(
     for side in layer:
         entries = as_integers(side)
         if entries.is_contiguous():
-            # A gather over [T, H, D] looks up each number; this copies entries.
+            # A gather over [T, H, D] indexes each number; this copies whole entries.
             flat = entries.view(-1, side.shape[2])
             rows = flat.index_select(0, (tokens * len(heads) + heads).view(-1))
             rows = rows.view(*tokens.shape, side.shape[2])
@@ -52,7 +52,7 @@ def put_rows(
 def _named(
     index: torch.Tensor, slots: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries that are named, [n, H] int64, and the heads [H]."""
+    """Return the selected entries, [n, H] int64, and the heads [H]."""
     tokens = index.t().long()
     heads = torch.arange(index.shape[0], device=index.device)
     return (tokens if slots is None else slots[tokens]).contiguous(), heads

@@ -1,4 +1,4 @@
-"""Triton kernel of ``pick_entries`` and ``put_entries``: a tile of a head a program."""
+"""Triton kernel of ``pick_entries`` and ``put_entries``: one program per head tile."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def entries_kernel(
     WIDTH_V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Move TILE entries of one head, both sides; grid (tiles, H).
+    """Copy TILE entries of one head, keys and values; grid (tiles, H).
 
-    DV is 0 where there is one side; ``slots`` is read where MAPPED.
+    DV is 0 for a single tensor; ``slots`` is read if MAPPED.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tile * TILE + tl.arange(0, TILE)
@@ -70,12 +70,12 @@ def entries_kernel(
 
 
 def constants(heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Return what the kernel is compiled for, but for MAPPED and PUT.
+    """Return the kernel's compile-time arguments except MAPPED and PUT.
 
     Args:
         heads: H.
         key_dim: D.
-        value_dim: Dv; 0: there is one side.
+        value_dim: Dv; 0 for a single tensor.
     """
     widths = [triton.next_power_of_2(max(1, dim)) for dim in (key_dim, value_dim)]
     return {
@@ -96,13 +96,13 @@ def launch(
     *,
     put: bool,
 ) -> None:
-    """See ``pick_entries`` and ``put_entries``; the arguments are checked."""
+    """See ``pick_entries`` and ``put_entries``; the arguments are validated."""
     heads, count = index.shape
     if not index.numel():
         return
     value_dim = layer[1].shape[2] if len(layer) > 1 else 0
     fixed = constants(heads, layer[0].shape[2], value_dim)
-    # With one side the second one's pointers are not followed, nor slots without any.
+    # Unused pointers (second tensor, slots) are not dereferenced.
     sides, parts = (map(as_integers, (each[0], each[-1])) for each in (layer, rows))
     entries_kernel[(triton.cdiv(count, fixed["TILE"]), heads)](
         *(*sides, index if slots is None else slots, index, *parts, count),

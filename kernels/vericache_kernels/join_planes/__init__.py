@@ -1,8 +1,8 @@
-"""Draft plane and residual plane of ``split-planes`` back to KV, into pool slots.
+"""Restores KV bitwise from draft and residual planes of ``split-planes``.
 
 A number's code (sign, distance to a shared exponent, top mantissa bits) stays on the
-device; its other mantissa bits arrive in the residual, with the exponents of numbers
-that are too far from the shared one. Put together they are the KV, every bit.
+device. The residual holds its other mantissa bits and the exponents of escaped numbers,
+which are too far from the shared exponent.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def join_planes(
 ) -> torch.Tensor:
     """Write the exact entries of all segments of a layer to their slots.
 
-    On a GPU two launches, nothing is read on the host and the grid follows from shapes
-    and ``target.most_tokens`` alone. The first counts escapes, because the residual
-    lists their exponents without saying whose they are; the second joins. A segment
-    that shows other than its residual's number of escapes is damaged: the exponents
-    that are not there are 0, nothing outside the residual is read, and the result says
-    so. On a CPU the reference runs.
+    On a GPU this takes two launches without synchronisation; the grid depends only on
+    shapes and ``target.most_tokens``. The first launch counts escapes, because the
+    residual lists their exponents without indices; the second writes the entries. A
+    segment whose count differs from its residual's is corrupt: missing exponents are
+    read as 0, nothing outside the residual is read, and the returned count shows it. On
+    a CPU the reference runs.
 
     Args:
         draft: Codes and shared exponents.
-        residual: What they lack.
-        step: Parameters of the codec, as ``packed_attention`` takes them.
-        target: Where the entries go; its slots hold no part of ``draft``.
+        residual: Remaining mantissa bits and escaped exponents.
+        step: Parameters of the codec, as for ``packed_attention``.
+        target: Destination of the entries; its slots must not overlap ``draft``.
 
     Returns:
-        [S] int32, escapes that each segment's codes show; sound ones equal
-        ``residual.escapes``.
+        [S] int32, escapes in each segment's codes; equal to ``residual.escapes`` if the
+        segment is intact.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit; ``step.block`` is no multiple
@@ -70,22 +70,22 @@ def join_planes(
 def bytes_moved(
     step: SplitPlanesStep, target: PlaneTarget, tokens: int, segments: int, escapes: int
 ) -> int:
-    """Return the least bytes one call moves: planes once in, entries once out.
+    """Return a lower bound on the bytes of one call: planes in, entries out.
 
-    The count of escapes reads the codes again; that is not among them.
+    Excludes the second read of the codes, which counts escapes.
 
     Args:
         step: As for ``join_planes``.
-        target: See there; its shapes count.
-        tokens: Of all segments.
+        target: As for ``join_planes``; only its shapes are used.
+        tokens: Tokens of all segments.
         segments: S.
-        escapes: Of all segments.
+        escapes: Escapes of all segments.
     """
     form = FORMATS[target.k_buffer.dtype]
     heads, keys = target.k_buffer.shape[1:]
     values = target.v_buffer.shape[2]
     bits = 1 + form.exponent + form.mantissa
-    # Codes and rest have the number's bits but for the exponent's; then the entry.
+    # Code and residual bits (all but the exponent's), then the entry.
     number = 1 + step.exponent_bits + form.mantissa + bits
     blocks = max(segments, -(-tokens // step.block))
     shared = heads * (blocks * keys + tokens) * form.exponent
@@ -97,7 +97,7 @@ def bytes_moved(
 def check(
     draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> None:
-    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``join_planes``.
@@ -119,7 +119,7 @@ def check(
 
 
 def _check_numbers(step: SplitPlanesStep, target: PlaneTarget) -> None:
-    """Refuse KV and codes that do not fit each other.
+    """Validate that KV dtype and code widths match.
 
     Raises:
         ValueError: See ``join_planes``.

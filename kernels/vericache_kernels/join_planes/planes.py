@@ -1,4 +1,4 @@
-"""Where both planes lie and where the KV goes: the records of ``join_planes``."""
+"""Records of ``join_planes``: draft planes, residual planes and destination."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftPlanes:
-    """The draft parts of S segments of one layer, as ``packed_attention`` takes them.
+    """The draft KV of S segments of one layer, as for ``packed_attention``.
 
     Attributes:
-        key_bytes: [*] uint8, where the key fields lie.
-        value_bytes: [*] uint8, where the value fields lie; may be ``key_bytes``.
+        key_bytes: [*] uint8, buffer of the key fields.
+        value_bytes: [*] uint8, buffer of the value fields; may be ``key_bytes``.
         offsets: [S, 4] int64, bytes, multiples of 16: key codes [H, t, *], key shared
             exponents [H, blocks, *], value codes [H, t, *], value shared exponents
-            [H, *]; each row of each field is packed for itself, little-endian.
+            [H, *]; each row of each field is packed separately, little-endian.
         tokens: [S] int32, t of each segment, >= 0.
     """
 
@@ -47,12 +47,12 @@ class Residuals:
     """The residuals of the same segments.
 
     Attributes:
-        plane_bytes: [*] uint8, where they lie.
-        offsets: [S, 3] int64, bytes, multiples of 16: the other mantissa bits of the
-            keys [H, t, *] and of the values, as whole byte planes and then the rest
-            packed; the exponents of escaped numbers, packed, in the order of
-            [H, t, D], keys first.
-        escapes: [S] int32, how many exponents are listed.
+        plane_bytes: [*] uint8, buffer of the residuals.
+        offsets: [S, 3] int64, bytes, multiples of 16: the remaining mantissa bits of
+            the keys [H, t, *] and of the values, as full byte planes followed by packed
+            bits; the exponents of escaped numbers, packed, in the order of [H, t, D],
+            keys first.
+        escapes: [S] int32, number of listed exponents.
     """
 
     plane_bytes: torch.Tensor
@@ -62,9 +62,9 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneTarget:
-    """Where the entries of one layer go.
+    """Destination of the entries of one layer.
 
-    Token i of segment s goes, for head h, to ``slots[places[h, first[s] + i]]``.
+    Token i of segment s in head h is written to ``slots[places[h, first[s] + i]]``.
 
     Attributes:
         k_buffer: [slots, H, D] bfloat16, float16 or float32, contiguous in D; D a
@@ -73,7 +73,7 @@ class PlaneTarget:
         slots: [*] int64 pool slots.
         places: [H, C] int32 or int64, contiguous, indices into ``slots``.
         first: [S] int32 or int64, column of a segment's first token in ``places``.
-        most_tokens: Most tokens a segment has; the grid is made for it.
+        most_tokens: Maximum tokens of a segment; determines the grid.
     """
 
     k_buffer: torch.Tensor

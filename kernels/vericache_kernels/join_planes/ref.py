@@ -1,4 +1,4 @@
-"""Joining planes in torch, segment by segment; reads lengths on the host."""
+"""Torch reference of ``join_planes``, per segment; reads lengths on the host."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class _Reader:
     """Reads the fields of one segment.
 
     Args:
-        draft: See ``join_planes``, like the others.
-        residual: See there.
-        step: See there.
-        target: See there.
-        segment: Which.
+        draft: See ``join_planes``.
+        residual: See ``join_planes``.
+        step: See ``join_planes``.
+        target: See ``join_planes``.
+        segment: Index of the segment.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class _Reader:
         self._form = FORMATS[target.k_buffer.dtype]
 
     def numbers(self, side: int, dim: int, taken: int) -> tuple[torch.Tensor, int]:
-        """Return the bits of keys (side 0) or values (1), and their escapes.
+        """Return the bits of keys or values, and their escapes.
 
         Args:
-            side: Which.
+            side: 0 for keys, 1 for values.
             dim: D or Dv.
-            taken: Escapes before these.
+            taken: Number of escapes before these.
 
         Returns:
-            [H, t, D] integers of the format's size, and how many are escaped.
+            [H, t, D] integers of the format's size, and the number of escapes.
         """
         step, form = self._step, self._form
         codes = self._codes(side, dim)
@@ -124,7 +124,7 @@ class _Reader:
         return low | top << rest // 8 * 8
 
     def _listed(self, first: int, count: int) -> torch.Tensor:
-        """Return [count] exponents from the list, 0 behind its end, int64."""
+        """Return [count] exponents from the list, 0 past its end, int64."""
         width, end = self._form.exponent, int(self._residual.escapes[self._segment])
         start = int(self._residual.offsets[self._segment, 2])
         packed = self._residual.plane_bytes[start : start + _bytes(end, width)]
@@ -138,7 +138,7 @@ def _bytes(count: int, width: int) -> int:
 
 
 def _codes_of(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """Read ``count`` codes of ``width`` bits a row of bytes, bit by bit: int64."""
+    """Return int64 codes, ``count`` per row of bytes, of ``width`` bits each."""
     bits = packed[..., None].long() >> torch.arange(8) & 1
     bits = bits.flatten(-2)[..., : count * width]
     digits = bits.reshape(*packed.shape[:-1], count, width)

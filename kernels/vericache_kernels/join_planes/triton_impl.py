@@ -1,8 +1,8 @@
-"""Triton kernels of ``join_planes``: count the escapes, then join a tile a program.
+"""Triton kernels of ``join_planes``: count escapes, then restore one tile per program.
 
 The residual lists the exponents of escaped numbers in one row, keys first, head after
-head. Whose an exponent is follows from how many escapes come before it, so the first
-kernel counts them by tile; the second adds up the tiles before its own and counts on.
+head. The index of an exponent is the number of escapes before it, so the first kernel
+counts escapes per tile and the second sums the tiles before its own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 COUNT_WARPS = 4
 JOIN_WARPS = 8
 JOIN_REGISTERS = 128
-"""Most a thread may use: 2 programs of 8 warps share a multiprocessor, no spills."""
+"""Maximum registers per thread: 2 programs of 8 warps per multiprocessor, no spills."""
 
 
 @triton.jit
 def _field(source: tl.tensor, offset: tl.tensor) -> tl.tensor:
-    """Return where a field starts; ``offset`` points to a multiple of 16."""
+    """Return a pointer to a field; the value at ``offset`` is a multiple of 16."""
     return source + tl.multiple_of(tl.load(offset), 16)
 
 
@@ -52,7 +52,7 @@ def _read_codes(
 def _escapes(
     codes: tl.tensor, there: tl.tensor, E: tl.constexpr, M: tl.constexpr
 ) -> tl.tensor:
-    """Return 1 where a code says that its exponent is in the residual, else 0."""
+    """Return 1 where a code is an escape (exponent in the residual), else 0."""
     none = (codes >> M) & ((1 << E) - 1) == (1 << E) - 1
     return (none & there[:, None]).to(tl.int32)
 
@@ -108,18 +108,18 @@ def _join_tile(
     MANTISSA: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Put the bits of [TILE, D] numbers together, int32.
+    """Assemble the bits of [TILE, D] numbers, int32.
 
     Args:
         codes: [TILE, D] int32.
-        shared: Shared exponents that broadcast to them, int32.
+        shared: Shared exponents, broadcastable to ``codes``, int32.
         before: Escapes of the segment before this tile.
         listed: Pointer to the residual's exponents.
-        ends: How many there are.
+        ends: Number of listed exponents.
         low_at: Pointer to the residual's low mantissa bits, a multiple of 16.
-        head: Of the tile.
-        token: [TILE] int32.
-        tokens: Of the segment.
+        head: KV head of the tile.
+        token: [TILE] int32, token indices.
+        tokens: Tokens of the segment.
         E: Exponent bits of a code.
         M: Mantissa bits of a code.
         EXPONENT: Exponent bits of a number.
@@ -161,7 +161,7 @@ def _write(
     there: tl.tensor,
     D: tl.constexpr,
 ) -> None:
-    """Store [TILE, D] numbers, each entry at its place [TILE] int64 in the buffer."""
+    """Store [TILE, D] numbers, each entry at its ``row`` [TILE] int64 in the buffer."""
     at = buffer + row[:, None] + tl.arange(0, D)[None, :]
     tl.store(at, bits.to(buffer.dtype.element_ty), mask=there[:, None])
 
@@ -199,7 +199,7 @@ def join_kernel(
     TILES: tl.constexpr,
     COUNTS: tl.constexpr,
 ) -> None:
-    """Join a tile of keys and values and write it; grid (S, H * TILES).
+    """Restore a tile of keys and values and write it; grid (S, H * TILES).
 
     ``counts`` comes from ``count_kernel``; COUNTS is 2 * H * TILES rounded up to a
     power of two. ``found`` [S] gets the escapes of each segment.
@@ -229,7 +229,7 @@ def join_kernel(
     field = offsets + segment * 4
 
     codes = _read_codes(key_bytes, field, head, token, tokens, BITS, DK)
-    # A tile lies in one block of tokens, so its keys share a row of exponents.
+    # A tile is inside one block of tokens, so its keys share a row of exponents.
     one = start + tl.arange(0, 1)
     row = (head * tl.cdiv(tokens, BLOCK) + one // BLOCK).to(tl.int64)
     base = _field(key_bytes, field + 1)
@@ -254,13 +254,13 @@ def join_kernel(
 def constants(
     step: SplitPlanesStep, heads: int, dims: tuple[int, int], most_tokens: int
 ) -> dict[str, Any]:
-    """Return what both kernels are compiled for.
+    """Return the compile-time arguments of both kernels.
 
     Args:
-        step: The codec's record.
+        step: Decode step of the codec.
         heads: H.
         dims: D of keys and of values.
-        most_tokens: Most tokens of a segment.
+        most_tokens: Maximum tokens of a segment.
     """
     return {
         "E": step.exponent_bits,
@@ -274,11 +274,11 @@ def constants(
 
 
 def join_constants(step: SplitPlanesStep, dtype: torch.dtype, tiles: int) -> Any:
-    """Return what ``join_kernel`` is compiled for besides.
+    """Return the further compile-time arguments of ``join_kernel``.
 
     Args:
-        step: The codec's record.
-        dtype: Of the KV.
+        step: Decode step of the codec.
+        dtype: Dtype of the KV.
         tiles: H * TILES.
     """
     form = FORMATS[dtype]
@@ -293,7 +293,7 @@ def join_constants(step: SplitPlanesStep, dtype: torch.dtype, tiles: int) -> Any
 def launch(
     draft: DraftPlanes, residual: Residuals, step: SplitPlanesStep, target: PlaneTarget
 ) -> torch.Tensor:
-    """See ``join_planes``; the arguments are checked."""
+    """See ``join_planes``; the arguments are validated."""
     segments, heads = len(draft.tokens), target.places.shape[0]
     dims = (target.k_buffer.shape[2], target.v_buffer.shape[2])
     fixed = constants(step, heads, dims, target.most_tokens)

@@ -1,12 +1,12 @@
-"""Draft attention over packed codes: decoded block by block, never as a whole.
+"""Draft attention over packed codes, decoded block by block inside the kernel.
 
-A row is [coded segments | exact slots]. A segment is the draft part of some hundred
-tokens; the exact slots hold what was decoded since, the query tokens last. Every query
-sees every coded token, and of the exact slots those that do not follow it.
+A row is [coded segments | exact slots]. A segment is the draft KV of a few hundred
+tokens; the exact slots hold later tokens, the query tokens last. Every query sees all
+coded tokens and the exact slots up to its own.
 
-On the CPU ``attend_packed`` takes segments as functions that decode themselves, so it
-serves every codec. ``packed_attention`` is the Triton kernel: decoding happens in the
-loop, and a ``DecodeStep`` says how. The two agree to rounding.
+On the CPU ``attend_packed`` takes segments as functions that return decoded KV, so it
+supports every codec. ``packed_attention`` is the Triton kernel, which decodes in its
+loop as specified by a ``DecodeStep``. Their results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 SPLITS = 16
-"""Programs that share a row and a KV head where the caller does not say."""
+"""Default number of programs that share a row and a KV head."""
 
 
 def packed_attention(
@@ -54,21 +54,21 @@ def packed_attention(
     *,
     splits: int = SPLITS,
 ) -> torch.Tensor:
-    """Attend queries of many rows to packed codes and exact slots, on the device.
+    """Compute attention of R rows over packed codes and exact slots, on the device.
 
     Safe in a CUDA graph: the grid is R * H * splits, lengths are read on the device
-    and nothing waits for the host. Segments and pieces of the exact slots go round
-    robin over the splits, whose results a second kernel weighs by log-sum-exp.
-    A row with nothing to see gives zeros. A row depends on itself alone: NaN and
-    infinities stay in the row and KV head that holds them. Unlike in ``attend_packed``
-    they also reach earlier queries of a row with several.
+    and nothing synchronises. Segments and pieces of the exact slots are assigned to
+    splits round robin, and a second kernel merges the splits by log-sum-exp. An empty
+    row yields zeros. Rows are independent: NaN and infinities affect only the row and
+    KV head that hold them. Unlike in ``attend_packed`` they also affect earlier queries
+    of a row with several.
 
     Args:
         q: [R, N, Hq, D] bfloat16, float16 or float32, contiguous; D a power of two
             from 16 to 128.
-        packed: The coded part of the rows.
-        exact: The exact part of the rows; KV heads H divide Hq.
-        step: How the codec's fields become keys and values.
+        packed: The coded segments of the rows.
+        exact: The exact slots of the rows; KV heads H divide Hq.
+        step: Decode step of the codec.
         scaling: Factor on the scores, usually D ** -0.5.
         splits: Programs that share a row and a KV head, a power of two.
 
@@ -77,8 +77,8 @@ def packed_attention(
         float32.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, or there is no device for
-            Triton (its interpreter, ``TRITON_INTERPRET=1``, takes CPU tensors).
+        ValueError: Shapes, dtypes or devices do not fit, or the device is not supported
+            by Triton (its interpreter, ``TRITON_INTERPRET=1``, takes CPU tensors).
     """
     check_rows(q, packed, exact, step, splits)
     from vericache_kernels.packed_attention.triton_impl import launch

@@ -1,4 +1,4 @@
-"""Draft attention on a CPU: one segment is decoded, attended and forgotten."""
+"""Draft attention on a CPU, which decodes one segment at a time."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def attend_packed(
     plan: RowPlan | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Attend the queries of one row to its coded segments and its exact slots.
+    """Compute attention of one row over its coded segments and its exact slots.
 
-    The result is that of one softmax over all of them; parts are merged by their
-    log-sum-exp, so the order of the segments does not matter beyond rounding. At any
-    time one segment is decoded. Segments may decode to anything: NaN and infinities
-    reach the query heads that read their KV head, in this row, and nothing else.
+    The result is that of one softmax over all of them; partial results are merged by
+    log-sum-exp, so the order of segments matters only for rounding. Only one segment is
+    decoded at a time. NaN and infinities in a segment affect only the query heads of
+    their KV head in this row.
 
     Args:
         q: [n, Hq, D], any float dtype, on the CPU.
-        segments: Each decodes to keys and values [H, t, D] in the dtype of ``q``, any
+        segments: Each returns keys and values [H, t, D] in the dtype of ``q``, any
             strides, t >= 0; every query sees all t. Consumed once, in order.
-        k_buffer: [slots, H, D] of one layer, as ``run_attention`` takes it.
+        k_buffer: [slots, H, D] of one layer, as for ``run_attention``.
         v_buffer: As ``k_buffer``.
-        plan: The exact slots, the n query tokens last; None: there are none.
+        plan: The exact slots, the n query tokens last; None if there are none.
         scaling: Factor on the scores, usually D ** -0.5.
 
     Returns:
@@ -69,7 +69,7 @@ def attend_packed(
 
 
 def _part(rows: torch.Tensor, segment: Segment, scaling: float) -> Part | None:
-    """Attend to one segment; what it decodes to lives no longer than this call.
+    """Compute attention over one segment; frees its decoded KV before returning.
 
     Args:
         rows: [H, n * G, D], the folded queries.
@@ -77,7 +77,7 @@ def _part(rows: torch.Tensor, segment: Segment, scaling: float) -> Part | None:
         scaling: Factor on the scores.
 
     Returns:
-        None where the segment has no tokens.
+        None if the segment has no tokens.
 
     Raises:
         ValueError: The segment does not fit the queries.

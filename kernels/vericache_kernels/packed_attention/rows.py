@@ -1,4 +1,4 @@
-"""What the rows of a batch list, for the kernel: coded segments and exact slots."""
+"""Kernel inputs of packed attention: coded segments and exact slots of rows."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class PackedRows:
     """The coded segments of R rows in one layer, all on one device.
 
-    A field is a tensor of the codec's draft part, contiguous, at some byte offset.
-    Offsets are multiples of 16.
+    A field is a contiguous tensor of the codec's draft KV at a byte offset that is a
+    multiple of 16.
 
     Attributes:
-        key_bytes: [*] uint8, where the key fields lie; a pool of KV slots, for one.
-        value_bytes: [*] uint8, where the value fields lie; may be ``key_bytes``.
-        offsets: [S, F] int64, bytes, of the fields of each segment in the order of
-            ``DecodeStep.fields``.
+        key_bytes: [*] uint8, buffer of the key fields, e.g. a pool of KV slots.
+        value_bytes: [*] uint8, buffer of the value fields; may be ``key_bytes``.
+        offsets: [S, F] int64, byte offsets of the fields of each segment in the order
+            of ``DecodeStep.fields``.
         tokens: [S] int32, coded tokens of a segment, >= 0.
         first: [R + 1] int32; row r has segments ``first[r]`` to ``first[r + 1]``.
         positions: [*] int32, positions of the coded tokens, for steps that need them;
             else None.
         places: [S, H] int64, index of a segment's first position in each head, whose
             tokens may differ; None as ``positions``.
-        tables: [*] float32, what the step reads of its calibration; None as above.
-        order: [C] int32, where the step has codes permuted; None as above.
+        tables: [*] float32, calibration tables; None if the step needs none.
+        order: [C] int32, channel permutation; None if the step needs none.
         rope: [positions, D] float32, cosines then sines of every position with the
-            model's amplitude, for steps that rotate keys; None as above.
+            model's amplitude, for steps that rotate keys; else None.
     """
 
     key_bytes: torch.Tensor
@@ -76,7 +76,7 @@ def check_rows(
     step: DecodeStep,
     splits: int,
 ) -> None:
-    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``packed_attention``.
@@ -105,7 +105,7 @@ def check_rows(
 
 
 def _check_exact(q: torch.Tensor, exact: ExactRows) -> None:
-    """Compare queries [R, N, Hq, D] with the buffers.
+    """Validate queries [R, N, Hq, D] against the buffers.
 
     Raises:
         ValueError: They do not fit.

@@ -1,4 +1,4 @@
-"""How a codec's fields become keys and values in the kernel: one record a codec."""
+"""Decode steps: compile-time parameters of each codec's decoding in the kernel."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 MOST_TILE = 32
-"""Tokens decoded at a time; 64 do not fit the registers of 4 warps at D = 128."""
+"""Maximum tokens per tile; 64 exceed the registers of 4 warps at D = 128."""
 LEAST_TILE = 16
-"""Fewest rows that the tensor cores multiply."""
+"""Minimum rows of a tensor-core product."""
 
 
 @dataclass(frozen=True)
 class DecodeStep(ABC):
-    """The parameters of one codec's decoding, fixed when the kernel is compiled.
+    """The compile-time parameters of one codec's decoding.
 
     Attributes:
-        name: Of the file ``triton_<name>.py`` that has the device functions.
-        fields: Names of the draft part's fields, keys before values; their order is
-            that of ``PackedRows.offsets``.
-        wants: Optional fields of ``PackedRows`` that must be given.
-        registers: Most a thread may use; 168 lets 3 programs of 4 warps share a
-            multiprocessor. Unasked, the assembler spills to make room for more.
+        name: Name of the file ``triton_<name>.py`` with the device functions.
+        fields: Names of the draft KV's fields, keys before values, in the order of
+            ``PackedRows.offsets``.
+        wants: Optional fields of ``PackedRows`` that the step needs.
+        registers: Maximum registers per thread; 168 allows 3 programs of 4 warps per
+            multiprocessor. Without a limit the assembler spills for more programs.
     """
 
     name: ClassVar[str]
@@ -34,23 +34,23 @@ class DecodeStep(ABC):
     @property
     @abstractmethod
     def numbers(self) -> tuple[int, ...]:
-        """What the device functions get as ``STEP``."""
+        """Parameters passed to the device functions as ``STEP``."""
 
     @property
     def tile(self) -> int:
-        """Tokens decoded at a time, a power of two."""
+        """Tokens per tile, a power of two."""
         return MOST_TILE
 
     def check(self, kv_heads: int, dim: int) -> None:
-        """Refuse shapes that cannot be decoded.
+        """Validate shapes.
 
         Raises:
-            ValueError: Naming the parameter.
+            ValueError: A parameter does not fit; the message names it.
         """
         _ = self.tile
 
     def _tile_of(self, group: int) -> int:
-        """Return the largest tile that lies in one group of tokens.
+        """Return the largest tile that divides a group of tokens.
 
         Raises:
             ValueError: There is none.
@@ -66,9 +66,9 @@ class DecodeStep(ABC):
 
 @dataclass(frozen=True)
 class DecodedStep(DecodeStep):
-    """A codec without a step of its own, whose segments were decoded before.
+    """Segments that were decoded before the kernel, for codecs without a step.
 
-    The fields are what ``Codec.decode`` returns: keys and values, [H, t, D].
+    The fields are the result of ``Codec.decode``: keys and values, [H, t, D].
     """
 
     name: ClassVar[str] = "decoded"
@@ -113,9 +113,9 @@ class SplitPlanesStep(DecodeStep):
 
 @dataclass(frozen=True)
 class KIVIStep(DecodeStep):
-    """Codec ``kivi`` without a window: its exact tail belongs to the exact slots.
+    """Codec ``kivi`` without its exact tail, which belongs to the exact slots.
 
-    Segments are whole groups, as the codec asks.
+    Segments must be whole groups.
 
     Attributes:
         bits: Width of a code, 2 to 8.
@@ -154,15 +154,15 @@ class KIVIStep(DecodeStep):
 
 @dataclass(frozen=True)
 class KVQuantStep(DecodeStep):
-    """Codec ``kvquant``; its sinks belong to the exact slots, its parts have none.
+    """Codec ``kvquant``; its sinks belong to the exact slots, not to segments.
 
-    ``PackedRows.tables`` is, of the layer: offsets [C] and reaches [C] of the key
-    channels, then the books of keys and of values, [2**bits] each; C = H * D.
+    ``PackedRows.tables`` of a layer holds the offsets [C] and scales [C] of the key
+    channels, then the codebooks of keys and of values, [2**bits] each; C = H * D.
 
     Attributes:
         bits: Width of a code, 2 to 8.
-        places: Numbers that a row of C keeps exactly; each costs a comparison for
-            every number of the row.
+        places: Numbers that a row of C stores exactly; each costs a comparison per
+            number of the row.
     """
 
     name: ClassVar[str] = "kvquant"
@@ -185,10 +185,10 @@ class KVQuantStep(DecodeStep):
 
 @dataclass(frozen=True)
 class RotateKVStep(DecodeStep):
-    """Codec ``rotatekv``; its sinks belong to the exact slots, its parts have none.
+    """Codec ``rotatekv``; its sinks belong to the exact slots, not to segments.
 
-    ``PackedRows.order`` is, of the layer, the place in a row of codes where each
-    rotated key channel is: the inverse of ``RotateKVTables.order[layer]``.
+    ``PackedRows.order`` of a layer is the index of each rotated key channel in a row of
+    codes: the inverse of ``RotateKVTables.order[layer]``.
 
     Attributes:
         bits: Width of a code, 2 to 8.
@@ -216,7 +216,7 @@ class RotateKVStep(DecodeStep):
 
     @property
     def tile(self) -> int:
-        """See ``DecodeStep.tile``: the matrix of the rotation takes registers too."""
+        """See ``DecodeStep.tile``; the rotation matrix also needs registers."""
         return MOST_TILE // 2
 
     def check(self, kv_heads: int, dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Device functions that several decode steps share: unpacking and rotating."""
+"""Device functions shared by decode steps: unpacking codes and rotating keys."""
 # Only ``triton_impl`` imports these files, on a machine that runs Triton.
 # ruff: noqa: TID253, N803, N806
 
@@ -18,14 +18,14 @@ def unpack_rows(
 ) -> tl.tensor:
     """Read rows of packed codes, as ``codecs.packing.unpack`` does.
 
-    Eight codes fill BITS bytes. They are read in the largest pieces that start at a
-    multiple of their size in every octet (1 byte for 3, 5, 7 bits, 2 for 2 and 6, 4 for
-    4), put into one word, and the word is shifted: no byte is read twice.
+    Eight codes fill BITS bytes. They are loaded in the largest aligned pieces (1 byte
+    for 3, 5, 7 bits, 2 for 2 and 6, 4 for 4), combined into one word and shifted, so
+    that no byte is read twice.
 
     Args:
         base: Pointer to uint8, a multiple of 16.
         rows: [T] byte offsets, multiples of BITS.
-        there: [T], False: the row is not read, its codes are 0.
+        there: [T] mask; False: the row is not read, its codes are 0.
         BITS: Width of a code, 1 to 8.
         COUNT: Codes in a row, a power of two >= 8.
 
@@ -58,12 +58,12 @@ def unpack_rows(
 def unpack_at(
     base: tl.tensor, places: tl.tensor, there: tl.tensor, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Read single codes of a packed row; a code may lie in two bytes.
+    """Read single codes of a packed row; a code may span two bytes.
 
     Args:
-        base: Pointer to uint8 or tensor of pointers that broadcasts to ``places``.
+        base: Pointer to uint8, or tensor of pointers broadcastable to ``places``.
         places: Index of each code in its row, int32.
-        there: bool as ``places``, False: not read, 0.
+        there: bool mask, shape of ``places``; False: not read, 0.
         BITS: Width of a code, 1 to 8.
 
     Returns:
@@ -87,13 +87,13 @@ def rotate_half(
     there: tl.tensor,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Apply RoPE, half against half.
+    """Apply rotate-half RoPE.
 
     Args:
         keys: [T, D] float32.
         positions: [T] int32.
         rope: Pointer to float32 [positions, D]: D / 2 cosines, D / 2 sines.
-        there: [T], False: the key is not rotated by a position.
+        there: [T] mask; False: the key is not rotated.
         D: Head dim.
     """
     T: tl.constexpr = keys.shape[0]
@@ -126,5 +126,5 @@ def unchanged(
     STEP: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Return the weighted sum of the values: the step decoded them in full."""
+    """Return the weighted sum of the values unchanged."""
     return acc

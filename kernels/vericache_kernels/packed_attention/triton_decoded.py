@@ -1,4 +1,4 @@
-"""Decode step of ``decoded``: keys and values as the codec has decoded them."""
+"""Decode step of ``decoded``: keys and values that the codec already decoded."""
 # Only ``triton_impl`` imports this file, on a machine that runs Triton.
 # ruff: noqa: TID253, N803, PLR0913
 
@@ -19,7 +19,7 @@ def _entries(
     D: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Read a tile [TILE, D] of entries [H, tokens, D] that begin at byte ``at``."""
+    """Read a tile [TILE, D] of entries [H, tokens, D] that start at byte ``at``."""
     token = start + tl.arange(0, TILE)
     entries = (base + tl.multiple_of(at, 16)).to(tl.pointer_type(KV), bitcast=True)
     row = (head * tokens + token).to(tl.int64)[:, None]

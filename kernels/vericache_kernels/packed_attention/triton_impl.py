@@ -1,17 +1,17 @@
 """Triton kernels of ``packed_attention``: the shared loop and the launch.
 
-Importable where Triton is; nothing here runs before ``launch``. Decode steps are pairs
-of device functions that get
+Requires Triton; nothing here runs before ``launch``. Decode steps are pairs of device
+functions with the arguments
 
-    bytes, offsets      where the fields lie, and this segment's row of offsets
+    bytes, offsets      buffer of the fields, and this segment's row of offsets
     head, start, tokens KV head, first token of the tile, tokens of the segment
     places              pointer to the positions of the segment's tokens in this head
                         (keys only)
-    tables, order, rope as in ``PackedRows``, of no meaning where the step wants none
-    STEP, KV, PRODUCT   the record's numbers, dtype of the KV, dtype of the products
+    tables, order, rope as in ``PackedRows``, undefined if the step needs none
+    STEP, KV, PRODUCT   the step's parameters, dtype of the KV, dtype of the products
     H, D, TILE          KV heads, head dim, tokens of a tile
 
-and return [TILE, D] of dtype KV, finite zeros for tokens past the segment.
+that return [TILE, D] of dtype KV, zeros for tokens past the segment.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ FUNCTIONS = {
     "kvquant": (kvquant_keys, kvquant_values, unchanged),
     "rotatekv": (rotatekv_keys, rotatekv_values, rotatekv_finish),
 }
-"""By ``DecodeStep.name``: keys, values, and what follows the weighted sum of values."""
+"""``DecodeStep.name`` -> functions for keys, values and the weighted sum of values."""
 
 EXACT_PIECE = tl.constexpr(256)
-"""Exact slots that go to one split together."""
+"""Exact slots that are assigned to a split at a time."""
 EXACT_TILE = tl.constexpr(32)
 NUM_WARPS = 4
 
@@ -86,8 +86,8 @@ def _add(
     Args:
         q: [M, D] PRODUCT.
         keys: [T, D].
-        values: [T, D], finite where no query sees them.
-        seen: bool that broadcasts to [M, T].
+        values: [T, D], finite where masked for all queries.
+        seen: bool mask, broadcastable to [M, T].
         scale: Factor on the scores, times log2(e).
         acc: [M, D] float32, values weighted by ``2 ** (score - top)``.
         top: [M] float32, the largest score so far, -inf before the first.
@@ -100,7 +100,7 @@ def _add(
     scores = tl.dot(q, tl.trans(keys.to(PRODUCT)), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing: -inf less -inf would be NaN.
+    # For a fully masked row, -inf - -inf would be NaN.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - finite[:, None])
     kept = tl.exp2(top - finite)
@@ -147,9 +147,9 @@ def attend_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Attend the queries of one row and KV head to every SPLITS-th piece of the row.
+    """Compute attention of one row and KV head over every SPLITS-th piece of the row.
 
-    Grid (R, H, SPLITS). ``out_at`` and ``lse_at`` are those of ``store_split``, with
+    Grid (R, H, SPLITS). ``out_at`` and ``lse_at`` are as in ``store_split``, with
     R * QUERIES tokens.
     """
     KV: tl.constexpr = k_buffer.dtype.element_ty  # noqa: N806
@@ -186,7 +186,7 @@ def attend_kernel(
     acc = FINISH(acc, mass, PRODUCT, STEP, D)
 
     begin, end = tl.load(first_slot + row), tl.load(first_slot + row + 1)
-    # Pieces of exact slots go on where the segments' turn ended.
+    # The round robin over exact pieces continues after the last segment.
     turn = (split - (last - first) % SPLITS + SPLITS) % SPLITS
     hidden_from = end - begin - QUERIES + query
     for piece in range(begin + turn * EXACT_PIECE, end, SPLITS * EXACT_PIECE):
@@ -208,14 +208,14 @@ def attend_kernel(
 def constants(
     step: DecodeStep, product: Any, queries: int, kv_heads: int, group: int, dim: int
 ) -> dict[str, Any]:
-    """Return what ``attend_kernel`` is compiled for, but for SPLITS.
+    """Return the compile-time arguments of ``attend_kernel`` except SPLITS.
 
     Args:
-        step: The codec's record.
+        step: Decode step of the codec.
         product: Triton's dtype of the products.
-        queries: N, queries of a row.
+        queries: N, queries per row.
         kv_heads: H.
-        group: Query heads of a KV head.
+        group: Query heads per KV head.
         dim: D.
     """
     keys, values, finish = FUNCTIONS[step.name]
@@ -244,7 +244,7 @@ def launch(
     scaling: float,
     splits: int,
 ) -> torch.Tensor:
-    """See ``packed_attention``; the arguments are checked."""
+    """See ``packed_attention``; the arguments are validated."""
     rows, queries, heads, dim = q.shape
     kv_heads = exact.k_buffer.shape[1]
     group = heads // kv_heads
@@ -252,7 +252,7 @@ def launch(
     result = torch.empty_like(q)
     if not rows * queries:
         return result
-    # Where a step wants no table the pointer is not followed; any tensor will do.
+    # The pointer of an unneeded table is not dereferenced; any tensor will do.
     attend_kernel[(rows, kv_heads, splits)](
         *(q, out, lse, packed.key_bytes, packed.value_bytes),
         *(packed.offsets, packed.tokens, packed.first),

@@ -1,4 +1,4 @@
-"""Decode step of ``kivi``: code times step plus minimum, of the group."""
+"""Decode step of ``kivi``: code times the group's step plus its minimum."""
 # ruff: noqa: TID253, N803, N806, PLR0913
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kivi_keys(
     base = key_bytes + tl.multiple_of(tl.load(offsets), 16)
     rows = (head * tokens + token).to(tl.int64) * (D * BITS // 8)
     codes = unpack_rows(base, rows, token < tokens, BITS, D)
-    # The tile lies in one group of tokens.
+    # All tokens of the tile belong to one group.
     group = (head * tokens + start) // GROUP
     channel = group.to(tl.int64) * D + tl.arange(0, D)
     base = key_bytes + tl.multiple_of(tl.load(offsets + 1), 16)

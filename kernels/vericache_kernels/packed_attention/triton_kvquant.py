@@ -1,4 +1,4 @@
-"""Decode step of ``kvquant``: book entries to scale, exact numbers, then RoPE."""
+"""Decode step of ``kvquant``: scaled codebook entries, exact numbers, then RoPE."""
 # ruff: noqa: TID253, N803, N806, PLR0913
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _with_exact(
     H: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Put the exact numbers of the rows into one head's tile [T, D] float32."""
+    """Write the exactly stored numbers into one head's tile [T, D] float32."""
     PLACES: tl.constexpr = STEP[1]
     COLUMN: tl.constexpr = tl.uint8 if H * D <= 256 else tl.uint16
     columns = columns_at.to(tl.pointer_type(COLUMN), bitcast=True)

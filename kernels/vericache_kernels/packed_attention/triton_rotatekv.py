@@ -1,7 +1,7 @@
-"""Decode step of ``rotatekv``: keys are reordered and rotated back, values at the end.
+"""Decode step of ``rotatekv``: reorders channels and inverts the rotation.
 
-A rotation of values is linear, so it is undone once on their weighted sum, not on every
-value. Keys are rotated by RoPE after theirs is undone, so each of them pays for it.
+The rotation of values is linear, so it is inverted once on their weighted sum. That of
+keys must be inverted per key, because RoPE is applied afterwards.
 """
 # ruff: noqa: TID253, N803, N806, PLR0913
 
@@ -55,8 +55,8 @@ def rotatekv_keys(
 ) -> tl.tensor:
     """Decode keys [TILE, D]; see ``triton_impl`` for the arguments.
 
-    Sylvester's matrix of R * D is the Kronecker product of those of R and D, so the
-    rotated heads are added with signs, and one matrix of D undoes the rest.
+    The Hadamard matrix of size R * D is the Kronecker product of those of R and D, so
+    the rotated heads are summed with signs, then multiplied by the matrix of size D.
     """
     BITS: tl.constexpr = STEP[0]
     GROUP: tl.constexpr = STEP[1]
@@ -126,9 +126,9 @@ def rotatekv_finish(
     STEP: tl.constexpr,
     D: tl.constexpr,
 ) -> tl.tensor:
-    """Undo the rotation of the values on their sum [M, D], weighted to ``mass`` [M]."""
+    """Invert the rotation on the weighted sum of values [M, D] with ``mass`` [M]."""
     matrix = hadamard_matrix(D).to(PRODUCT)
-    # The mean is as large as a value, so it fits float16 where the sum may not.
+    # The mean is within the range of values, so unlike the sum it fits float16.
     mean = (acc / tl.where(mass > 0, mass, 1.0)[:, None]).to(PRODUCT)
     turned = tl.dot(mean, matrix, input_precision="ieee")
     return turned * (mass * D**-0.5)[:, None]

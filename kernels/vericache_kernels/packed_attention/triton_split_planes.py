@@ -1,4 +1,4 @@
-"""Decode step of ``split-planes``: integer fields put together, no arithmetic."""
+"""Decode step of ``split-planes``: assembles floats from integer fields."""
 # ruff: noqa: TID253, N803, N806, PLR0913, SIM300
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def _numbers(
     STEP: tl.constexpr,
     KV: tl.constexpr,
 ) -> tl.tensor:
-    """Return the middle of the numbers that share a code, as the codec drafts it.
+    """Return the midpoint of the numbers with the same code, as the codec decodes it.
 
     Args:
         codes: [T, D] int32.
-        shared: Shared exponents that broadcast to ``codes``, int32.
-        STEP: Of the record.
+        shared: Shared exponents, broadcastable to ``codes``, int32.
+        STEP: The step's parameters.
         KV: Dtype of the numbers.
     """
     E: tl.constexpr = STEP[0]
@@ -35,7 +35,7 @@ def _numbers(
     kept = distance != (1 << E) - 1
     exponent = tl.where(kept, shared - distance, 0)
     mantissa = tl.where(kept, (codes & ((1 << M) - 1)) << REST, 0)
-    # A normal number takes the middle of its code, a subnormal one its start.
+    # A normal number takes the midpoint of its code, a subnormal one its minimum.
     mantissa |= tl.where(exponent > 0, 1 << (REST - 1), 0)
     sign = (codes >> (E + M)) << (EXPONENT + MANTISSA)
     bits = sign | (exponent << MANTISSA) | mantissa

@@ -1,8 +1,8 @@
-"""Attention of a mixed batch: rows of one query and of several, in one launch.
+"""Attention of a mixed batch: rows with one or several queries, in one launch.
 
-A draft row has one query token, a verification d + 1, and each reads its own slots
-through a row of SGLang's table. Which rows there are, how long they are and what they
-list is read on the device, so one captured graph serves every batch of its size.
+A draft row has one query token, a verification d + 1, and each reads its slots through
+a row of SGLang's block table. The rows, their lengths and their slots are read on the
+device, so one captured graph serves every batch of its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SPLITS", "RaggedRows", "ragged_attention", "ragged_attention_ref"]
 
 SPLITS = 16
-"""Programs that share a row and a KV head where the caller does not say."""
+"""Default number of programs that share a row and a KV head."""
 
 
 def ragged_attention(
@@ -31,29 +31,30 @@ def ragged_attention(
     most_queries: int,
     splits: int = SPLITS,
 ) -> torch.Tensor:
-    """Attend every row's query tokens to the row, causally among themselves.
+    """Compute attention of every row's query tokens over the row, causally.
 
     Query i of n sees the entries ``begin`` to ``end - n + i`` of its row; the order of
-    entries does not matter otherwise. Entries it does not see, and slots no row lists,
-    may hold NaN. A row or token without anything to see gives zeros.
+    entries does not matter otherwise. Masked entries and unlisted slots may hold NaN. A
+    query that sees no entry yields zeros.
 
-    Safe in a CUDA graph: the grid follows from R, T and ``splits``, and nothing waits
-    for the host. Entries go round robin over the splits in tiles that are
-    counted from ``begin``, so a token's result depends neither on the other rows nor on
-    how many queries follow it (flash decoding, arXiv:2311.01282, with fixed tiles).
+    Safe in a CUDA graph: the grid depends on R, T and ``splits`` only, and nothing
+    synchronises. Tiles of entries, counted from ``begin``, are assigned to splits round
+    robin, so a token's result depends neither on other rows nor on the number of later
+    queries (flash decoding, arXiv:2311.01282, with fixed tiles).
 
-    Where a value among the last n entries of a row is not finite, the queries that see
-    it get NaN for the whole head, also where the value was infinite.
+    If a value among the last n entries of a row is not finite, the queries that see it
+    get NaN for the whole head, also if the value is infinite.
 
     Args:
         q: [T, Hq, D] bfloat16, float16 or float32, contiguous in heads and D; on a GPU
             D is a power of two from 16 to 128.
         kv: K and V [slots, H, D] of one layer, dtype of ``q``, same strides, contiguous
             in D; H divides Hq.
-        rows: Which tokens belong to which row and what the rows list, in this layer.
+        rows: Query tokens and entries of the rows, in this layer.
         scaling: Factor on the scores, positive, usually D ** -0.5.
-        most_queries: Most query tokens of a row, at least 1. Longer ones are served
-            too; it only says how many are attended together, so it should not change.
+        most_queries: Expected maximum query tokens of a row, at least 1. Longer rows
+            work too; it sets the block size, so results may change in the last bits
+            with it.
         splits: Programs that share a row and a KV head, a power of two.
 
     Returns:

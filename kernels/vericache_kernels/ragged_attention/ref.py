@@ -1,4 +1,4 @@
-"""Attention of ragged rows in plain torch: one row at a time, in float32."""
+"""Torch reference of ragged attention: one row at a time, in float32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ragged_attention_ref(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """Attend the last n entries of a row to it: [n, Hq, D] to two times [L, H, D]."""
+    """Return attention [n, Hq, D] of the last n entries over K and V [L, H, D]."""
     n, heads, dim = queries.shape
     length, kv_heads, _ = keys.shape
     folded = queries.float().view(n, kv_heads, heads // kv_heads, dim)
@@ -47,7 +47,7 @@ def _attend(
     last = torch.arange(length - n, length, device=keys.device)
     hidden = where[None, :] > last[:, None]
     scores = scores.masked_fill(hidden, float("-inf"))
-    # A query in front of its row's first entry sees nothing.
+    # A query before its row's first entry sees no entry.
     weights = scores.softmax(-1).masked_fill(hidden.all(-1)[:, None], 0.0)
     out = [_weigh(weights[:, :, i], values, hidden[i]) for i in range(n)]
     return torch.stack(out).reshape(n, heads, dim).to(queries.dtype)
@@ -56,6 +56,6 @@ def _attend(
 def _weigh(
     weights: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Return [H, G, D]; what is hidden weighs nothing, be it finite or not."""
+    """Return [H, G, D]; masked values have weight 0, even if they are not finite."""
     seen = values.masked_fill(hidden[:, None, None], 0.0)
     return torch.einsum("hgl,lhd->hgd", weights, seen)

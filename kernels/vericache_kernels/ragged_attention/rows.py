@@ -1,4 +1,4 @@
-"""What the rows of a mixed batch list, for attention: slots of a table, and queries."""
+"""Kernel inputs of ragged attention: block-table ranges and query tokens of rows."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries and KV."""
 INTEGERS = (torch.int32, torch.int64)
-"""Dtypes of everything that says where something is."""
+"""Dtypes of indices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedRows:
-    """R rows, each a range of entries of one row of a table of slots.
+    """R rows, each a range of entries of one block-table row.
 
     All tensors are on the device of the queries; their contents are read there, so a
-    captured graph sees what they hold when it is replayed.
+    captured graph reads their values at replay.
 
     Attributes:
         table: [rows, width] int32 slot ids, contiguous in the width; SGLang's
             ``req_to_token``.
-        row: [R] int32 or int64, the row of the table that each row reads.
+        row: [R] int32 or int64, the block-table row of each row.
         first: [R + 1] int32 or int64, ascending; row r has the query tokens
             ``first[r]`` to ``first[r + 1]``, none for a dummy row. Tokens from
             ``first[R]`` on belong to no row.
-        begin: [R] int32 or int64, first entry that is read; or [layers, R] where layers
-            differ, then ``at`` picks a layer.
-        end: As ``begin``, one past the last entry; the query tokens themselves are the
-            last entries of their row.
+        begin: [R] int32 or int64, first entry that is read; or [layers, R] if layers
+            differ, then ``at`` selects a layer.
+        end: As ``begin``, one past the last entry; the query tokens are the last
+            entries of their row.
     """
 
     table: torch.Tensor
@@ -65,7 +65,7 @@ def check_rows(
     most_queries: int,
     splits: int,
 ) -> None:
-    """Refuse what a kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``ragged_attention``.
@@ -81,7 +81,7 @@ def check_rows(
 
 
 def _check_kv(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> None:
-    """Compare queries [T, Hq, D] with the buffers of a layer.
+    """Validate queries [T, Hq, D] against the buffers of a layer.
 
     Raises:
         ValueError: They do not fit.
@@ -105,7 +105,7 @@ def _check_kv(q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -
 
 
 def _check_places(rows: RaggedRows, device: torch.device) -> None:
-    """Compare the tensors of the rows with each other.
+    """Validate the tensors of the rows against each other.
 
     Raises:
         ValueError: They do not fit.

@@ -1,4 +1,4 @@
-"""Triton kernel of ``ragged_attention``: tiles of rows; the splits are merged after."""
+"""Triton kernel of ``ragged_attention``, followed by a merge of the splits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from vericache_kernels.ragged_attention.rows import RaggedRows
 
 BLOCK_BYTES = 64
-"""Most lanes of a block, and entries of a tile, times the bytes of a number: what fits
-the registers of 4 warps at D = 128. A longer row of queries takes several blocks."""
+"""Maximum lanes of a block, and entries of a tile, times the bytes of a number, to fit
+the registers of 4 warps at D = 128. A row with more queries takes several blocks."""
 NO_LANE = tl.constexpr(1 << 30)
 LEAST_ROWS = 16
-"""Rows are looked up among a power of two of them; one kernel for all up to here."""
+"""Minimum of ROWS, the row count rounded up to a power of two; limits compilations."""
 NUM_WARPS = 4
 REGISTERS = {2: 168, 4: 255}
-"""Most a thread may use, by the bytes of a number; 168 lets 3 programs share a
-multiprocessor, float32 would spill there."""
+"""Bytes of a number -> maximum registers per thread; 168 allows 3 programs per
+multiprocessor, but float32 would spill."""
 
 
 @triton.jit
@@ -61,14 +61,14 @@ def _add_tile(
         slots: The row's slots.
         start: First entry.
         end: One past the row's last entry.
-        shared: Entries in front of this one are seen by every query of the row.
-        visible: [M] each query sees entries in front of this one.
-        slot_stride: Numbers from one slot to the next.
+        shared: Every query of the row sees the entries before this one.
+        visible: [M], each query sees the entries before this one.
+        slot_stride: Elements from one slot to the next.
         scale: Factor on the scores, times log2(e), positive.
         acc: [M, D] float32, values weighted by ``2 ** (score - top)``.
         top: [M] float32, the largest score so far, -inf before the first.
         mass: [M] float32, sum of the weights.
-        LAST: Whether entries may be missing or hidden from some queries.
+        LAST: Whether entries may be missing, or masked for some queries.
         PRODUCT: Dtype of the products.
         D: Head dim.
         TILE: Entries.
@@ -83,8 +83,8 @@ def _add_tile(
         source = slot[:, None] * slot_stride + dim[None, :]
         keys = tl.load(k_buffer + source, mask=there[:, None], other=0.0)
         values = tl.load(v_buffer + source, mask=there[:, None], other=0.0)
-        # A weight of zero times NaN is NaN, so what some query must not see is zero in
-        # the product if it is not finite; the queries that see it get NaN below.
+        # Zero times NaN is NaN. Entries with values that are not finite are therefore
+        # zeroed if some query must not see them; the queries that do get NaN below.
         wide = values.to(tl.float32)
         bad = there & (entry >= shared) & (tl.sum(wide - wide, 1) != 0)
         values = tl.where(bad[:, None], 0.0, wide).to(values.dtype)
@@ -93,14 +93,14 @@ def _add_tile(
         source = slot[:, None] * slot_stride + dim[None, :]
         keys = tl.load(k_buffer + source)
         values = tl.load(v_buffer + source)
-    # The same steps in both kinds of tile, so that it does not matter which one it is:
-    # what is hidden is so before the product with the scale, which may be fused.
+    # Both kinds of tile do the same operations, for bitwise equal results: masking
+    # comes before the product with the scale, which may be fused.
     scores = tl.dot(q, tl.trans(keys.to(PRODUCT)), input_precision="ieee")
     if LAST:
         seen = entry[None, :] < visible[:, None]
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
-    # A query that has seen nothing: -inf less -inf would be NaN.
+    # For a query that has seen no entry, -inf - -inf would be NaN.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores * scale - finite[:, None])
     kept = tl.exp2(top - finite)
@@ -122,12 +122,12 @@ def _first_lane(
     M: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the row of a program and the lane of it that its block begins with.
+    """Return the row of a program and the first lane of its block in that row.
 
-    Program r < R has the first M lanes of row r. Later blocks begin M lanes apart in a
-    row, so of the lanes ``k * M`` to ``k * M + M`` at most one begins such a block, and
-    its row contains lane ``k * M``: program R + k looks there. Where there is none, or
-    no row, the lane is past the row's end.
+    Program r < R has the first M lanes of row r. Later blocks start M lanes apart in a
+    row, so at most one of them starts in the lanes ``k * M`` to ``k * M + M``, and its
+    row contains lane ``k * M``: program R + k handles it. If there is no such block or
+    row, the returned lane is past the row's end.
     """
     row, lane = program, program * 0
     if program >= rows:
@@ -138,7 +138,7 @@ def _first_lane(
         row = tl.sum((ends < far).to(tl.int32), 0)
         own = tl.load(first_at + row).to(tl.int32) * GROUP
         ahead = tl.cdiv(lane - own, M) * M
-        # A block that begins with its row is program r's.
+        # A block that starts with its row belongs to program r.
         lane = tl.where((ahead > 0) & (row < rows), ahead, NO_LANE)
         row = tl.minimum(row, rows - 1)
     return row, lane
@@ -171,11 +171,11 @@ def attend_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Attend M lanes (query, member of a group) of a row to every SPLITS-th tile of it.
+    """Compute attention of M lanes (query, head) over every SPLITS-th tile of a row.
 
-    Grid (R + cdiv(T * GROUP, M), H, SPLITS), see ``_first_lane``: as many programs as
-    the tokens may need, however they are distributed. ``out_at`` and ``lse_at`` are
-    those of ``store_split``.
+    Grid (R + cdiv(T * GROUP, M), H, SPLITS), see ``_first_lane``: enough programs for
+    any distribution of the tokens over rows. ``out_at`` and ``lse_at`` are as in
+    ``store_split``.
     """
     row, lane = _first_lane(tl.program_id(0), rows, first_at, GROUP, M, ROWS)
     head, split = tl.program_id(1), tl.program_id(2)
@@ -199,7 +199,7 @@ def attend_kernel(
         acc = tl.zeros([M, D], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
         mass = tl.zeros([M], tl.float32)
-        # Whole tiles that every query of the row sees, then the few that are not.
+        # Full tiles that every query of the row sees, then the remaining ones.
         whole = tl.maximum(shared - begin, 0) // TILE
         for tile in range(split, whole, SPLITS):
             acc, top, mass = _add_tile(
@@ -224,13 +224,13 @@ def attend_kernel(
 def constants(
     product: Any, element_bytes: int, most_queries: int, group: int, dim: int
 ) -> dict[str, Any]:
-    """Return what ``attend_kernel`` is compiled for, but for ROWS and SPLITS.
+    """Return the compile-time arguments of ``attend_kernel`` except ROWS and SPLITS.
 
     Args:
         product: Triton's dtype of the products.
-        element_bytes: Of a number of the KV.
-        most_queries: Most queries of a row.
-        group: Query heads of a KV head.
+        element_bytes: Bytes of a number of the KV.
+        most_queries: Maximum queries of a row.
+        group: Query heads per KV head.
         dim: D.
     """
     lanes = most_queries * group
@@ -242,8 +242,8 @@ def constants(
         "D": dim,
         "M": m,
         "TILE": most,
-        # Of the tiles at a row's end, one or two for a program. Not to load ahead saves
-        # registers, but where there are no tensor cores shared memory does.
+        # For the tiles at a row's end, one or two per program. A single stage saves
+        # registers, except for float32, where shared-memory staging saves them.
         "STAGES": 3 if element_bytes == 4 else 1,
     }
 
@@ -256,7 +256,7 @@ def launch(
     most_queries: int,
     splits: int,
 ) -> torch.Tensor:
-    """See ``ragged_attention``; the arguments are checked."""
+    """See ``ragged_attention``; the arguments are validated."""
     tokens, heads, dim = q.shape
     kv_heads, count = kv[0].shape[1], len(rows.row)
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device)

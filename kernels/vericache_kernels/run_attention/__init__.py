@@ -34,12 +34,11 @@ def run_attention(
     runs: Sequence[tuple[int, int]],
     scaling: float,
 ) -> torch.Tensor:
-    """Attend the last n entries of a row to the row, causally among themselves.
+    """Compute attention of the last n entries of a row over the row, causally.
 
-    Query i sees row entries [0, L - n + i]; entries it does not see may hold NaN.
-    The result depends on this row alone. Cost is O(L * n); long runs are read in
-    place, short ones copied together once. Callers that run many layers plan the
-    row once with ``plan_row`` and call ``attend_row``.
+    Query i sees row entries [0, L - n + i]; masked entries may hold NaN. Cost is
+    O(L * n); long runs are read in place, short ones are copied together once. For many
+    layers, plan the row once with ``plan_row`` and call ``attend_row``.
 
     Args:
         q: [n, Hq, D], any float dtype, on the CPU.

@@ -1,4 +1,4 @@
-"""Attention over slot runs on a CPU: one kernel call a run, merged by log-sum-exp."""
+"""CPU attention over slot runs: one kernel call per run, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vericache_kernels.run_attention.runs import RowPlan, plan_row
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Up to here the causal square is one call with a mask, above it one causal call
-# for each query head of a group, which skips the masked half.
+# Up to this many queries the causal square is one call with a mask; above it, one
+# causal call per query head of a group, which skips the masked half.
 MOST_MASKED_QUERIES = 160
 
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Attention to some of a row's keys: output [Hkv, n * G, D], and the log-sum-exp of
+"""Attention over some of a row's keys: output [Hkv, n * G, D], and the log-sum-exp of
 its scores [Hkv, n * G, 1] float32. Row ``i * G + g`` is query i of a group's head g."""
 
 
@@ -28,18 +28,18 @@ def attend_row(
     scaling: float,
     seen: Sequence[Part] = (),
 ) -> torch.Tensor:
-    """See ``run_attention``; the row comes planned, so layers share the plan.
+    """See ``run_attention``; takes a planned row, so that layers share the plan.
 
     Shapes: n queries, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head dim.
 
     Args:
-        q: As for ``run_attention``, like the buffers and the factor.
-        k_buffer: See there.
-        v_buffer: See there.
-        plan: How the row's slots are read.
-        scaling: See there.
-        seen: Attention of all n queries to keys outside the plan that all of them see,
-            from ``part_of``; shares the softmax with the row.
+        q: See ``run_attention``.
+        k_buffer: See ``run_attention``.
+        v_buffer: See ``run_attention``.
+        plan: Plan of the row.
+        scaling: See ``run_attention``.
+        seen: Results of ``part_of`` for keys outside the plan that all n queries see;
+            merged into the same softmax.
 
     Raises:
         ValueError: q does not fit the plan or the KV buffers.
@@ -54,7 +54,7 @@ def attend_row(
     before, group = plan.slots.numel() - n, q.shape[1] // k_buffer.shape[1]
     outs = []
     for start, stop in zip(blocks, [*blocks[1:], n], strict=True):
-        # The block's queries, and the row as it ends with them.
+        # The block's queries, and the row up to the last of them.
         part = plan_row(plan.slots[: before + stop], stop - start)
         rows = slice(start * group, stop * group)
         own = [(out[:, rows], lse[:, rows]) for out, lse in seen]
@@ -63,7 +63,7 @@ def attend_row(
 
 
 def fold_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Turn q [n, Hq, D] into rows [Hkv, n * G, D], so K and V are read once a group."""
+    """Reshape q [n, Hq, D] to rows [Hkv, n * G, D], to read K and V once per group."""
     n, heads, dim = q.shape
     group = heads // kv_heads
     rows = q.reshape(n, kv_heads, group, dim).transpose(0, 1)
@@ -71,7 +71,7 @@ def fold_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def unfold_queries(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Turn rows [Hkv, n * G, D] back into ``shape`` [n, Hq, D]."""
+    """Reshape rows [Hkv, n * G, D] back to ``shape`` [n, Hq, D]."""
     n, heads, dim = shape
     kv_heads = rows.shape[0]
     apart = rows.view(kv_heads, n, heads // kv_heads, dim)
@@ -86,7 +86,7 @@ def _attend(
     scaling: float,
     seen: Sequence[Part],
 ) -> torch.Tensor:
-    """Attend as ``attend_row`` does, entries hidden from a query being finite."""
+    """Compute ``attend_row`` if all masked entries are finite."""
     rows = fold_queries(q, k_buffer.shape[1])
     parts = list(seen)
     for k, v in _seen_by_all(k_buffer, v_buffer, plan):
@@ -100,7 +100,7 @@ def _attend(
 def _seen_by_all(
     k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: RowPlan
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield K and V [len, Hkv, D] of the entries every query of the row sees."""
+    """Yield K and V [len, Hkv, D] of the entries that every query of the row sees."""
     for start, length in plan.views:
         yield k_buffer[start : start + length], v_buffer[start : start + length]
     for slots in plan.gathered:
@@ -123,7 +123,7 @@ def part_of(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> Part:
-    """Attend [Hkv, R, D] rows to [len, Hkv, D] keys, strided, without a copy.
+    """Compute attention of rows [Hkv, R, D] over keys [len, Hkv, D] without copies.
 
     Returns:
         Output [Hkv, R, D] and log-sum-exp [Hkv, R, 1] float32.
@@ -143,7 +143,7 @@ def part_of(
 def _causal(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
 ) -> Part:
-    """Attend the folded rows [Hkv, n * G, D] causally to their own n keys."""
+    """Compute causal attention of folded rows [Hkv, n * G, D] over their n keys."""
     kv_heads, folded, dim = rows.shape
     n = k.shape[0]
     group = folded // n
@@ -161,7 +161,7 @@ def _causal(
 
 
 def merge(parts: Sequence[Part]) -> torch.Tensor:
-    """Weigh each part's output [Hkv, n * G, D] by its share of the softmax mass."""
+    """Merge partial outputs [Hkv, n * G, D] by their share of the softmax mass."""
     if len(parts) == 1:
         return parts[0][0].contiguous()
     weight = torch.stack([lse for _, lse in parts]).softmax(0)
@@ -172,10 +172,10 @@ def merge(parts: Sequence[Part]) -> torch.Tensor:
 
 
 def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
-    """Return the queries at which the row must be cut, 0 first.
+    """Return the queries at which the row must be cut, starting with 0.
 
-    A hidden entry has weight zero, and zero times NaN is NaN. Cut in front of
-    every entry that is not finite, no query shares a block with one it cannot see.
+    A masked entry has weight zero, and zero times NaN is NaN. Cutting before every
+    entry that is not finite keeps it out of the blocks of queries that must not see it.
     """
     if bool(torch.isfinite(k.sum() + v.sum())):
         return [0]
@@ -186,7 +186,7 @@ def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
 def _check(
     q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: RowPlan
 ) -> None:
-    """Refuse what the kernel would read past or misread."""
+    """Validate shapes, dtypes and devices."""
     if q.device.type != "cpu":
         raise ValueError(f"run_attention runs on the CPU, q is on {q.device}")
     if q.shape[0] != plan.query_len:

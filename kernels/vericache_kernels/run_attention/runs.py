@@ -1,4 +1,4 @@
-"""Cut a row of slots into contiguous runs and plan how attention reads them."""
+"""Splits a row of slots into contiguous runs and plans how attention reads them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
     Row = npt.NDArray[np.signedinteger[Any]]
 
-# A run shorter than this is copied next to the other short ones: a call of the
-# attention kernel costs 20 us on one core, as much as copying about 200 slots.
+# Runs shorter than this are copied together: a call of the attention kernel costs
+# 20 us on one core, as much as copying about 200 slots.
 LEAST_VIEW_SLOTS = 128
-# One call over more keys than this adds them up in one long float32 sum; at 16K
-# keys that is 3.6e-6 off a float64 oracle, merged from pieces 0.9e-6 and as fast.
+# One call over more keys than this accumulates one long float32 sum: at 16K keys its
+# error against float64 is 3.6e-6, merged from pieces 0.9e-6 at equal speed.
 MOST_SLOTS_A_PART = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """How one row is read; built once per forward, the same for every layer.
+    """Read plan of one row; built once per forward, the same for every layer.
 
     Attributes:
         slots: [L] int32 or int64 slot ids in row order; the last n are the queries.
         query_len: n, in tokens; L >= n >= 1.
-        views: (start, length) of pieces that every query sees whole; read in place.
-        gathered: [S] slots of the short runs that every query sees whole, in parts.
-        tail: [n] slots of the query tokens, which see each other causally; None for
-            n = 1 (a single query sees its whole row) and where they are one run.
-        tail_start: First slot of the query tokens where they are one run, else -1.
+        views: (start, length) of pieces that every query sees fully; read in place.
+        gathered: [S] slots of short runs that every query sees fully, in pieces.
+        tail: [n] slots of the query tokens, which are masked causally; None for n = 1
+            (a single query sees its whole row) and if they are one run.
+        tail_start: First slot of the query tokens if they are one run, else -1.
     """
 
     slots: torch.Tensor
@@ -47,7 +47,7 @@ class RowPlan:
 
 
 def slot_runs(slots: torch.Tensor) -> list[tuple[int, int]]:
-    """Cut a row into its maximal runs of consecutive slots; O(L), no token loop.
+    """Return the maximal runs of consecutive slots of a row; O(L), vectorised.
 
     Args:
         slots: [L] int32 or int64 slot ids in row order, on the CPU.
@@ -70,7 +70,7 @@ def run_slots(runs: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 
 def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
-    """Decide which runs of a row are read in place and which are copied together.
+    """Plan which runs of a row are read in place and which are copied together.
 
     Args:
         slots: [L] int32 or int64 slot ids in row order, on the CPU; copied, so the
@@ -88,7 +88,7 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
     prefix, tail = row[:seen_by_all], row[seen_by_all:]
     first, lengths = _runs(prefix)
     short = lengths < LEAST_VIEW_SLOTS
-    if np.count_nonzero(short) == 1:  # nothing to copy it next to
+    if np.count_nonzero(short) == 1:  # a single short run is read in place
         short[:] = False
     views = zip(first[~short].tolist(), lengths[~short].tolist(), strict=True)
     gathered = torch.from_numpy(prefix[np.repeat(short, lengths)])
@@ -113,7 +113,7 @@ def _runs(row: Row) -> tuple[Row, Row]:
 
 
 def _pieces(start: int, length: int) -> list[tuple[int, int]]:
-    """Cut one run into (start, length) pieces of equal length, give or take one."""
+    """Cut one run into (start, length) pieces whose lengths differ by at most one."""
     count = -(-length // MOST_SLOTS_A_PART)
     edges = [start + length * i // count for i in range(count + 1)]
     return [(low, high - low) for low, high in pairwise(edges)]

@@ -1,8 +1,9 @@
-"""One layer's prompt KV in two parts, moved straight from the pool and back.
+"""Splits one layer's prompt KV into draft and residual KV, and restores it.
 
-Which tokens stay differs by head; what stays goes to slots of the pool, what leaves to
-a block that one copy takes to the host. Entries move as integers, so every bit arrives,
-NaN payloads too. ``split_segment`` and ``join_segment`` undo each other.
+The kept tokens differ by head. Kept entries are copied to pool slots, the others to a
+contiguous block that a single copy moves to the host. Entries are copied as integers,
+so the copy is bitwise exact, including NaN payloads. ``join_segment`` is the inverse of
+``split_segment``.
 """
 
 from __future__ import annotations
@@ -20,29 +21,46 @@ if TYPE_CHECKING:
 __all__ = ["Cut", "bytes_moved", "join_segment", "split_segment"]
 
 SLOT_BYTES = 8
-"""Of a slot id."""
+"""Bytes of a slot id."""
 
 
+<<<<<<< HEAD
+=======
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Kept and remaining tokens of a segment; T tokens, H KV heads.
+
+    Attributes:
+        slots: [T] int64, the pool slot of every token, in token order, unique.
+        kept: [H, n] int32 or int64 in [0, T), the kept tokens, unique per head.
+        rest: [H, m] as ``kept``, the other tokens; disjoint from ``kept`` per head.
+    """
+
+    slots: torch.Tensor
+    kept: torch.Tensor
+    rest: torch.Tensor
+
+
+>>>>>>> prose
 def split_segment(
     pool: Pair, cut: Cut, target: torch.Tensor, block: Pair, *, in_place: bool = False
 ) -> None:
     """Copy kept entries to ``target`` and the others to ``block``.
 
-    Entry i of head h at ``target[i]`` is then token ``cut.kept[h, i]``, row i of head h
-    in ``block`` is token ``cut.rest[h, i]``. On a GPU it is one launch, reads nothing
-    on the host and looks at no index: one outside its bounds is followed. On a CPU the
-    reference runs.
+    Head h of slot ``target[i]`` receives token ``cut.kept[h, i]``, row i of head h in
+    ``block`` receives token ``cut.rest[h, i]``. On a GPU this is one launch without
+    synchronisation or bounds checks on indices. On a CPU the reference runs.
 
     Args:
         pool: Keys [slots, H, D] and values [slots, H, Dv] of a layer, any dtype of 1,
             2, 4 or 8 bytes, contiguous in D; written at ``target``.
-        cut: What goes where; on the device of the pool, like all tensors here.
+        cut: Kept and remaining tokens; all tensors are on the device of the pool.
         target: [n] int64, unique pool slots.
         block: Keys [m, H, D] and values [m, H, Dv], contiguous, dtype of the pool;
             overwritten.
-        in_place: ``target`` and ``cut.slots`` may share slots. The kept entries then
-            wait in a block of their own, which doubles their traffic. Without it,
-            shared slots hold whatever was written last.
+        in_place: ``target`` and ``cut.slots`` may overlap. The kept entries are then
+            buffered, which doubles their traffic. Without it, the contents of
+            overlapping slots are undefined.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -59,15 +77,15 @@ def split_segment(
 def join_segment(
     pool: Pair, cut: Cut, source: torch.Tensor, block: Pair, *, in_place: bool = False
 ) -> None:
-    """Copy both parts to ``cut.slots``, in token order: undoes ``split_segment``.
+    """Copy all entries to ``cut.slots``, in token order: inverts ``split_segment``.
 
     Args:
-        pool: As for ``split_segment``; written at those of ``cut.slots`` that ``cut``
-            names.
-        cut: See there.
+        pool: As for ``split_segment``; written at ``cut.slots`` for the tokens in
+            ``cut.kept`` and ``cut.rest``.
+        cut: See ``split_segment``.
         source: [n] int64, the pool slots with the kept entries.
-        block: See there; read.
-        in_place: ``source`` and ``cut.slots`` may share slots; see there.
+        block: See ``split_segment``; read only.
+        in_place: ``source`` and ``cut.slots`` may overlap; see ``split_segment``.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -82,13 +100,13 @@ def join_segment(
 
 
 def bytes_moved(pool: Pair, cut: Cut) -> int:
-    """Return the least bytes one call moves, either way: each entry read and written.
+    """Return a lower bound on the bytes of one call: each entry read and written.
 
-    Indices count once, an in-place call's second trip does not.
+    Indices count once; the buffering of an in-place call is excluded.
 
     Args:
-        pool: As for ``split_segment``.
-        cut: See there.
+        pool: See ``split_segment``.
+        cut: See ``split_segment``.
     """
     heads, kept = cut.kept.shape
     named = heads * (kept + cut.rest.shape[1])
@@ -98,7 +116,7 @@ def bytes_moved(pool: Pair, cut: Cut) -> int:
 
 
 def check(pool: Pair, cut: Cut, listed: torch.Tensor, block: Pair) -> None:
-    """Refuse what the kernel would misread; looks at shapes only, never at contents.
+    """Validate shapes, dtypes, strides and devices; does not read tensor contents.
 
     Raises:
         ValueError: See ``split_segment``.

@@ -1,4 +1,4 @@
-"""Splitting and joining in torch: everything is gathered before anything is written."""
+"""Torch reference of ``split_segment``: gathers everything before it writes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from vericache_kernels.split_segment.cut import Cut, Pair
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size: torch's gather rewrites NaN payloads of bfloat16."""
+"""Element size -> integer dtype; torch's gather rewrites NaN payloads of bfloat16."""
 
 
 def as_integers(entries: torch.Tensor) -> torch.Tensor:
-    """View entries as integers of their size; a view, no copy.
+    """Return a view of entries as integers of the same size.
 
     Raises:
-        ValueError: No integer has their size.
+        ValueError: No integer dtype has their size.
     """
     size = entries.element_size()
     if size not in INTEGERS:
@@ -26,7 +26,7 @@ def as_integers(entries: torch.Tensor) -> torch.Tensor:
 
 
 def split_entries(pool: Pair, cut: Cut, target: torch.Tensor, block: Pair) -> None:
-    """See ``split_segment``; ``target`` may share slots with ``cut.slots``."""
+    """See ``split_segment``; ``target`` and ``cut.slots`` may overlap."""
     heads = torch.arange(cut.kept.shape[0], device=cut.kept.device)
     for side, part in zip(pool, block, strict=True):
         entries = as_integers(side)
@@ -36,7 +36,7 @@ def split_entries(pool: Pair, cut: Cut, target: torch.Tensor, block: Pair) -> No
 
 
 def join_entries(pool: Pair, cut: Cut, source: torch.Tensor, block: Pair) -> None:
-    """See ``join_segment``; ``source`` may share slots with ``cut.slots``."""
+    """See ``join_segment``; ``source`` and ``cut.slots`` may overlap."""
     heads = torch.arange(cut.kept.shape[0], device=cut.kept.device)
     for side, part in zip(pool, block, strict=True):
         entries = as_integers(side)

@@ -1,7 +1,7 @@
-"""Triton kernel of ``split_segment`` and ``join_segment``: a tile a program.
+"""Triton kernel of ``split_segment`` and ``join_segment``: one program per tile.
 
-A program moves the keys and values of TILE entries of one head, so indices are read
-once for both. Lanes lie along D: a head's entry is one run of bytes in the pool, read
+A program copies the keys and values of TILE entries of one head, so indices are read
+once for both. Lanes run along D: a head's entry is contiguous in the pool and is read
 and written in pieces of 16 bytes.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from vericache_kernels.split_segment.cut import Cut, Pair
 
 MOST_TILE = 32
-"""Entries of a program: with D = 128 and 2 bytes, 4 pieces of 16 bytes a thread."""
+"""Maximum entries per program: at D = 128 and 2 bytes, 4 x 16 bytes per thread."""
 TILE_ELEMENTS = 8192
-"""Most elements of a tile; wider heads get fewer entries."""
+"""Maximum elements of a tile; wider heads get fewer entries."""
 NUM_WARPS = 4
 
 
@@ -42,12 +42,12 @@ def copy_entries(
     Args:
         pool: Pointer to integers.
         other: As ``pool``.
-        pool_row: [TILE] int64, where each entry starts in the pool.
-        other_row: [TILE] int64, where it starts outside.
-        there: [TILE] bool, False: neither read nor written.
+        pool_row: [TILE] int64, offset of each entry in ``pool``.
+        other_row: [TILE] int64, offset of each entry in ``other``.
+        there: [TILE] bool mask; False: neither read nor written.
         WIDTH: D rounded up to a power of two.
         D: Elements of an entry.
-        JOIN: To the pool.
+        JOIN: Copy to the pool.
     """
     lane = tl.arange(0, WIDTH)
     inside = there[:, None] & (lane < D)[None, :]
@@ -90,11 +90,12 @@ def move_kernel(
     WIDTH_V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Move the kept entries, then the others; grid (tiles of both, H).
+    """Copy the kept entries, then the others; grid (tiles of both, H).
 
-    Entry i of head h lies in the pool at slot ``slots[kept[h, i]]``. Outside it lies in
-    ``k_kept`` and ``v_kept`` at row ``listed[i]`` where LISTED, else at row i. The
-    others lie outside in ``k_block`` and ``v_block`` [rest_count, H, D], at row i.
+    Kept entry i of head h is at pool slot ``slots[kept[h, i]]`` and, in ``k_kept`` and
+    ``v_kept``, at row ``listed[i]`` if LISTED, else at row i. Other entry i is at pool
+    slot ``slots[rest[h, i]]`` and at row i of ``k_block`` and ``v_block``
+    [rest_count, H, D].
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     kept_tiles = tl.cdiv(kept_count, TILE)
@@ -145,7 +146,7 @@ def move_kernel(
 
 
 def constants(heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
-    """Return what ``move_kernel`` is compiled for, but for LISTED and JOIN.
+    """Return the compile-time arguments of ``move_kernel`` except LISTED and JOIN.
 
     Args:
         heads: H.
@@ -164,7 +165,7 @@ def constants(heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
 
 
 def tile_of(width: int) -> int:
-    """Return the entries of a program.
+    """Return the entries per program.
 
     Args:
         width: Elements of an entry, a power of two.
@@ -175,7 +176,7 @@ def tile_of(width: int) -> int:
 def launch_split(
     pool: Pair, cut: Cut, target: torch.Tensor, block: Pair, *, in_place: bool
 ) -> None:
-    """See ``split_segment``; the arguments are checked."""
+    """See ``split_segment``; the arguments are validated."""
     if not in_place:
         _launch(pool, cut, target, pool, block, join=False)
         return
@@ -188,7 +189,7 @@ def launch_split(
 def launch_join(
     pool: Pair, cut: Cut, source: torch.Tensor, block: Pair, *, in_place: bool
 ) -> None:
-    """See ``join_segment``; the arguments are checked."""
+    """See ``join_segment``; the arguments are validated."""
     if not in_place:
         _launch(pool, cut, source, pool, block, join=True)
         return
@@ -197,7 +198,7 @@ def launch_join(
 
 
 def _like(pool: Pair, count: int) -> Pair:
-    """Return room for ``count`` slots."""
+    """Return uninitialised K and V for ``count`` slots, dtype of the pool."""
     keys, values = (side.new_empty(count, *side.shape[1:]) for side in pool)
     return keys, values
 
@@ -211,7 +212,7 @@ def _launch(
     *,
     join: bool,
 ) -> None:
-    """Run the kernel; ``listed`` None: ``kept`` has a row an entry."""
+    """Run the kernel; with ``listed`` None entry i is row i of ``kept``."""
     heads, kept_count = cut.kept.shape
     rest_count = cut.rest.shape[1]
     fixed = constants(heads, pool[0].shape[2], pool[1].shape[2])

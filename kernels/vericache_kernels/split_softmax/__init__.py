@@ -1,7 +1,7 @@
-"""A softmax taken in splits: what both attention kernels write, and how it is merged.
+"""Split softmax: partial results of both attention kernels, and their merge.
 
-S programs share a query head's row; each leaves the average of the values it saw and
-the logarithm of their mass, and a second kernel weighs them (flash decoding,
+S programs share the row of a query head. Each stores the weighted average of its values
+and the logarithm of its softmax mass, and a second kernel merges them (flash decoding,
 arXiv:2311.01282).
 """
 

@@ -1,4 +1,4 @@
-"""What both attention kernels do with their splits: dtype, storing, merging."""
+"""Triton functions for splits, shared by both attention kernels: store and merge."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-"""Scores times this are exponents of 2."""
+"""Factor from natural scores to base-2 exponents."""
 LEAST_LANES = 16
-"""Fewest rows that the tensor cores multiply."""
+"""Minimum rows of a tensor-core product."""
 NUM_WARPS = 4
 
 
@@ -29,25 +29,25 @@ def store_split(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Store what one split saw of M lanes; the split is the grid's last place.
+    """Store the partial results of M lanes; the split is ``program_id(2)``.
 
     Args:
-        out_at: [T, Hq, SPLITS, D] float32, not written where nothing was seen.
-        lse_at: [T, Hq, SPLITS] float32, to base 2, -inf where nothing was seen.
-        token: [M] int64.
+        out_at: [T, Hq, SPLITS, D] float32, not written for an empty split.
+        lse_at: [T, Hq, SPLITS] float32, to base 2, -inf for an empty split.
+        token: [M] int64, token indices.
         heads: Hq, query heads.
-        head: [M], query head.
-        asked: [M] bool, False: nothing is stored.
+        head: [M], query head of each lane.
+        asked: [M] bool mask; False: nothing is stored.
         acc: [M, D] float32, values weighted by ``2 ** (score - top)``.
         top: [M] float32, the largest score.
         mass: [M] float32, sum of the weights.
         D: Head dim.
         SPLITS: Programs that share a lane.
     """
-    # Nothing seen has mass 0; a mass of NaN stays one.
+    # An empty split has mass 0; a NaN mass stays NaN.
     some = tl.where(mass == 0, 1.0, mass)
     lse = tl.where(mass == 0, float("-inf"), top + tl.log2(some))
-    # Here and not in front of the loop: there it would take registers.
+    # Computed after the loop, to save registers inside it.
     part = (token * heads + head) * SPLITS + tl.program_id(2)
     tl.store(lse_at + part, lse, mask=asked)
     seen = asked & (mass != 0)
@@ -65,10 +65,10 @@ def merge_kernel(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Weigh the splits of one token and query head by log-sum-exp; grid (T, Hq).
+    """Merge the splits of one token and query head by log-sum-exp; grid (T, Hq).
 
-    Where COUNTED, ``total_at`` points to the number of tokens that count; the others
-    get zeros, and so do those that saw nothing. A split with mass NaN makes it NaN.
+    If COUNTED, ``total_at`` points to the number of valid tokens; later tokens get
+    zeros, and so do tokens with empty splits only. A NaN mass makes the result NaN.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
@@ -86,7 +86,7 @@ def merge_kernel(
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
     mass = tl.sum(weight, 0)
-    # Nothing weighs nothing, whatever stands there.
+    # An empty split contributes 0, even if its output is undefined.
     share = tl.where(weight[:, None] == 0, 0.0, out * weight[:, None])
     result = tl.sum(share, 0) / tl.where(mass == 0, 1.0, mass)
     tl.store(result_at + lane * D + dim, result.to(result_at.dtype.element_ty))
@@ -95,14 +95,14 @@ def merge_kernel(
 def room(
     tokens: int, heads: int, splits: int, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return unwritten ``out_at`` and ``lse_at``, see ``store_split``.
+    """Return uninitialised ``out_at`` and ``lse_at``, see ``store_split``.
 
     Args:
         tokens: T.
         heads: Hq, query heads.
         splits: Programs that share a lane.
         dim: D.
-        device: Of the queries.
+        device: Device of the queries.
     """
     shape = (tokens, heads, splits)
     out = torch.empty(*shape, dim, dtype=torch.float32, device=device)
@@ -115,17 +115,17 @@ def merge(
     result: torch.Tensor,
     total: torch.Tensor | None = None,
 ) -> None:
-    """Write what ``merge_splits_ref`` returns.
+    """Write the result of ``merge_splits_ref`` to ``result``.
 
     Args:
-        out: As ``store_split`` leaves it; T and Hq are at least 1.
-        lse: As ``store_split`` leaves it.
+        out: As written by ``store_split``; T and Hq are at least 1.
+        lse: As written by ``store_split``.
         result: [T, Hq, D], contiguous; overwritten.
-        total: [1] int32 or int64 on the device, tokens that count; None: all.
+        total: [1] int32 or int64 on the device, number of valid tokens; None: all.
     """
     tokens, heads, splits, dim = out.shape
     merge_kernel[(tokens, heads)](
-        # Without a total the pointer is not followed; any tensor will do.
+        # Without a total the pointer is not dereferenced; any tensor will do.
         *(out, lse, result, lse if total is None else total),
         COUNTED=total is not None,
         D=dim,
@@ -137,8 +137,8 @@ def merge(
 def product_dtype(q: torch.Tensor) -> Any:
     """Return Triton's dtype of the products: that of ``q``.
 
-    The interpreter multiplies bfloat16 as the integers it stores them in, so there
-    products of bfloat16 are taken in float32.
+    Triton's interpreter multiplies bfloat16 as the integers that store them, so there
+    products of bfloat16 are computed in float32.
     """
     if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not q.is_cuda):
         return tl.float32

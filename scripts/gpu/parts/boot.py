@@ -1,4 +1,4 @@
-"""Does it boot and answer, and does it answer what plain SGLang answers.
+"""Checks that servers boot and answer like plain SGLang.
 
 The demo model's answers are copied from far back in the prompt, so KV that is read from
 a wrong place shows. It was trained up to 16K and answers well at 32K.

@@ -92,7 +92,7 @@ def checks(context: Context) -> list[Check]:
 
 
 def reference(context: Context, row: Row) -> str:
-    """Return the name of the row whose tokens are the right ones; "" for plain's."""
+    """Return the name of the reference row; "" for plain SGLang's."""
     if not row.compressor:
         return ""
     if not row.deterministic:

@@ -1,1 +1,1 @@
-"""How KV is stored smaller: a draft part, and the residual that restores every bit."""
+"""Codecs: encode KV into a smaller draft KV and the residual that restores it."""

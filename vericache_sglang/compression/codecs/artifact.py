@@ -1,4 +1,4 @@
-"""Calibration files: safetensors that say what they are and are checked when read."""
+"""Calibration files: safetensors with metadata, validated when read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FORMAT = "vericache-codec"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedModel:
-    """Which model a calibration is of.
+    """Identity of a calibrated model.
 
     Attributes:
-        name: Of its folder, for messages.
+        name: Name of its folder, for messages.
         fingerprint: See ``model_fingerprint``.
         layers: L.
         kv_heads: H of the whole model, all ranks together.
@@ -58,7 +58,7 @@ class CalibratedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Artifact:
-    """A calibration file that was read whole.
+    """A validated calibration file in memory.
 
     Attributes:
         path: Where it was read from, for messages.
@@ -79,12 +79,12 @@ class Artifact:
 
         Args:
             field: Its name.
-            dtype: What it must be.
-            shape: What it must be; None: any size.
+            dtype: Required dtype.
+            shape: Required shape; None: any size.
 
         Raises:
-            CompressionError: It is missing, of another dtype or shape, or not finite;
-                the message names the file and the field.
+            CompressionError: The field is missing, of another dtype or shape, or not
+                finite; the message names the file and the field.
         """
         where = f"{self.path}: field {field!r}"
         if field not in self.tensors:
@@ -138,7 +138,7 @@ class Artifact:
 
     @property
     def model(self) -> CalibratedModel | None:
-        """Return what it was calibrated on; None: it does not say.
+        """Return the calibrated model; None: the metadata does not name it.
 
         Raises:
             CompressionError: Part of it is missing; the message names the field.
@@ -154,15 +154,15 @@ class Artifact:
         )
 
     def check_shape(self, field: str, layers: int, columns: int) -> None:
-        """Refuse a field that is not of the model the metadata names.
+        """Refuse a field that does not fit the model the metadata names.
 
         Args:
             field: Name of the field.
-            layers: It has.
-            columns: It has, of each layer.
+            layers: Layers of the field.
+            columns: Columns of each layer of the field.
 
         Raises:
-            CompressionError: Naming file and field.
+            CompressionError: The shapes differ; the message names file and field.
         """
         made = self.model
         if made is None:
@@ -180,8 +180,8 @@ def read_artifact(path: Path | str, kind: str) -> Artifact:
     """Read a calibration file.
 
     Args:
-        path: Of the file.
-        kind: What it must be, ``CodecNeeds.artifact``.
+        path: Path of the file.
+        kind: Required kind, ``CodecNeeds.artifact``.
 
     Raises:
         CompressionError: It is missing, truncated, no safetensors file, not ours, or
@@ -222,10 +222,10 @@ def write_artifact(
     """Write a calibration file and read it back; equal content, equal bytes.
 
     Args:
-        path: Where; an existing file is replaced once the new one is whole.
-        kind: What it is, ``CodecNeeds.artifact``.
-        tensors: By field name.
-        notes: More metadata, texts.
+        path: Path of the file; an existing file is replaced atomically.
+        kind: Kind of the file, ``CodecNeeds.artifact``.
+        tensors: Tensors by field name.
+        notes: Further metadata, texts.
 
     Raises:
         CompressionError: It cannot be written; the message names the file.
@@ -263,12 +263,13 @@ def check_model(
     Args:
         source: The file, for messages.
         shape: Layers and columns (KV heads times head dim) of its tensors.
-        made: What it says it was calibrated on; None: only ``shape`` is compared.
-        spec: The served model, whole: of all ranks. Where its ``name`` is a folder the
-            weights are compared too.
+        made: The calibrated model; None: only ``shape`` is compared.
+        spec: The served model, over all ranks. If its ``name`` is a folder, the weights
+            are compared too.
 
     Raises:
-        CompressionError: Naming file, field, what it has and what the model has.
+        CompressionError: The models differ; the message names file, field and both
+            values.
     """
     layers, columns = shape
     compared = [

@@ -1,4 +1,4 @@
-"""The interface of a codec: what a KV layer's draft part and residual hold."""
+"""The interface of a codec: encodes a layer's KV as draft KV and residual KV."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecNeeds:
-    """What a codec asks of the runtime; static, read once at boot.
+    """Inputs that a codec needs from the runtime; static, read once at boot.
 
     Attributes:
-        artifact: Kind of calibration file the codec is built from; "" is none.
-        rope: ``bind`` must be called with the model's rotation, and ``encode`` with
-            the positions of the keys.
-        resid_in: ``encode`` wants ``sinks`` found in the layer's input.
-        token_align: Cut points and counts that are multiples of this many tokens
-            encode the same tokens the same way, wherever the cut.
+        artifact: Kind of calibration file the codec is built from; "": none.
+        rope: ``bind`` must be called with the model's rotary embedding, and ``encode``
+            with the positions of the keys.
+        resid_in: ``encode`` needs ``sinks`` found in the layer's input.
+        token_align: A prompt cut at multiples of this many tokens is encoded the same,
+            wherever it is cut.
     """
 
     artifact: str = ""
@@ -49,16 +49,16 @@ class CodecNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartShape:
-    """Everything the size of a part depends on.
+    """The parameters that determine the size of a part.
 
     Attributes:
         heads: H, KV heads.
         tokens: T, slots of each head, >= 1.
         key_dim: D, elements of one key.
         value_dim: Dv, elements of one value.
-        dtype: Of the KV: bfloat16, float16 or float32.
-        exact_tokens: Slots whose keys and values the draft part holds exactly.
-        escapes: Elements whose exponent the residual lists (``split-planes``).
+        dtype: Dtype of the KV: bfloat16, float16 or float32.
+        exact_tokens: Number of slots with exact keys and values in the draft KV.
+        escapes: Number of exponents listed in the residual (``split-planes``).
     """
 
     heads: int
@@ -71,25 +71,25 @@ class PartShape:
 
     @property
     def elements(self) -> int:
-        """Numbers in keys and values together."""
+        """Elements of keys and values together."""
         return self.heads * self.tokens * (self.key_dim + self.value_dim)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the keys and values as they are."""
+        """Bytes of the keys and values before encoding."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartSpec:
-    """The draft part or the residual of one layer; opaque to the runtime.
+    """The draft KV or the residual of one layer; opaque to the runtime.
 
     Attributes:
-        codec: ``Codec.identity`` of who wrote it.
-        part_shape: Of the KV it came from.
+        codec: ``Codec.identity`` of the codec that wrote it.
+        part_shape: Shape of the encoded KV.
         layer: Layer index.
         positions: As given to ``encode``. The runtime owns them: not in ``nbytes``.
-        tensors: By field name, as ``Codec.draft_layout`` or ``residual_layout`` say.
+        tensors: By field name, as in ``Codec.draft_layout`` or ``residual_layout``.
     """
 
     codec: str
@@ -111,7 +111,7 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The checked arguments of one ``encode``; see there."""
+    """The checked arguments of one call of ``Codec.encode``."""
 
     part_shape: PartShape
     keys: torch.Tensor
@@ -131,11 +131,11 @@ class Rotation(Protocol):
 
 
 class Codec(ABC):
-    """Turns one layer's KV into a draft part and a residual, and back.
+    """Encodes one layer's KV as draft KV and residual, and restores it.
 
     Shapes: H = KV heads, T = tokens (slots), D and Dv = head dims of keys and values.
-    The draft part alone decodes to an approximation; with the residual it gives back
-    every bit. A codec is a frozen dataclass of its parameters and keeps no state.
+    The draft KV alone decodes to an approximation; with the residual the KV is restored
+    bit for bit. A codec is a frozen dataclass of its parameters and keeps no state.
     """
 
     name: ClassVar[str]
@@ -144,7 +144,7 @@ class Codec(ABC):
 
     @property
     def identity(self) -> str:
-        """Name, version and parameters: equal identities read each other's parts."""
+        """Name, version and parameters; codecs of equal identity share parts."""
         given = [
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -154,57 +154,58 @@ class Codec(ABC):
 
     @property
     def needs(self) -> CodecNeeds:
-        """What the runtime must bring; default: nothing."""
+        """Inputs the runtime must supply; default: none."""
         return CodecNeeds()
 
     @property
     def splits(self) -> bool:
-        """The residual is what the draft part lacks; else it is the whole KV."""
+        """Whether the residual holds only what the draft KV lacks, not the full KV."""
         return type(self)._join is not Codec._join
 
     def bind(self, rope: Rotation) -> Codec:
-        """Return a codec that knows the model's rotation; default: it needs none."""
+        """Return the codec with the model's rotary embedding; default: itself."""
         return self
 
     def of_heads(self, first: int, heads: int, all_heads: int) -> Codec:
-        """Return the codec of some of a model's KV heads, those of one rank.
+        """Return the codec for the KV heads of one rank.
 
-        Default: itself, which asks of no head what it does not have.
+        Default: itself, for codecs without per-head tables.
 
         Args:
-            first: The first of them, in [0, ``all_heads``).
-            heads: How many follow each other.
+            first: Index of the rank's first head, in [0, ``all_heads``).
+            heads: Number of consecutive heads.
             all_heads: KV heads of the model.
         """
         return self
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Refuse a model the calibration file is not of; default: there is no file.
+        """Refuse a model other than the calibrated one; default: no calibration file.
 
         Args:
-            spec: The served model, of all ranks.
+            spec: The served model, over all ranks.
 
         Raises:
-            CompressionError: Naming the file and what differs.
+            CompressionError: The models differ; the message names file and difference.
         """
 
     def without_tail(self) -> Codec:
-        """Return the codec for callers that keep recent tokens exact themselves.
+        """Return the codec without exact recent tokens; the caller keeps those itself.
 
-        Parts of ``token_align`` tokens can then be encoded anywhere; default: itself.
+        Any ``token_align`` tokens can then be encoded on their own; default: itself.
         """
         return self
 
     @abstractmethod
     def draft_layout(self, part_shape: PartShape) -> Layout:
-        """Return the fields of the draft part.
+        """Return the fields of the draft KV.
 
         Raises:
-            CompressionError: ``part_shape`` cannot be encoded; the message says why.
+            CompressionError: ``part_shape`` cannot be encoded; the message has the
+                reason.
         """
 
     def residual_layout(self, part_shape: PartShape) -> Layout:
-        """Return the fields of the residual; default: the whole KV."""
+        """Return the fields of the residual; default: the full KV."""
         heads, tokens = part_shape.heads, part_shape.tokens
         return {
             "keys": (part_shape.dtype, (heads, tokens, part_shape.key_dim)),
@@ -212,15 +213,15 @@ class Codec(ABC):
         }
 
     def draft_bits(self, part_shape: PartShape) -> float:
-        """Return the bits per element that stay, scales and escapes included."""
+        """Return the bits per element of the draft KV, scales and sinks included."""
         return 8 * _layout_bytes(self.draft_layout(part_shape)) / part_shape.elements
 
     def residual_bits(self, part_shape: PartShape) -> float:
-        """Return the bits per element that a verify transfers."""
+        """Return the bits per element of the residual."""
         return 8 * _layout_bytes(self.residual_layout(part_shape)) / part_shape.elements
 
     def transfer_fraction(self, part_shape: PartShape) -> float:
-        """Return the residual's bytes over those of the KV."""
+        """Return the residual's bytes over those of the full KV."""
         return _layout_bytes(self.residual_layout(part_shape)) / part_shape.raw_bytes
 
     def encode(
@@ -238,16 +239,16 @@ class Codec(ABC):
             keys: [H, T, D] post-RoPE, a dtype of ``FLOATS``; not modified.
             values: [H, T, Dv], dtype and device of ``keys``; not modified.
             layer: Layer index, for codecs with tables per layer.
-            positions: [T] or [H, T] integers, where each key was rotated to; None:
-                unknown, refused where ``needs.rope``.
+            positions: [T] or [H, T] integers, RoPE position of each key; None: unknown,
+                refused if ``needs.rope``.
             sinks: [n] integers, slots to keep exact, ascending and unique; None: the
                 codec's own rule. Ignored by codecs that have no exact tokens.
 
         Returns:
-            Draft part and residual. A part may refer to the given tensors.
+            Draft KV and residual. A part may share memory with the given tensors.
 
         Raises:
-            CompressionError: Shapes, dtypes or positions are not as above.
+            CompressionError: Shapes, dtypes or positions are malformed.
         """
         source = self._source(keys, values, layer, positions, sinks)
         part_shape, draft, residual = self._encode(source)
@@ -264,17 +265,17 @@ class Codec(ABC):
         positions: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> PartSpec:
-        """Encode one layer's draft part alone; nothing waits for a GPU.
+        """Encode one layer's draft KV alone, without a host sync.
 
-        Its extent says nothing of the residual, so it has no escapes.
+        The residual is not computed, so ``escapes`` of its ``part_shape`` is 0.
 
         Args:
             keys: As for ``encode``.
             values: As for ``encode``.
             layer: As for ``encode``.
             positions: As for ``encode``.
-            sinks: As for ``encode``; where there are any, or the codec looks for its
-                own, their slots are read on the host.
+            sinks: As for ``encode``; if there are any, or the codec finds its own, the
+                host reads their slots.
 
         Raises:
             CompressionError: See ``encode``.
@@ -290,7 +291,7 @@ class Codec(ABC):
         positions: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> Source:
-        """Check what is to be encoded.
+        """Check the arguments of ``encode``.
 
         Raises:
             CompressionError: See ``encode``.
@@ -314,13 +315,13 @@ class Codec(ABC):
         )
 
     def decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Approximate the KV from the draft part alone.
+        """Decode the draft KV alone, an approximation of the KV.
 
         Returns:
             Keys [H, T, D] post-RoPE and values [H, T, Dv] in the KV's dtype.
 
         Raises:
-            CompressionError: Another codec's part, or a field of the wrong shape.
+            CompressionError: Another codec wrote the part, or a field is malformed.
         """
         self._check("draft", draft, self.draft_layout(draft.part_shape))
         return self._decode(draft)
@@ -349,12 +350,12 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode_draft(self, source: Source) -> tuple[PartShape, Tensors]:
-        """Return the extent and the fields of the draft part."""
+        """Return the shape and the fields of the draft KV."""
 
     def _encode(self, source: Source) -> tuple[PartShape, Tensors, Tensors]:
-        """Return the final extent and the fields of draft part and residual.
+        """Return the final shape and the fields of draft KV and residual.
 
-        Default: the residual is the whole KV.
+        Default: the residual is the full KV.
         """
         whole = {"keys": source.keys, "values": source.values}
         return *self._encode_draft(source), whole
@@ -366,14 +367,14 @@ class Codec(ABC):
     def _join(
         self, draft: PartSpec, residual: PartSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``join``; default: the residual is the whole KV."""
+        """See ``join``; default: the residual is the full KV."""
         return residual.tensors["keys"], residual.tensors["values"]
 
     def _check(self, kind: str, part: PartSpec, layout: Layout) -> None:
-        """Compare a part with the layout its extent asks for.
+        """Check a part against the layout of its ``part_shape``.
 
         Raises:
-            CompressionError: Naming the field that differs.
+            CompressionError: A field differs; the message names it.
         """
         if part.codec != self.identity:
             raise CompressionError(
@@ -400,10 +401,11 @@ def check_kv(keys: torch.Tensor, values: torch.Tensor) -> PartShape:
     """Check the KV of one layer: see ``Codec.encode``.
 
     Returns:
-        Its extent, without exact tokens and escapes.
+        Its shape, without exact tokens and escapes.
 
     Raises:
-        CompressionError: Naming the argument and what it should have been.
+        CompressionError: The message names the argument and its expected shape or
+            dtype.
     """
     for field, entries in (("keys", keys), ("values", values)):
         if entries.dim() != 3 or 0 in entries.shape:

@@ -1,4 +1,4 @@
-"""Finding a codec by a line of text: its name and its parameters."""
+"""Creates a codec from a line of text with its name and parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS: tuple[type[Codec], ...] = (KIVI, KVQuant, RotateKV, SplitPlanes, TurboQuan
 def create_codec(line: str) -> Codec:
     """Build a codec from ``name`` or ``name:parameter=number,parameter=number``.
 
-    Parameters are the codec's fields; what is not given has its default. The parameter
+    Parameters are the codec's fields; omitted ones have their default. The parameter
     ``tables`` is the path of a calibration file, which is read and checked. Example:
     ``split-planes:exponent_bits=3,mantissa_bits=1``.
 
@@ -28,9 +28,9 @@ def create_codec(line: str) -> Codec:
         The codec, not yet bound.
 
     Raises:
-        ConfigError: Unknown name or parameter, one that is missing or given twice, or
-            a value that is none; the message lists what is known.
-        CompressionError: The file or a value is refused by the codec.
+        ConfigError: A name or parameter is unknown, missing or given twice, or a value
+            does not parse; the message lists the known ones.
+        CompressionError: The codec refuses the file or a value.
     """
     name, _, options = line.partition(":")
     if name not in CODECS.names():

@@ -8,14 +8,14 @@ from vericache_sglang.errors import CompressionError
 
 
 def nearest(numbers: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
-    """Return the index of the nearest entry, the lower one where two are as near.
+    """Return the index of the nearest entry; ties go to the lower index.
 
     Args:
         numbers: Any shape, float; infinities take the ends, NaN any entry.
         book: [n] ascending, the dtype of ``numbers``, n <= 256.
 
     Returns:
-        uint8 as ``numbers``.
+        uint8, in the shape of ``numbers``.
     """
     middles = (book[1:] + book[:-1]) / 2
     # A NaN sorts behind every entry: the last index, which exists.
@@ -25,22 +25,22 @@ def nearest(numbers: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
 def fit_book(
     points: torch.Tensor, weights: torch.Tensor, count: int, rounds: int = 50
 ) -> torch.Tensor:
-    """Place the entries of a book by Lloyd's algorithm on a line.
+    """Fit the entries of a book by Lloyd's algorithm in one dimension.
 
-    Starts from quantiles of the weight, so the result is a function of the input. The
-    weighted squared distance to the nearest entry never grows from round to round.
+    Starts from quantiles of the weight, so the result is deterministic. The weighted
+    squared distance to the nearest entry never grows between iterations.
 
     Args:
         points: [N] float, finite, N >= 1.
         weights: [N], >= 0, not all zero.
         count: Entries, 1 to 256.
-        rounds: Most rounds; ends earlier when nothing moves.
+        rounds: Maximum iterations; ends earlier once no entry moves.
 
     Returns:
         [count] float64, ascending.
 
     Raises:
-        CompressionError: Points or weights are not as above.
+        CompressionError: Points or weights are malformed.
     """
     if points.dim() != 1 or points.shape != weights.shape or not len(points):
         raise CompressionError(
@@ -65,7 +65,7 @@ def fit_book(
         bounds = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), len(points))])
         share = mass[bounds].diff()
         centre = moment[bounds].diff() / share
-        # An entry nobody is nearest to stays where it is.
+        # An entry without points keeps its value.
         moved = centre.where(share > 0, book).sort().values
         if torch.equal(moved, book):
             break

@@ -1,4 +1,4 @@
-"""A short name for a model's weights, so that its calibration fits no other model."""
+"""Fingerprint of a model's weights, to detect calibration files of other models."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from vericache_sglang.errors import ConfigError
 
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
-"""Keys of a config.json that say nothing about what the model computes."""
+"""Keys of a config.json that do not affect the model's computation."""
 
 SAMPLES = 16
-"""Places of a weight file that are read, evenly spaced."""
+"""Number of evenly spaced samples read from a weight file."""
 
 SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(folder: Path | str) -> str:
-    """Name a model by its config and samples of its weights.
+    """Return a fingerprint of a model's config and samples of its weights.
 
-    Reading every weight of a large model takes minutes. Names, sizes, the heads of the
-    files (where safetensors list their tensors) and a few places in each tell models,
-    their fine-tunings and their quantizations apart; a hand-made change of a few
-    weights may go unseen.
+    Reading every weight of a large model takes minutes. Names, sizes, file headers
+    (where safetensors list their tensors) and a few samples of each file distinguish
+    models, their fine-tunings and their quantizations; a manual change of a few weights
+    may not be detected.
 
     Args:
-        folder: With a ``config.json`` and weights, ``*.safetensors`` or ``*.bin``.
+        folder: Folder with ``config.json`` and weights, ``*.safetensors`` or ``*.bin``.
 
     Returns:
-        12 hex digits, the same wherever the folder lies.
+        12 hex digits, independent of the folder's path.
 
     Raises:
         ConfigError: The folder holds no such files; the message names it.
@@ -52,7 +52,7 @@ def model_fingerprint(folder: Path | str) -> str:
 
 
 def _samples(file: Path) -> list[bytes]:
-    """Read the head of a file and places up to its end."""
+    """Read the header of a file and samples up to its end."""
     last = max(0, file.stat().st_size - SAMPLE_BYTES)
     with file.open("rb") as content:
         found = []

@@ -14,10 +14,10 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
         rows: [..., n] float, n a power of two; not modified.
 
     Returns:
-        [..., n], norms of rows as they were; O(n log n) a row.
+        [..., n], with unchanged norms of rows; O(n log n) per row.
 
     Raises:
-        CompressionError: n is no power of two.
+        CompressionError: n is not a power of two.
     """
     size = rows.shape[-1]
     if size < 1 or size & (size - 1):

@@ -27,7 +27,7 @@ from vericache_sglang.errors import CompressionError
 @CODECS.register("kivi")
 @dataclass(frozen=True)
 class KIVI(Codec):
-    """Minimum and step per group; the last tokens stay as they are.
+    """Quantization with minimum and step per group; the last tokens stay exact.
 
     Post-RoPE keys are quantized in groups of ``group`` tokens of one channel, values in
     groups of ``group`` channels of one token: ``x = code * step + minimum``, with
@@ -40,8 +40,8 @@ class KIVI(Codec):
     Attributes:
         bits: Width of a code, 2 to 8; the paper has 2 and 4.
         group: g, tokens (keys) or channels (values) that share step and minimum.
-        window: R, tokens, a multiple of ``group``; 0: nothing is exact, and whole
-            groups are asked for.
+        window: R, exact recent tokens, a multiple of ``group``; 0: no token is exact,
+            and tokens must fill whole groups.
 
     Raises:
         CompressionError: A parameter is out of its bounds.
@@ -71,7 +71,7 @@ class KIVI(Codec):
 
     @property
     def needs(self) -> CodecNeeds:
-        """See ``Codec.needs``: keys are grouped along tokens, the window aside."""
+        """See ``Codec.needs``: keys are grouped along tokens before the window."""
         return CodecNeeds(token_align=self.group)
 
     def without_tail(self) -> KIVI:
@@ -112,20 +112,20 @@ class KIVI(Codec):
     def extend(
         self, draft: PartSpec, keys: torch.Tensor, values: torch.Tensor
     ) -> PartSpec:
-        """Append decoded tokens; equals encoding everything at once, bit for bit.
+        """Append decoded tokens; bit-identical to encoding all tokens at once.
 
-        Keys leave the tail ``window`` tokens at a time, values one by one.
+        Keys leave the exact tail ``window`` tokens at a time, values one by one.
 
         Args:
-            draft: Of the tokens so far.
+            draft: Draft KV of the tokens so far.
             keys: [H, t, D] of the new tokens, dtype and device of the part.
             values: [H, t, Dv].
 
         Returns:
-            The draft part of all tokens; its positions are unknown (None).
+            The draft KV of all tokens; its positions are unknown (None).
 
         Raises:
-            CompressionError: The part or the shapes are wrong.
+            CompressionError: The part or the shapes are malformed.
         """
         self._check("draft", draft, self.draft_layout(draft.part_shape))
         added = check_kv(keys, values)
@@ -152,7 +152,7 @@ class KIVI(Codec):
         """Return how many keys and values of ``tokens`` are quantized.
 
         Raises:
-            CompressionError: Without a window, a group would be broken.
+            CompressionError: ``window`` is 0 and ``tokens`` do not fill whole groups.
         """
         if not self.window:
             if tokens % self.group:
@@ -168,7 +168,7 @@ class KIVI(Codec):
         return source.part_shape, self._seal(source.keys, source.values)
 
     def _seal(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        """Quantize what has left the window; the two may differ in tokens."""
+        """Quantize tokens before the window; keys and values may differ in number."""
         heads, _, key_dim = keys.shape
         sealed_keys, _ = self._sealed(keys.shape[1])
         _, sealed_values = self._sealed(values.shape[1])
@@ -223,11 +223,11 @@ def _quantize(
     Args:
         groups: Any shape and float dtype.
         bits: Width of a code.
-        dim: Dimension of a group's numbers.
+        dim: Dimension along which a group runs.
 
     Returns:
-        Codes as ``groups``, uint8; step and minimum without ``dim``, its dtype. Codes
-        of a group with NaN or infinities are of no meaning.
+        Codes in the shape of ``groups``, uint8; step and minimum without ``dim``, in
+        its dtype. Codes of a group with NaN or infinities are undefined.
     """
     minimum = groups.amin(dim)
     top = (1 << bits) - 1
@@ -241,6 +241,6 @@ def _quantize(
 def _dequantize(
     codes: torch.Tensor, step: torch.Tensor, minimum: torch.Tensor, dim: int
 ) -> torch.Tensor:
-    """Return the numbers of codes, in the dtype of ``step``."""
+    """Dequantize codes, in the dtype of ``step``."""
     scaled = codes.to(torch.float32) * step.to(torch.float32).unsqueeze(dim)
     return (scaled + minimum.to(torch.float32).unsqueeze(dim)).to(step.dtype)

@@ -1,4 +1,4 @@
-"""KVQuant: keys before RoPE, non-uniform codes, outliers apart (arXiv:2401.18079)."""
+"""KVQuant: pre-RoPE keys, non-uniform codes, exact outliers (arXiv:2401.18079)."""
 
 from __future__ import annotations
 
@@ -51,24 +51,26 @@ if TYPE_CHECKING:
 @CODECS.register("kvquant")
 @dataclass(frozen=True, eq=False)
 class KVQuant(Codec):
-    """Code books of a calibration; keys scaled per channel, values per token.
+    """Calibrated code books; keys are scaled per channel, values per token.
 
-    A row is one slot of all KV heads, C = H * D numbers; keys are turned back to what
-    they were before RoPE. With several ranks it is one slot of a rank's heads: each has
-    its own range of values and its own places for outliers. A number is mapped to about
-    [-1, 1] and becomes the index of the nearest entry of its layer's book. Key channels
+    A row is one slot of all KV heads, C = H * D numbers; keys are un-rotated to their
+    pre-RoPE values. With several ranks a row is one slot of a rank's heads: each rank
+    has its own value range and its own outliers. A number is mapped to about [-1, 1]
+    and becomes the index of the nearest entry of its layer's code book. Key channels
     are mapped by their calibrated thresholds, values by the range of their own row
     without its outliers (sections 3.1 to 3.4 of the paper).
 
-    Where we depart from the official code: outliers are capped. A row has ``cap * C``
-    places, filled with what lies furthest out; what finds no place gets the end of the
-    book, and a place to spare makes one more number exact. So rows have one size.
+    Unlike in the official code the number of exact outliers is fixed: a row has
+    ``cap * C`` of them, the numbers furthest out. Further outliers are clipped to the
+    end of the book; if there are fewer, other numbers are exact. So all rows have the
+    same size.
 
     Attributes:
         tables: Thresholds and books of every layer.
-        cap: Places in a row as a share of C, in [0, 1], rounded up.
-        sinks: Tokens at positions below this stay exact where ``encode`` is not told.
-        rope: The model's rotation, from ``bind``.
+        cap: Exact numbers in a row as a share of C, in [0, 1], rounded up.
+        sinks: Tokens at positions below this stay exact unless ``encode`` gets
+            ``sinks``.
+        rope: The model's rotary embedding, from ``bind``.
 
     Raises:
         CompressionError: A parameter is out of its bounds.
@@ -194,7 +196,7 @@ class KVQuant(Codec):
         )
 
     def _rows(self, part: str, draft: PartSpec, scale: Scale) -> torch.Tensor:
-        """Return the rows [N, C] that ``_coded`` wrote, float32."""
+        """Decode the rows [N, C] that ``_coded`` wrote, float32."""
         tensors, part_shape = draft.tensors, draft.part_shape
         dim = part_shape.key_dim if part == "key" else part_shape.value_dim
         packed = tensors[f"{part}_codes"]
@@ -211,7 +213,7 @@ class KVQuant(Codec):
         return books[layer]
 
     def _default_sinks(self, source: Source) -> torch.Tensor:
-        """Return the slots that hold a first position in every head."""
+        """Return the slots that hold a sink position in every head."""
         if source.sinks is not None:
             return source.sinks
         if source.positions is None:
@@ -223,10 +225,10 @@ class KVQuant(Codec):
 
 
 def _column_dtype(columns: int) -> torch.dtype:
-    """Return the integer that names a column: one byte, or two without a sign.
+    """Return the integer dtype of column indices: one or two unsigned bytes.
 
     Raises:
-        CompressionError: Two bytes are too few.
+        CompressionError: There are too many columns for two bytes.
     """
     if columns > 1 << 16:
         raise CompressionError(f"kvquant: rows of {columns} numbers exceed 65536")
@@ -234,7 +236,7 @@ def _column_dtype(columns: int) -> torch.dtype:
 
 
 def _value_scale(fields: Tensors) -> Scale:
-    """Return the scale of value rows as it is stored."""
+    """Return the stored scale of value rows."""
     return Scale(
         fields["value_offset"].to(torch.float32),
         fields["value_reach"].to(torch.float32),

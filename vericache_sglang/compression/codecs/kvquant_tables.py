@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVQuantTables:
-    """What a calibration found; L layers, C columns (KV heads times head dim).
+    """Calibration tables; L layers, C columns (KV heads times head dim).
 
     Attributes:
         source: File, for messages.
-        digest: Of the file, and of the heads cut out of it; equal digests are equal
-            tables.
+        digest: Digest of the file and of the heads selected from it; equal digests
+            mean equal tables.
         outliers: Share of numbers beyond the thresholds, in [0, 1).
         key_low: [L, C] float32, lower threshold of each key channel before RoPE.
         key_high: [L, C], the upper one.
         key_books: [L, 2**bits] float32, ascending, about [-1, 1].
         value_books: As ``key_books``.
-        model: What was calibrated; None: the file does not say.
+        model: The calibrated model; None: not in the file.
     """
 
     KIND: ClassVar[str] = "kvquant-tables"
@@ -64,7 +64,7 @@ class KVQuantTables:
 
     @property
     def columns(self) -> int:
-        """C, numbers in a row of keys."""
+        """C, elements in a row of keys."""
         return self.key_low.shape[1]
 
     @staticmethod
@@ -95,7 +95,8 @@ class KVQuantTables:
         """Refuse a layer that was not calibrated.
 
         Raises:
-            CompressionError: Naming the file.
+            CompressionError: The layer is not in the tables; the message names the
+                file.
         """
         if not 0 <= layer < len(self.key_low):
             raise CompressionError(
@@ -107,14 +108,14 @@ class KVQuantTables:
         """Refuse a model that was not calibrated; see ``artifact.check_model``.
 
         Raises:
-            CompressionError: Naming the file and what differs.
+            CompressionError: The models differ; the message names file and difference.
         """
         shape = len(self.key_low), self.columns
         check_model(self.source, shape, self.model, spec)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (a process has one or two of them)
     def on(self, device: torch.device) -> KVQuantTables:
-        """Return the tables on a device; made once, without waiting for it."""
+        """Return the tables on a device; copied once, asynchronously."""
         return replace(
             self,
             key_low=placed(self.key_low, device),
@@ -161,16 +162,16 @@ def calibrate_layer(
     """Find thresholds and books of one layer (sections 3.1 to 3.3 of the paper).
 
     Args:
-        keys: Before RoPE.
-        values: Of any number of rows.
+        keys: Rows of keys before RoPE.
+        values: Rows of values; their number may differ.
         bits: Width of a code, 1 to 8.
         outliers: Share of numbers to leave out, in [0, 1).
 
     Returns:
-        Float32 tables; books fitted to the normalized numbers that are no outliers.
+        Float32 tables; books are fitted to the normalized numbers without outliers.
 
     Raises:
-        CompressionError: No rows, or numbers that are not finite.
+        CompressionError: There are no rows, or numbers are not finite.
     """
     share = torch.tensor([outliers / 2, 1 - outliers / 2])
     low, high = _column_percentiles(keys.rows, share)
@@ -191,11 +192,11 @@ def write_tables(
     """Write the layers of a model to one file and read it back.
 
     Args:
-        path: Where.
-        layers: As ``calibrate_layer`` found them.
-        outliers: As given to it.
-        model: What was calibrated, so that the file is refused elsewhere.
-        notes: More metadata.
+        path: Path of the file.
+        layers: Results of ``calibrate_layer``.
+        outliers: As given to ``calibrate_layer``.
+        model: The calibrated model; the file is refused for others.
+        notes: Further metadata.
 
     Raises:
         CompressionError: See ``KVQuantTables.read``; or it cannot be written.
@@ -211,13 +212,13 @@ def write_tables(
 def _book(
     samples: Samples, scale: Scale, outside: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Fit a book to what is inside."""
+    """Fit a book to the numbers inside the thresholds."""
     points, weights = scale.normalized(samples.rows)[~outside], samples.weights
     return fit_book(points, weights[~outside], 1 << bits).to(torch.float32)
 
 
 def _column_percentiles(rows: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return [shares, C]; column by column, because torch takes 16M numbers at most."""
+    """Return quantiles [shares, C], per column: torch takes at most 16M numbers."""
     if rows.dim() != 2 or not len(rows):
         raise CompressionError(f"calibration rows must be [N, C], got {rows.shape}")
     found = [torch.quantile(column, shares) for column in rows.unbind(1)]
@@ -249,7 +250,7 @@ def _tables_of(artifact: Artifact) -> KVQuantTables:
         raise CompressionError(
             f"{artifact.path}: metadata 'outliers' must be in [0, 1), is {outliers}"
         )
-    # The order of a book's entries carries nothing; ours are ascending.
+    # The order of a book's entries has no meaning; ours are ascending.
     books = keys.sort(dim=1).values, values.sort(dim=1).values
     artifact.check_shape("key_low", layers, columns)
     return KVQuantTables(

@@ -1,4 +1,4 @@
-"""Rows of numbers as indices into a code book, with the furthest ones kept exactly."""
+"""Non-uniform quantization of rows with a code book, outliers kept exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scale(NamedTuple):
         return Scale((high + low) / 2, (high - low) / 2)
 
     def normalized(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [N, C] in units of the reach; where it is 0: 0 or infinite."""
+        """Return rows [N, C] in units of the reach; 0 or infinite where it is 0."""
         return ((rows - self.offset) / self.reach).nan_to_num(
             0, posinf=torch.inf, neginf=-torch.inf
         )
@@ -37,7 +37,7 @@ class NuqRows(NamedTuple):
 
     Attributes:
         codes: [N, C] uint8, indices into the book.
-        columns: [N, P] int64, where ``exact`` belongs; unique per row.
+        columns: [N, P] int64, columns of ``exact``; unique per row.
         exact: [N, P] float32.
     """
 
@@ -59,8 +59,8 @@ def encode_rows(
         rows: [N, C] float32.
         scale: Of the rows.
         book: [n] float32, ascending.
-        distance: [N, C], how far out a number is; the largest ones stay exact.
-        places: P, exact numbers in a row, 0 <= P <= C.
+        distance: [N, C], distance from the middle; the largest ones stay exact.
+        places: P, number of exact numbers in a row, 0 <= P <= C.
     """
     columns = distance.topk(places, dim=1, sorted=False).indices
     codes = nearest(scale.normalized(rows), book)
@@ -68,7 +68,7 @@ def encode_rows(
 
 
 def decode_rows(coded: NuqRows, scale: Scale, book: torch.Tensor) -> torch.Tensor:
-    """Return [N, C] float32: book entries in the rows' own units, exact numbers."""
+    """Decode to [N, C] float32 in the rows' own units, with the exact numbers."""
     rows = book[coded.codes.to(torch.int64)] * scale.reach + scale.offset
     return rows.scatter(1, coded.columns, coded.exact)
 
@@ -76,7 +76,7 @@ def decode_rows(coded: NuqRows, scale: Scale, book: torch.Tensor) -> torch.Tenso
 def inner_range(
     rows: torch.Tensor, outliers: float
 ) -> tuple[Scale, torch.Tensor, torch.Tensor]:
-    """Find each row's outliers, and the scale of the others.
+    """Find each row's outliers, and the scale of its other numbers.
 
     An outlier is at or beyond the percentile ``outliers / 2`` from either end, so a row
     has at least two. Percentiles are interpolated between neighbours.
@@ -86,8 +86,8 @@ def inner_range(
         outliers: Share of C, in [0, 1).
 
     Returns:
-        Scale [N, 1] each, of the row with the outliers replaced by its median; the
-        outliers [N, C] bool; and distances [N, C], >= 1 exactly for outliers but for
+        Scale, fields [N, 1], of the row with outliers replaced by its median; outlier
+        mask [N, C] bool; and distances [N, C], >= 1 exactly for outliers, up to
         rounding.
     """
     ordered = rows.sort(dim=1).values
@@ -101,7 +101,7 @@ def inner_range(
 
 
 def _percentile(ordered: torch.Tensor, share: float) -> torch.Tensor:
-    """Return [N, 1] of rows sorted ascending; torch's own takes 16M numbers at most."""
+    """Return quantiles [N, 1] of ascending rows; torch's takes at most 16M numbers."""
     place = share * (ordered.shape[1] - 1)
     below = min(int(place), ordered.shape[1] - 1)
     above = min(below + 1, ordered.shape[1] - 1)

@@ -9,19 +9,19 @@ from vericache_sglang.errors import CompressionError
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes of ``bits`` bits take: rounded up."""
+    """Return the bytes of ``count`` packed codes of ``bits`` bits, rounded up."""
     return -(-count * bits // 8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Write codes one after the other, little-endian.
+    """Pack codes without gaps, little-endian.
 
     Bit j of code i becomes bit ``i * bits + j`` of its row, bit 0 being the lowest of
-    byte 0; bits behind the last code are zero. Eight codes fill ``bits`` bytes.
+    byte 0; bits after the last code are zero. Eight codes fill ``bits`` bytes.
 
     Args:
-        codes: [..., n] uint8, values below ``2**bits``; larger ones are not noticed,
-            because to look at them would have the host wait for a GPU.
+        codes: [..., n] uint8, values below ``2**bits``; larger ones are not detected,
+            because a check would need a host sync.
         bits: Width of a code, 1 to 8.
 
     Returns:
@@ -45,7 +45,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Read what ``pack`` wrote.
+    """Unpack codes, the inverse of ``pack``.
 
     Args:
         packed: [..., ceil(count * bits / 8)] uint8.
@@ -56,7 +56,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         [..., n] uint8; with 8 bits ``packed`` itself.
 
     Raises:
-        CompressionError: Wrong dtype or width, or rows that hold another count.
+        CompressionError: Wrong dtype or width, or rows of the wrong length.
     """
     _check(packed, bits, "packed")
     *rows, length = packed.shape
@@ -79,7 +79,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def pack_wide(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Write codes of any width: their low bytes as planes, then the other bits packed.
+    """Pack codes of any width: low bytes as planes, then the remaining bits packed.
 
     Args:
         codes: [..., n] int16 or int32, values in [0, 2**bits).
@@ -87,7 +87,7 @@ def pack_wide(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
     Returns:
         [..., ceil(n * bits / 8)] uint8: n lowest bytes, n second bytes and so on, then
-        the top ``bits % 8`` bits as ``pack`` writes them.
+        the top ``bits % 8`` bits in the layout of ``pack``.
     """
     planes = [(codes >> 8 * plane & 0xFF).to(torch.uint8) for plane in range(bits // 8)]
     if bits % 8:
@@ -101,7 +101,7 @@ def pack_wide(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_wide(
     packed: torch.Tensor, bits: int, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Read what ``pack_wide`` wrote.
+    """Unpack codes, the inverse of ``pack_wide``.
 
     Args:
         packed: [..., ceil(count * bits / 8)] uint8.
@@ -124,10 +124,10 @@ def unpack_wide(
 
 
 def _check(rows: torch.Tensor, bits: int, field: str) -> None:
-    """Refuse what is no row of bytes, and widths that are no width.
+    """Check that codes are uint8 and that the width is allowed.
 
     Raises:
-        CompressionError: See above.
+        CompressionError: One of them is not.
     """
     if not 1 <= bits <= 8:
         raise CompressionError(f"bits must be 1 to 8, got {bits}")

@@ -1,4 +1,4 @@
-"""The residuals of ``split-planes`` for many segments at once, without a host wait."""
+"""Encodes ``split-planes`` residuals of many segments without a host sync."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 Count = TypeVar("Count", int, torch.Tensor)
 
 ESCAPE_ALIGN = 128
-"""Escapes of a segment begin at a multiple of it: 16 bytes at 1 bit an exponent."""
+"""Alignment of a segment's escapes, in exponents: 16 bytes at 1 bit per exponent."""
 
 AT_ONCE = 8
-"""Segments encoded together; more of them take more memory, fewer more launches."""
+"""Segments per batch; more take more memory, fewer take more kernel launches."""
 
 SPREAD = 1 << 16
-"""Places over which numbers that are not listed are spread."""
+"""Number of discard positions over which writes of unlisted numbers are spread."""
 
 
 class Planes(NamedTuple):
@@ -48,17 +48,17 @@ class Planes(NamedTuple):
 def encode_residuals(
     codec: SplitPlanes, keys: torch.Tensor, values: torch.Tensor, segment: int
 ) -> Planes:
-    """Encode the residuals of consecutive segments; the host reads nothing.
+    """Encode the residuals of consecutive segments without a host sync.
 
-    How many numbers are escaped is known to the device alone, so their exponents
-    come in a tensor with room for all.
+    Only the device knows the number of escaped numbers, so the tensor of their
+    exponents has room for all numbers.
 
     Args:
-        codec: Whose residuals they are.
+        codec: Codec of the residuals.
         keys: [H, T, D], T >= 1, in segments of ``segment`` tokens and a shorter
             last one.
         values: [H, T, Dv].
-        segment: A multiple of the codec's block.
+        segment: Tokens of a segment, a multiple of the codec's block.
     """
     form = FORMATS[keys.dtype]
     heads, tokens = keys.shape[:2]
@@ -81,7 +81,7 @@ def encode_residuals(
         count = before[:, -1]
         room = _aligned(count)
         first = taken + room.cumsum(0) - room
-        # What is not escaped goes behind the end, and not all to one place.
+        # Numbers without an escape are written past the end, spread over positions.
         behind = torch.arange(mask.shape[1], device=mask.device) % SPREAD + most
         place = torch.where(mask, first[:, None] + before - 1, behind)
         listed.scatter_(0, place.view(-1), torch.cat(numbers, dim=1).view(-1))
@@ -96,11 +96,11 @@ def encode_residuals(
 
 
 def escape_bytes(counts: Count, exponent_bits: int) -> Count:
-    """Return the bytes of ``Planes.escapes`` that segments take.
+    """Return the sizes of segments in ``Planes.escapes``, in bytes.
 
     Args:
-        counts: Escapes of segments.
-        exponent_bits: Of an exponent.
+        counts: Number of escapes of each segment.
+        exponent_bits: Width of an exponent.
     """
     return _aligned(counts) * exponent_bits // 8
 
@@ -110,7 +110,7 @@ def _aligned(count: Count) -> Count:
 
 
 def _bounds(tokens: int, segment: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens into groups of whole segments, and a shorter last segment."""
+    """Split tokens into groups of whole segments, and a shorter last segment."""
     whole = tokens // segment * segment
     yield from pairwise([*range(0, whole, AT_ONCE * segment), whole])
     if whole < tokens:
@@ -118,7 +118,7 @@ def _bounds(tokens: int, segment: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_segment(side: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Bring [H, S * t, *] into the order of segments: [S, H * t * *]."""
+    """Reorder [H, S * t, *] by segment: [S, H * t * *]."""
     heads, _, *width = side.shape
     parted = side.reshape(heads, -1, tokens, *width).transpose(0, 1)
     return parted.reshape(parted.shape[0], -1)

@@ -96,20 +96,19 @@ def dequantize(affine: Affine) -> torch.Tensor:
 @CODECS.register("rotatekv")
 @dataclass(frozen=True, eq=False)
 class RotateKV(Codec):
-    """Outliers spread by a rotation, so that 2 bits per number do.
+    """Rotation spreads outliers, so that 2 bits per number suffice.
 
-    A row is one slot of all KV heads, with several ranks of a rank's. Keys are turned
-    back to what they were before RoPE, groups of heads are rotated together
-    (Walsh-Hadamard), channels are put in the calibrated order, and ``group`` neighbours
-    share step and zero point (sections 4.1 and 4.2 of the paper; the code rotates
-    first, then reorders). Values are rotated head by head. Sinks are exact: the paper
-    finds them by the layer's input (``massive_slots``).
+    A row is one slot of all KV heads of a rank. RoPE is undone on keys, groups of heads
+    are rotated together (Walsh-Hadamard), channels are put in the calibrated order, and
+    ``group`` neighbours share step and zero point (sections 4.1 and 4.2 of the paper;
+    the official code rotates first, then reorders). Values are rotated head by head.
+    Sinks are exact: the paper finds them by the layer's input (``massive_slots``).
 
     Attributes:
         tables: Order of the rotated channels of every layer.
         bits: Width of a code, 2 to 8; the paper has 2, 3 and 4.
         group: Channels that share step and zero point.
-        clip: Part of a group's range that is represented, in (0, 1]; the official
+        clip: Share of a group's range that is represented, in (0, 1]; the official
             presets have 0.8 for 2 bits, 1.0 for 3 and 4.
         published_levels: Divide the range by ``bits**2 - 1`` as the official code does,
             not by ``2**bits - 1``; they differ for 3 bits (8 and 7).
@@ -228,7 +227,7 @@ class RotateKV(Codec):
         )
 
     def _rows(self, part: str, draft: PartSpec, columns: int) -> torch.Tensor:
-        """Return the rows [N, C] that ``_coded`` wrote, float32."""
+        """Decode the rows [N, C] that ``_coded`` wrote, float32."""
         codes = unpack(draft.tensors[f"{part}_codes"], self.bits, columns)
         affine = Affine(
             codes.view(len(codes), columns // self.group, self.group),
@@ -249,8 +248,9 @@ def massive_slots(hidden: torch.Tensor, entries: int = 20) -> torch.Tensor:
     """Find attention sinks by the massive activations of a layer's input.
 
     Args:
-        hidden: [T, d], what enters the layer: the residual stream.
-        entries: Largest absolute numbers to look at; several may be of one token.
+        hidden: [T, d], input of the layer: the residual stream.
+        entries: Number of largest absolute values considered; several may belong to
+            one token.
 
     Returns:
         [n] int64, n <= ``entries``, slots ascending and unique.

@@ -1,4 +1,4 @@
-"""RotateKV's calibration: every layer's order of rotated channels, as a file."""
+"""RotateKV's calibration file: every layer's order of rotated channels."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotateKVTables:
-    """What a calibration found; L layers, C columns (KV heads times head dim).
+    """Calibration tables; L layers, C columns (KV heads times head dim).
 
     Attributes:
         source: File, for messages.
-        digest: Of the file, and of the heads cut out of it; equal digests are equal
-            tables.
+        digest: Digest of the file and of the heads selected from it; equal digests
+            mean equal tables.
         rotated_heads: KV heads that were rotated together.
-        order: [L, C] int64, the rotated channel that comes first, second and so on.
-        model: What was calibrated; None: the file does not say.
+        order: [L, C] int64, indices of the rotated channels in quantization order.
+        model: The calibrated model; None: not in the file.
     """
 
     KIND: ClassVar[str] = "rotatekv-tables"
@@ -64,14 +64,14 @@ class RotateKVTables:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (a process has one or two of them)
     def on(self, device: torch.device) -> RotateKVTables:
-        """Return the tables on a device; made once, without waiting for it."""
+        """Return the tables on a device; copied once, asynchronously."""
         return replace(self, order=placed(self.order, device))
 
     def of_heads(self, first: int, heads: int, all_heads: int) -> RotateKVTables:
         """Return the tables of some of the KV heads, see ``Codec.of_heads``.
 
-        Their channels stay in the order they had among all. Where the heads that were
-        rotated together are not all among them, fewer are.
+        Their channels keep their relative order. If the selection splits a group of
+        heads that were rotated together, smaller groups are rotated.
         """
         if heads == all_heads:
             return self
@@ -90,7 +90,7 @@ class RotateKVTables:
         """Refuse a layer or a width that was not calibrated.
 
         Raises:
-            CompressionError: Naming the file.
+            CompressionError: It was not calibrated; the message names the file.
         """
         layers, width = self.order.shape
         if not 0 <= layer < layers or columns != width:
@@ -103,14 +103,14 @@ class RotateKVTables:
         """Refuse a model that was not calibrated; see ``artifact.check_model``.
 
         Raises:
-            CompressionError: Naming the file and what differs.
+            CompressionError: The models differ; the message names file and difference.
         """
         layers, columns = self.order.shape
         check_model(self.source, (layers, columns), self.model, spec)
 
 
 def rotate_heads(rows: torch.Tensor, dim: int, together: int) -> torch.Tensor:
-    """Transform groups of heads; the inverse of itself.
+    """Walsh-Hadamard transform of groups of heads; its own inverse.
 
     Args:
         rows: [T, H * D] float.
@@ -121,7 +121,8 @@ def rotate_heads(rows: torch.Tensor, dim: int, together: int) -> torch.Tensor:
         [T, H * D].
 
     Raises:
-        CompressionError: Heads are left over, or a group is no power of two.
+        CompressionError: ``together`` does not divide H, or a group is not a power of
+            two.
     """
     width = dim * together
     if rows.shape[1] % width:
@@ -135,8 +136,8 @@ def rotate_heads(rows: torch.Tensor, dim: int, together: int) -> torch.Tensor:
 def calibrate_order(keys: torch.Tensor, dim: int, together: int) -> torch.Tensor:
     """Order the rotated channels of one layer by their sum, smallest first.
 
-    So channels that lean the same way share a quantization group, as the official code
-    does it: the sum is signed.
+    Channels of similar signed sums then share a quantization group, as in the official
+    code.
 
     Args:
         keys: [N, C] float, calibration rows before RoPE, attention sinks left out.
@@ -160,11 +161,11 @@ def write_tables(
     """Write the orders of a model's layers to one file and read it back.
 
     Args:
-        path: Where.
-        orders: As ``calibrate_order`` found them.
-        rotated_heads: As given to it.
-        model: What was calibrated, so that the file is refused elsewhere.
-        notes: More metadata.
+        path: Path of the file.
+        orders: Results of ``calibrate_order``.
+        rotated_heads: As given to ``calibrate_order``.
+        model: The calibrated model; the file is refused for others.
+        notes: Further metadata.
 
     Raises:
         CompressionError: See ``RotateKVTables.read``; or it cannot be written.

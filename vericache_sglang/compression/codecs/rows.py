@@ -1,4 +1,4 @@
-"""Rows over all heads, as codecs that mix heads want them, and keys before RoPE."""
+"""Rows over all heads, for codecs that mix heads, and keys before RoPE."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def as_rows(entries: torch.Tensor) -> torch.Tensor:
-    """Put the heads of a slot side by side: [H, T, D] to [T, H * D]."""
+    """Concatenate the heads of a slot: [H, T, D] to [T, H * D]."""
     return entries.transpose(0, 1).flatten(1)
 
 
 def as_heads(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Cut rows [T, H * D] into heads [H, T, D], the inverse of ``as_rows``."""
+    """Split rows [T, H * D] into heads [H, T, D], the inverse of ``as_rows``."""
     return rows.view(len(rows), heads, -1).transpose(0, 1)
 
 
 def before_rope(rope: Rotation | None, source: Source) -> torch.Tensor:
-    """Return the keys as they were before RoPE.
+    """Undo RoPE on the keys.
 
     Args:
-        rope: The model's rotation.
+        rope: The model's rotary embedding.
         source: Keys and their positions.
 
     Returns:
@@ -44,12 +44,12 @@ def before_rope(rope: Rotation | None, source: Source) -> torch.Tensor:
 def behind_rope(
     rope: Rotation | None, keys: torch.Tensor, draft: PartSpec
 ) -> torch.Tensor:
-    """Rotate decoded keys to where they stood.
+    """Rotate decoded keys to their original positions.
 
     Args:
-        rope: The model's rotation.
+        rope: The model's rotary embedding.
         keys: [H, T - n, D] float32, without the n sinks of the part.
-        draft: The part they come from.
+        draft: The part the keys were decoded from.
 
     Returns:
         [H, T - n, D] float32.
@@ -65,10 +65,10 @@ def behind_rope(
 def _bound(
     rope: Rotation | None, positions: torch.Tensor | None
 ) -> tuple[Rotation, torch.Tensor]:
-    """Refuse what is missing.
+    """Require rotary embedding and positions.
 
     Raises:
-        CompressionError: See above.
+        CompressionError: One is missing.
     """
     if rope is None:
         raise CompressionError("rope: the codec was not bound to the model's rotation")

@@ -1,4 +1,4 @@
-"""Tokens that a draft part holds exactly (attention sinks), beside its codes."""
+"""Attention sinks: tokens stored exactly in the draft KV, beside its codes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
 
     Args:
         sinks: [n] integers.
-        tokens: T, slots there are.
+        tokens: T, number of slots.
 
     Raises:
         CompressionError: They are not ascending, unique and in [0, T).
@@ -73,7 +73,7 @@ def _checked(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def other_slots(sinks: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the slots of [0, T) that are no sinks, ascending, int64."""
+    """Return the slots of [0, T) that are not sinks, ascending, int64."""
     return residual_indices(sinks.to(torch.int64)[None], tokens)[0]
 
 
@@ -87,10 +87,10 @@ def take(entries: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def blend(
     others: torch.Tensor, exact: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Put exact tokens between the others, the inverse of two ``take``.
+    """Merge exact tokens and the others by slot, the inverse of two ``take``.
 
     Args:
-        others: [H, T - n, D], the slots that are no sinks.
+        others: [H, T - n, D], the slots that are not sinks.
         exact: [H, n, D], dtype of ``others``.
         sinks: [n] slots.
 

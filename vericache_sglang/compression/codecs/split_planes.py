@@ -1,4 +1,4 @@
-"""Split planes: the high bits of the KV stay, the low bits travel, nothing is lost."""
+"""Split planes: high bits are the draft KV, low bits the residual; both restore it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 
 class Plane(NamedTuple):
-    """What the draft part says about keys or values, [H, T, D] integers.
+    """Fields of keys or values in the draft KV, [H, T, D] integers.
 
     Attributes:
         sign: 0 or 1.
-        exponent: Biased; of no meaning where escaped.
+        exponent: Biased; undefined where escaped.
         top: The highest mantissa bits.
-        escaped: bool, where the residual has the exponent.
+        escaped: bool, true where the residual has the exponent.
     """
 
     sign: torch.Tensor
@@ -57,7 +57,7 @@ class Plane(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Keys or values [H, T, D] taken apart, integers of the numbers' size.
+    """Fields of keys or values [H, T, D], integers of the numbers' size.
 
     Attributes:
         sign: 0 or 1.
@@ -65,7 +65,7 @@ class Side(NamedTuple):
         mantissa: Without the leading one.
         shared: Largest finite exponents: [H, blocks, D] of keys, [H, T] of values.
         distance: From the shared exponent.
-        escaped: bool, where that is more than a code can say.
+        escaped: bool, true where ``distance`` exceeds the range of a code.
     """
 
     sign: torch.Tensor
@@ -88,12 +88,12 @@ class SplitPlanes(Codec):
     the number is too small for the code, infinite or NaN. The residual holds the other
     mantissa bits of every number and the exponents of the escaped ones, in the order
     of [H, T, D], keys first; the draft plane says where they belong, so they need no
-    index. Besides the shared exponents no bit is stored that the KV does not have.
+    index. The shared exponents are the only overhead in bits.
 
-    Drafts take the middle of the numbers that share a code: the error of a normal one
-    is at most ``2**-(mantissa_bits + 1)`` of its power of two. An escaped one is
-    drafted as zero of its sign, and a subnormal one is cut, so that zeros stay zeros.
-    Drafts are finite whatever the KV.
+    A code decodes to the middle of the numbers that share it: the error of a normal
+    number is at most ``2**-(mantissa_bits + 1)`` of its power of two. An escaped number
+    decodes to zero of its sign, and a subnormal one is truncated, so zeros stay zeros.
+    Draft KV is always finite.
 
     Attributes:
         exponent_bits: E, 1 to 7.
@@ -137,9 +137,9 @@ class SplitPlanes(Codec):
         return CodecNeeds(token_align=self.block)
 
     def draft_layout(self, part_shape: PartShape) -> Layout:
-        """See ``Codec.draft_layout``; fixed by the shape, whatever the numbers.
+        """See ``Codec.draft_layout``; depends on the shape alone.
 
-        A token's codes are whole bytes of their own, as a pool of slots wants them.
+        A token's codes fill whole bytes, as a pool of slots requires.
         """
         rows = (part_shape.heads, part_shape.tokens)
         blocks = -(-part_shape.tokens // self.block)
@@ -197,7 +197,7 @@ class SplitPlanes(Codec):
     def sides(
         self, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[str, Side]]:
-        """Take keys and values [H, T, D] apart, one after the other."""
+        """Yield the fields of keys, then of values [H, T, D]."""
         form = FORMATS[keys.dtype]
         for field, entries in (("key", keys), ("value", values)):
             numbers = take_apart(entries)
@@ -215,7 +215,7 @@ class SplitPlanes(Codec):
     def _high(
         self, field: str, side: Side, form: FloatFormat
     ) -> dict[str, torch.Tensor]:
-        """Return a side's fields of the draft part."""
+        """Return the draft KV's tensors of keys or of values."""
         codes = side.sign << self.exponent_bits
         codes |= side.distance.masked_fill(side.escaped, self._escape)
         codes <<= self.mantissa_bits
@@ -232,7 +232,7 @@ class SplitPlanes(Codec):
 
     def _decode(self, draft: PartSpec) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._shared(draft)
-        # To look would have the host wait for a GPU.
+        # A check would need a host sync.
         on_host = not keys.is_cuda
         if on_host and min(int(keys.min()), int(values.min())) >= self._escape:
             return self._decode_normal(draft, keys, values)
@@ -252,7 +252,7 @@ class SplitPlanes(Codec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode a part without subnormal numbers: a table of codes times a power of 2.
 
-        Exact, hence the same bits as the long way, in half the time.
+        Exact, hence bit-identical to the general path, in half the time.
 
         Args:
             draft: The part.
@@ -278,7 +278,7 @@ class SplitPlanes(Codec):
         return results[0], results[1]
 
     def _factors(self) -> torch.Tensor:
-        """Return what each code stands for, over the power of its block's exponent."""
+        """Return the value of each code, relative to the block's power of two."""
         codes = torch.arange(1 << self._code_bits)
         distance = codes >> self.mantissa_bits & self._escape
         top = (codes & (1 << self.mantissa_bits) - 1) + 0.5
@@ -317,7 +317,7 @@ class SplitPlanes(Codec):
         return results[0], results[1]
 
     def _planes(self, draft: PartSpec) -> tuple[Plane, Plane]:
-        """Read the draft part: keys, then values."""
+        """Read the draft KV: keys, then values."""
         part_shape, tensors = draft.part_shape, draft.tensors
         form = FORMATS[part_shape.dtype]
         key_shared, value_shared = self._shared(draft)
@@ -338,7 +338,7 @@ class SplitPlanes(Codec):
         )
 
     def _plane(self, packed: torch.Tensor, shared: torch.Tensor, dim: int) -> Plane:
-        """Read codes [H, T, bytes] against shared exponents that broadcast to them."""
+        """Decode codes [H, T, bytes] with shared exponents that broadcast to them."""
         codes = unpack(packed, self._code_bits, dim).to(shared.dtype)
         distance = codes >> self.mantissa_bits & self._escape
         return Plane(
@@ -349,7 +349,7 @@ class SplitPlanes(Codec):
         )
 
     def _key_blocks(self, exponents: torch.Tensor) -> torch.Tensor:
-        """Cut [H, T, D] into [H, blocks, block, D], the last one filled with zeros."""
+        """Split [H, T, D] into [H, blocks, block, D], the last block zero-padded."""
         heads, tokens, dim = exponents.shape
         blocks = -(-tokens // self.block)
         missing = blocks * self.block - tokens

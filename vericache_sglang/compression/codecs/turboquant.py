@@ -1,4 +1,4 @@
-"""TurboQuant's mean-square variant: data-free, one token and head at a time."""
+"""TurboQuant's mean-square variant: data-free, per token and head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import CompressionError
 
 GRID = 20_001
-"""Points on which the law of a coordinate is integrated."""
+"""Number of points for integrating the density of a coordinate."""
 
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def coordinate_book(dim: int, bits: int, device: torch.device = CPU) -> torch.Te
     Args:
         dim: D >= 3.
         bits: Width of a code.
-        device: Where it is used; its numbers are the same everywhere.
+        device: Device of the result; the numbers are the same on every device.
 
     Returns:
         [2**bits] float32, ascending.
@@ -60,7 +60,8 @@ def random_rotation(dim: int, seed: int, device: torch.device = CPU) -> torch.Te
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(dim, dim, dtype=torch.float64, generator=generator)
     orthogonal, upper = torch.linalg.qr(normal)
-    # Signs of the diagonal make the law uniform, and the result unique.
+    # Fixing the signs of the diagonal makes the distribution uniform (Haar) and the
+    # result unique.
     signed: torch.Tensor = orthogonal * upper.diagonal().sign()
     return signed.to(torch.float32)
 
@@ -68,15 +69,16 @@ def random_rotation(dim: int, seed: int, device: torch.device = CPU) -> torch.Te
 @CODECS.register("turboquant")
 @dataclass(frozen=True)
 class TurboQuant(Codec):
-    """Norm, random rotation, and the best scalar book for what a rotation leaves.
+    """Norm, random rotation, and the optimal scalar code book of rotated coordinates.
 
     The variant of least squared error (algorithm 1 of arXiv:2504.19874): needs no
-    calibration, no neighbours and no window. Inner products shrink by about the
-    relative squared error, which the paper's second variant corrects and this does not.
+    calibration, no neighbouring tokens and no exact recent tokens. Inner products
+    shrink by about the relative squared error, which the paper's second variant
+    corrects and this one does not.
 
     Attributes:
         bits: Width of a code, 1 to 8.
-        seed: Of the rotation, which keys and values share.
+        seed: Seed of the rotation, shared by keys and values.
 
     Raises:
         CompressionError: ``bits`` is out of its bounds.

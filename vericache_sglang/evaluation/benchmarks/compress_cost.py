@@ -1,8 +1,8 @@
-"""What compressing a prompt costs beside its prefill, line by line, in a live server.
+"""Cost of compressing a prompt relative to its prefill, per compressor, in a server.
 
-One server for plain SGLang and for every line, by turns; each answers a warm-up, then
-every prompt once. Seconds are of the scheduler's thread, which other work on the
-machine does not add to; wall seconds stand beside them.
+Plain SGLang and every compressor are served alternately; each answers a warm-up, then
+every prompt once. Times are CPU seconds of the scheduler's thread, which are not
+affected by other work on the machine; wall seconds are listed beside them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every compressor served: sizes, transfers, accepted drafts, answers on its own.
+"""Every compressor served: sizes, transfers, acceptance lengths, unverified answers.
 
-One server a line answers the same tool calls at several draft lengths, another one
-answers them with the compressed KV alone.
+For each compressor one server answers the same tool calls at several draft lengths,
+and another answers them with the compressed KV alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def draw(model: Path, context: int, each: int, seed: int) -> list[Prompt]:
 
 
 def wave(prompts: Sequence[Prompt], length: int | None) -> dict[str, Any]:
-    """Ask every prompt with drafts of a length; None: whatever the server chooses."""
+    """Answer every prompt with a draft length; None: the server chooses."""
     asked = {} if length is None else {"vericache": {"draft_length": length}}
     params = greedy(TOKENS, **({"custom_params": asked} if asked else {}))
     return {
@@ -117,12 +117,12 @@ def serve_line(
     full: list[dict[str, Any]],
     start: Starter | None = None,
 ) -> dict[str, Any]:
-    """Answer with one line: at every draft length, then its compressed KV alone.
+    """Measure one compressor: at every draft length, then its compressed KV alone.
 
     Args:
-        line: What to serve.
+        line: The compressor.
         options: ``model`` and ``context``.
-        prompts: What is asked.
+        prompts: The prompts.
         full: Plain SGLang's answers.
         start: See ``served``.
 
@@ -173,12 +173,12 @@ def serve_line(
 def sizes(
     line: Line, model: Path, sums: Sequence[Sums], cycles: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
-    """Return what stays, what moves and what compressing takes.
+    """Return draft KV size, transferred share and time of compressing.
 
     Args:
         line: The row's compressor.
         model: Folder of the model, for the sizes of its KV.
-        sums: Of each prompt, compressed once.
+        sums: Timings of each prompt, compressed once.
         cycles: See ``count_cycles``, by draft length.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -206,13 +206,13 @@ def count_cycles(answers: Sequence[dict[str, Any]], length: int) -> dict[str, in
 
     Returns:
         ``rounds``, ``drafted``, ``accepted``, ``staged_bytes``; ``fewest``: the cycles
-        in which as many tokens come if every draft is right; ``prompt_reads``: prompt
-        tokens, once for each verification.
+        needed for as many tokens if every draft token is accepted; ``prompt_reads``:
+        prompt tokens, once per verification.
     """
     figures = [answer["vericache"] for answer in answers]
     fields = ("rounds", "drafted", "accepted", "staged_bytes")
     found = {name: sum(each[name] for each in figures) for name in fields}
-    # A cycle emits what it accepts and one token of the full KV's.
+    # A cycle emits its accepted tokens and a bonus token.
     emitted = (each["accepted"] + each["rounds"] for each in figures)
     reads = (
         answer["prompt_tokens"] * answer["vericache"]["rounds"] for answer in answers
@@ -288,7 +288,7 @@ def _cells(row: dict[str, Any], counts: int) -> list[str]:
 
 
 def _most(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the range over rows of drafts accepted if every one is right."""
+    """Return the range over rows of the largest possible acceptance length."""
     ranges = []
     for length in map(str, LENGTHS):
         sums = [row["lengths"][length] for row in rows]

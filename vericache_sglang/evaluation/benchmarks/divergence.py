@@ -64,8 +64,8 @@ class Conversation:
     """A system's answers to one sample.
 
     Attributes:
-        texts: Of each answer.
-        ids: Tokens of the first one.
+        texts: Text of each answer.
+        ids: Token ids of the first answer.
     """
 
     texts: tuple[str, ...]
@@ -74,7 +74,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What every system is asked.
+    """The samples and options shared by all systems.
 
     Attributes:
         options: The command line.
@@ -125,13 +125,13 @@ class Study:
         number: int,
         forced: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """TaskSample one sequence with the distributions of its tokens.
+        """Sample one sequence with the distributions of its tokens.
 
         Args:
-            server: Asked.
-            sample: Its first prompt.
-            number: Gives the seed.
-            forced: Tokens that a lossy server is to emit.
+            server: The server.
+            sample: Sample with the prompt; its first turn is used.
+            number: Determines the seed.
+            forced: Tokens that a lossy server must emit.
 
         Returns:
             ``ids``, and ``top``: the most probable tokens of each position.
@@ -415,7 +415,7 @@ def _again_row(full: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require(results: Results) -> None:
-    """Note where tokens were not forced, and where VeriCache is not lossless."""
+    """Record failures: tokens not forced, or VeriCache not lossless."""
     for row in results.rows.values():
         for name, task in row["tasks"].items():
             where = f"{row['name']}, {name}"

@@ -33,8 +33,8 @@ ENGINE = {
     "tool_call_parser": "llama3",
     "reasoning_parser": "deepseek-v3",
 }
-"""A small pool and a short context, so that both are exceeded; more is admitted than
-the pool holds, so that requests have to make room for others.
+"""A small pool and a short context, so that both are exceeded; more requests are
+admitted than the pool holds, so that some are retracted or swapped out.
 
 Custom logit processors are off: SGLang's scheduler ends at a string that is none.
 """
@@ -80,7 +80,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
 
 
 async def _fuzz(options: argparse.Namespace, servers: list[Server]) -> dict[str, Any]:
-    """Attack the first server and return what was seen."""
+    """Attack the first server and return the outcomes."""
     prompts = probe_prompts(options.model, options.seed)
     openapi = servers[0].ask("/openapi.json")
     bodies = draw(openapi, prompts, options.bodies, options.seed)

@@ -1,7 +1,7 @@
 """Decoding speed over plain SGLang's, in alternating pairs: one point, or a sweep.
 
 Both servers stay up with the same arguments, and the prompts are in both prefix caches
-before anything is timed: what is measured is decoding.
+before the measurement, so that only decoding is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What deciding costs: time in the runtime's calls per iteration, by running requests.
+"""Scheduling overhead: CPU time in the runtime per iteration, by running requests.
 
 A trivial executor performs every plan at once; only calls into the runtime and its
 estimates are timed.
@@ -50,12 +50,12 @@ LINK_BYTES_PER_S = 50e9
 
 
 class Drill:
-    """Runs a runtime with nothing around it and times its calls.
+    """Runs a runtime in isolation and times its calls.
 
     Args:
-        requests: Running at once; a request that finishes is replaced.
+        requests: Number of running requests; a finished one is replaced.
         residency: See ``RuntimeSettings``.
-        contended: The link carries two thirds of what the requests would reload.
+        contended: The link carries two thirds of the requests' prefetch demand.
         seed: Draws output lengths, accepted drafts and iteration times.
     """
 
@@ -82,7 +82,7 @@ class Drill:
         self._link_free = 0.0
         self.spent_ns = 0
         for _ in range(requests):
-            # Split as plans would within some iterations, two at a time.
+            # Compressed here at once; plans would compress two per iteration.
             self.runtime.moved(Compress(self._arrive(), Residency.HOST))
 
     def iteration(self) -> int:

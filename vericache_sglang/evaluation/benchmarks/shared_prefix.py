@@ -1,7 +1,8 @@
-"""One document, many questions: what is held once, and how soon answers begin.
+"""One document, many questions: memory of the shared prefix, and time to first token.
 
-Plain SGLang and VeriCache, residuals on the host, answer the same questions by turns,
-several clients at once. Plain SGLang finds the document in its radix cache too.
+Plain SGLang and VeriCache, with residual KV on the host, answer the same questions
+alternately, several clients at once. Plain SGLang also has the document in its radix
+cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A working set far above the host budget, for long: nothing fails, nothing grows.
+"""Soak test with a working set far above the host budget: no failures, no leaks.
 
-Documents whose KV is many times the host budget are asked about at random, some far
-more often than others. The pool holds two of them. Every answer is compared with plain
-SGLang's, and the memory of the server's processes is read all the while. With
-``--mixed`` requests are of every kind, and odd ones, aborts, disconnects, flushes and
-weight updates come between, with a store and metrics on.
+The documents' KV is many times the host budget; requests choose documents at random,
+some far more often than others. The pool holds two of them. Every answer is compared
+with plain SGLang's, and the memory of the server's processes is sampled throughout.
+With ``--mixed`` requests are of every kind, interleaved with malformed ones, aborts,
+disconnects, flushes and weight updates, with a store and metrics on.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 WARM_SHARE = 0.2
-"""Share of the time after which memory is compared: every tier is full by then."""
+"""Share of the run after which memory is compared: every tier is full by then."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the memory of the processes."""
+"""Interval of the memory samples, in seconds."""
 
 CONTROLS_EVERY = 50
 FLUSH_EVERY = 500
-"""Requests between two control requests, and between two times in which all answers are
-waited for, what is held is looked at and the cache is flushed."""
+"""Requests between two control requests, and between two checkpoints that wait for all
+answers, check for leaks and flush the cache."""
 
 MOST_GROWTH = 1.05
-"""Of the resident memory, from the second quarter of the time to the last one."""
+"""Maximum ratio of the resident memory in the last quarter to the second quarter."""
 
 
 def _token_bytes(model: Path) -> int:
@@ -138,7 +138,7 @@ def _soak(
     requests: Iterator[Asked],
     wanted: dict[tuple[str, int], Answers],
 ) -> dict[str, Any]:
-    """Ask until the time is over, or all is asked; return what was seen."""
+    """Send requests until the time or the requests run out; return the outcomes."""
     engine: dict[str, Any] = {
         "max_total_tokens": int(2.5 * options.tokens),
         "max_running_requests": options.at_once,
@@ -218,7 +218,7 @@ async def _asked(
 
 
 def _flatness(memory: list[tuple[float, float]]) -> dict[str, float]:
-    """Return what the memory of the processes did, in MiB, and by what it grew."""
+    """Return the processes' memory over time, in MiB, and its growth."""
     end = memory[-1][0]
     warm = [mib for at, mib in memory if at >= WARM_SHARE * end]
     quarters = [

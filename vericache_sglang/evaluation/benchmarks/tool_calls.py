@@ -1,7 +1,7 @@
 """The paper's motive: tool calls on full KV, on the compressed KV alone, on VeriCache.
 
-The demo model reads a document of user records and answers requests with JSON calls
-whose right text is known. Each is asked freely and under a JSON schema.
+The demo model reads a document of user records and answers requests with JSON calls of
+known text. Each request is sent without and with a JSON schema.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Systems that answer the same streamed requests one after the other: two benchmarks.
 
-``pacing``: every residual is on the host, behind an emulated link. ``oversubscribed``:
-the pool holds a part of what the running requests would take on the full KV.
+``pacing``: all residual KV is on the host, behind an emulated link. ``oversubscribed``:
+the pool holds only part of the full KV of the running requests.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _pacing(options: argparse.Namespace, results: Results) -> None:
             "keep": options.keep,
             "draft_length": options.draft_length,
             "max_verifies": together,
-            # Lock-step needs room for every residual at once; that is its cost.
+            # Lock-step stages every residual at once; the buffer's size is its cost.
             "staging_tokens": together * options.context,
             "link_gbps": options.link_gbps,
             "host_gb": 8.0,

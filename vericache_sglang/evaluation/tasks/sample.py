@@ -103,7 +103,7 @@ def totals(task: Task, parts: Sequence[Parts]) -> dict[str, float | None]:
     """Return a task's figures over samples; None where nothing counts.
 
     Args:
-        task: Whose.
+        task: The task.
         parts: What ``score`` returned for each sample.
     """
     found: dict[str, float | None] = {}

@@ -1,1 +1,1 @@
-"""The paper's own figures, recomputed: what agrees, what does not, and why."""
+"""The paper's figures, recomputed, with explanations of the differences."""

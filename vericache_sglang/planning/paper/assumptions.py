@@ -1,4 +1,4 @@
-"""The one set of assumptions behind every predicted figure."""
+"""Shared assumptions of all predicted figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 24_414
 
 KEEP = 0.2
 DRAFT_LENGTH = 25
-"""Both stated for pipeline 1 in section 6.2."""
+"""x; ``KEEP`` and this are stated for pipeline 1 in section 6.2."""
 
 LLAMA = "llama-3.1-70b"
 RTX = "rtx-pro-6000"
@@ -35,7 +35,7 @@ SHARED = (
     "appendix A.1 with B_c free, a verification reloads 1 - c of the KV, bytes cross "
     "the link once (not the printed t_xfer, which divides by l again)",
 )
-"""What holds for every row that does not say otherwise, in words."""
+"""Assumptions of every row that states no others, as text."""
 
 
 def server(

@@ -1,11 +1,11 @@
-"""One figure the paper prints, beside what our functions compute for it."""
+"""One figure that the paper prints, with the value that our functions compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WIDE_GAP = 0.15
-"""Gaps beyond this share of the paper's figure need an explanation."""
+"""Gap, as a share of the paper's figure, above which an explanation is required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,12 +13,12 @@ class Claim:
     """A row of the paper-vs-ours table.
 
     Attributes:
-        what: The figure, in words, with its section of arXiv:2605.17613.
-        paper: Its value as printed.
-        ours: The value computed.
+        what: Description of the figure, with its section of arXiv:2605.17613.
+        paper: Value as printed.
+        ours: Computed value.
         unit: Unit of both, "x" for a ratio.
-        open: What the paper leaves open and we had to assume, beside the shared list.
-        why: Where the gap comes from; printed, and required, beyond ``WIDE_GAP``.
+        open: Assumptions beside the shared ones, where the paper leaves them open.
+        why: Cause of the gap; printed, and required, above ``WIDE_GAP``.
     """
 
     what: str

@@ -30,11 +30,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycle:
-    """A cycle in which every request is verified once.
+    """Costs of a cycle in which every request is verified once.
 
     Attributes:
-        peak_bytes: Most device memory in use, weights included.
-        exposed_transfer_s: Transfer time during which no forward pass runs.
+        peak_bytes: Peak device memory, with weights.
+        exposed_transfer_s: Transfer time not overlapped by a forward, in seconds.
     """
 
     peak_bytes: float
@@ -42,20 +42,20 @@ class Cycle:
 
 
 def draft_s(batch: Batch, machine: Machine, verifies: int = 0) -> float:
-    """Return the time of one iteration of drafts with ``verifies`` folded in, in s."""
+    """Return the time of one iteration of drafts and ``verifies``, in seconds."""
     read = batch.weight_bytes + batch.requests * batch.keep * batch.kv_full_bytes
     return (read + verifies * batch.kv_full_bytes) / machine.hbm_bytes_per_s
 
 
 def prefetch_s(batch: Batch, machine: Machine) -> float:
-    """Return the time one full KV takes over the link, in s."""
+    """Return the link time of one full KV, in seconds."""
     return batch.kv_full_bytes / machine.link_bytes_per_s
 
 
 def staggered(batch: Batch, machine: Machine) -> Cycle:
-    """Spread the verifications over the cycle, reloads under the drafts.
+    """Return a cycle with spread verifications and prefetches that overlap drafts.
 
-    Only what the link cannot move while x iterations of drafts run is exposed.
+    Only transfer time beyond the x iterations of drafts is exposed.
     """
     compressed = batch.requests * batch.keep * batch.kv_full_bytes
     total_s = batch.requests * prefetch_s(batch, machine)
@@ -67,7 +67,7 @@ def staggered(batch: Batch, machine: Machine) -> Cycle:
 
 
 def lock_step(batch: Batch, machine: Machine) -> Cycle:
-    """All requests verify at once; drafts' KV is offloaded to make room for it."""
+    """Return a cycle that verifies all requests at once, with draft KV offloaded."""
     return Cycle(
         peak_bytes=batch.weight_bytes + batch.requests * batch.kv_full_bytes,
         exposed_transfer_s=batch.requests * prefetch_s(batch, machine),
@@ -75,7 +75,7 @@ def lock_step(batch: Batch, machine: Machine) -> Cycle:
 
 
 def sequential(batch: Batch, machine: Machine) -> Cycle:
-    """One verification an iteration after the drafts: no peak, the same transfers."""
+    """Return a cycle with one verification per iteration after the drafts."""
     return Cycle(
         peak_bytes=staggered(batch, machine).peak_bytes,
         exposed_transfer_s=lock_step(batch, machine).exposed_transfer_s,

@@ -1,4 +1,4 @@
-"""Figures the paper works out in its text: background, section 4.1, appendix A.3."""
+"""Figures derived in the paper's text: background, section 4.1, appendix A.3."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def background() -> tuple[Claim, ...]:
 
 
 def composition() -> tuple[Claim, ...]:
-    """Return the composed ideal speedup, from the two it is made of (A.3)."""
+    """Return the composed ideal speedup, from its two factors (A.3)."""
     return (
         Claim(
             what="VeriCache + Eagle, ideal (4.2, A.3)",

@@ -27,13 +27,13 @@ LENGTHS = range(1, 51)
 def speedup(
     on: ServerModel, *, keep: float = KEEP, draft_length: int = DRAFT_LENGTH
 ) -> float:
-    """Return the best throughput over the full-KV server's, with B_c free."""
+    """Return the best speedup over the full-KV server, with B_c free."""
     found = search(on, [keep], [draft_length])
     return found.tokens_per_s / full_kv(on).tokens_per_s
 
 
 def peak(on: ServerModel) -> tuple[float, int]:
-    """Return height and draft length of the highest point of the curve at c = 1/4."""
+    """Return the maximum of the speedup curve at c = 1/4, and its draft length."""
     return max(
         ((speedup(on, keep=0.25, draft_length=x), x) for x in LENGTHS),
         key=lambda point: point[0],
@@ -41,7 +41,7 @@ def peak(on: ServerModel) -> tuple[float, int]:
 
 
 def ideal_curve() -> tuple[Claim, ...]:
-    """Return peak height and place of the ideal speedup, and its value at x = 30."""
+    """Return maximum and draft length of the ideal speedup, and its value at x = 30."""
     on = server(LLAMA, "h100-nvl", devices=2, printed_transfer=True)
     longer = server(
         LLAMA, "h100-nvl", devices=2, context_tokens=32_768, printed_transfer=True
@@ -84,7 +84,7 @@ def ideal_curve() -> tuple[Claim, ...]:
 
 
 def end_to_end() -> tuple[Claim, ...]:
-    """Return Llama-70B's throughputs on 2x H100 NVL and the range over models."""
+    """Return Llama-70B's throughput on 2x H100 NVL and the range over models."""
     on = server(LLAMA, "h100-nvl", devices=2)
     plain, best = full_kv(on), search(on, [KEEP], [DRAFT_LENGTH])
     ideal = (

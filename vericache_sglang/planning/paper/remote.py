@@ -9,10 +9,10 @@ from vericache_sglang.planning.paper.assumptions import CONTEXT_TOKENS, LLAMA, R
 from vericache_sglang.planning.paper.claim import Claim
 
 OUTPUT_TOKENS = 256
-"""K: not given; a short answer, whose first load matters."""
+"""K, not stated: a short answer, for which the first load matters."""
 
 OUTPUTS = (32, 64, 128, 256, 512, 1024, 4096)
-"""Answer lengths the sensitivity is told for, in tokens."""
+"""Answer lengths of the sensitivity analysis, in tokens."""
 
 ACCEPTANCE_RATE = 32.5 / 40
 """Middle of the "25-40 accepted tokens per round" (section 1), at x = 40."""
@@ -40,7 +40,7 @@ def cluster(model: str, gpu: str, devices: int, output_tokens: int) -> Cluster:
 
 
 def remote_prefix() -> tuple[Claim, ...]:
-    """Return the ends of the speedup range and Llama-70B's throughputs."""
+    """Return the ends of the speedup range and Llama-70B's throughput."""
     gains, best, remote_only = [], [], []
     for model, gpu, devices in MODELS:
         ratios = {

@@ -1,4 +1,4 @@
-"""The paper-vs-ours page: every claim, the shared assumptions, what is left out."""
+"""The paper-vs-ours page: all claims, shared assumptions, and omissions."""
 
 from __future__ import annotations
 

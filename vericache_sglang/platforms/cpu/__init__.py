@@ -1,1 +1,1 @@
-"""SGLang on a machine without a GPU."""
+"""SGLang platform for machines without a GPU."""

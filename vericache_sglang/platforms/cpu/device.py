@@ -1,4 +1,4 @@
-"""The SGLang platform class of a machine without a GPU; SGLang imports it itself."""
+"""SGLang platform class for machines without a GPU; imported by SGLang."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""SGLang's variable with every rank's cores, the ranks split by "|"."""
+"""SGLang's environment variable with each rank's cores, ranks separated by "|"."""
 
 
 class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Torch on a CPU, without sgl_kernel.
 
-    Out of tree, so that SGLang takes its layers' torch implementations and asks
-    here for the KV pool and the allocator.
+    It is out of tree, so SGLang uses the torch implementations of its layers and takes
+    the KV pool and allocator classes from here.
     """
 
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Leave a core to the tokenizer and to the copies of the emulated link.
+        """Reserve a core for the tokenizer and the copies of the emulated link.
 
-        OpenMP's threads spin at every barrier; where all cores are taken, a forward of
-        many small operations then runs ten times slower. ``OMP_NUM_THREADS`` wins.
+        OpenMP threads spin at every barrier; if all cores are busy, a forward of many
+        small operations runs ten times slower. ``OMP_NUM_THREADS`` takes precedence.
         """
         if "OMP_NUM_THREADS" not in os.environ:
             ranks = os.environ.get(CORES, "").count("|") + 1
             torch.set_num_threads(max(1, ((os.cpu_count() or 1) - 1) // ranks))
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Return False: there is no device to pin memory for."""
+        """Return False: pinned memory has no use without a GPU."""
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose our attention backend where the user has chosen none; share cores.
+        """Default to our attention backend and divide the cores among ranks.
 
-        By now SGLang has put one of sgl_kernel's there (0.5.21, handle_cpu_backends),
-        so what the user gave is looked up in the record's own copy of it.
+        SGLang has already set a backend of sgl_kernel (0.5.21, handle_cpu_backends), so
+        the user's choice is read from the record's copy of the raw arguments.
 
-        SGLang wants a NUMA node for each rank, unless ``CORES`` says otherwise. Only
-        sgl_kernel binds threads to what it names.
+        SGLang requires a NUMA node per rank unless ``CORES`` is set. Only sgl_kernel
+        binds threads to these cores.
         """
         given = server_args._raw_input
         if given.get("attention_backend") is None:
@@ -54,18 +54,18 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
             os.environ.setdefault(CORES, cores_of(ranks))
 
     def get_default_attention_backend(self) -> str:
-        """Return the name ``attention_backends.register`` registers."""
+        """Return the backend name that ``attention.registry.register`` registers."""
         return "vericache"
 
     def get_torch_profiler_activity_str(self) -> str:
         """Return the name of ``get_torch_profiler_activity``.
 
-        SGLang asks at ``POST /start_profile``; its default ends the server.
+        SGLang reads it at ``POST /start_profile``; its default ends the server.
         """
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
-        """Return what torch's profiler records of this device."""
+        """Return the profiler activity of this device."""
         return torch.profiler.ProfilerActivity.CPU
 
     def get_mha_kv_pool_cls(self) -> type:
@@ -76,14 +76,14 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return staged_pool_class(staging_slots())
 
     def get_paged_allocator_cls(self) -> type:
-        """Return the allocator that serves every page size without Triton."""
+        """Return the allocator class that supports every page size without Triton."""
         from vericache_sglang.platforms.cpu.paged_allocator import TorchPagedAllocator
 
         return TorchPagedAllocator
 
 
 def cores_of(ranks: int) -> str:
-    """Deal this process's cores out in turn, each rank at least one, as ``CORES``."""
+    """Assign cores to ranks round robin, at least one each; return ``CORES`` syntax."""
     cores = sorted(os.sched_getaffinity(0))
     dealt = (cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks))
     return "|".join(",".join(map(str, each)) for each in dealt)

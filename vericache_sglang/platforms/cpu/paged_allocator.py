@@ -10,9 +10,9 @@ from sglang.srt.mem_cache.allocator.paged import (
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
-    """As its base, without a kernel; a refused request takes nothing.
+    """The base class without its Triton kernels; a failed allocation takes nothing.
 
-    Shapes: B requests. A request's last page is filled before it gets new ones.
+    Shapes: B requests. A request's last page is filled before it gets new pages.
     """
 
     free_pages: torch.Tensor
@@ -27,16 +27,16 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Give every request the slots of entries [prefix, seq).
+        """Allocate the slots of entries [prefix, seq) of every request.
 
         Args:
-            prefix_lens: [B] int64, in tokens, whose slots the request has.
+            prefix_lens: [B] int64, tokens that already have slots.
             prefix_lens_cpu: As ``prefix_lens``, on the host.
-            seq_lens: [B] int64, in tokens, whose slots it shall have.
+            seq_lens: [B] int64, tokens that have slots afterwards.
             seq_lens_cpu: As ``seq_lens``, on the host.
-            last_loc: [B] slot of the last prefix token, -1 where there is none.
+            last_loc: [B] slot of the last prefix token, -1 without a prefix.
             extend_num_tokens: Sum of seq - prefix, in tokens.
-            num_new_pages: Pages this takes, where the caller has counted them.
+            num_new_pages: Pages needed, if the caller has counted them.
 
         Returns:
             [extend_num_tokens] int64 in request order, or None if it does not fit.
@@ -48,7 +48,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         if num_new_pages > len(self.free_pages):
             return None
         slots = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
-        # Only the pages that are taken, so a wrong count cannot reach further.
+        # Limited to the counted pages, so that a wrong count cannot take more.
         pages = self.free_pages[:num_new_pages]
         alloc_extend_naive(
             *(prefix_lens, seq_lens, last_loc, pages, slots),
@@ -63,12 +63,12 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         seq_lens_cpu: torch.Tensor,
         last_loc: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Give every request the slot of its last entry.
+        """Allocate the slot of every request's last entry.
 
         Args:
-            seq_lens: [B] int64, in tokens, the new one counted.
+            seq_lens: [B] int64, tokens including the new one.
             seq_lens_cpu: As ``seq_lens``, on the host.
-            last_loc: [B] slot of the token before it.
+            last_loc: [B] slot of the preceding token.
 
         Returns:
             [B] int64, or None if it does not fit.
@@ -79,5 +79,5 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         )
 
     def _pages(self, lengths: torch.Tensor) -> int:
-        """Count the pages that rows of ``lengths`` tokens fill or start."""
+        """Return the number of full and partial pages of rows of ``lengths`` tokens."""
         return int((-(-lengths // self.page_size)).sum())

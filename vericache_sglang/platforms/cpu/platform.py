@@ -1,18 +1,18 @@
-"""Entry point that gives SGLang a platform where there is no GPU."""
+"""Entry point that provides SGLang's platform on machines without a GPU."""
 
 from __future__ import annotations
 
 
 def activate() -> str | None:
-    """Name the platform class; entry point of group ``sglang.srt.platforms``.
+    """Return the platform class path; entry point of group ``sglang.srt.platforms``.
 
-    Runs in every process as soon as ``sglang`` is imported and before it imports
-    transformers, so it is also where torchvision is made importable. This module
-    imports nothing of SGLang: that import is what calls it, and SGLang would only log
-    that a half-imported module has no ``activate``.
+    Runs in every process when ``sglang`` is imported and before it imports
+    transformers, so it also makes torchvision importable. This module must not import
+    SGLang: SGLang's import calls it, and with a circular import SGLang would only log
+    that the partially imported module has no ``activate``.
 
     Returns:
-        Path of the platform class, or None where a CUDA device is present.
+        Path of the platform class, or None if a CUDA device is present.
     """
     import torch
 

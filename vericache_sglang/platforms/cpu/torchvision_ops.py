@@ -1,4 +1,4 @@
-"""Let a CUDA-built torchvision be imported under a CPU build of torch."""
+"""Makes a CUDA-built torchvision importable under a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 # Schemas of torchvision 0.28. Its Python side registers fake kernels for them on
-# import and dies ("operator torchvision::nms does not exist") where they are absent.
+# import and fails ("operator torchvision::nms does not exist") if they are absent.
 _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -21,14 +21,14 @@ _SCHEMAS = {
 
 
 def define_missing_ops() -> tuple[str, ...]:
-    """Define the operators torchvision's import asks for, where nobody does.
+    """Define the operators that torchvision's import needs if they are missing.
 
-    Call it before transformers or torchvision is imported; a second call defines
-    nothing more. Nothing happens where torchvision is absent or imported already, or
-    where its own C extension loads and so defines them itself.
+    Must be called before transformers or torchvision is imported; idempotent. Does
+    nothing if torchvision is absent or already imported, or if its own C extension
+    loads and defines them.
 
     Returns:
-        Names of the operators that exist by this function's doing.
+        Names of the operators that this function defined.
     """
     if "torchvision" in sys.modules:
         return ()
@@ -39,9 +39,9 @@ def define_missing_ops() -> tuple[str, ...]:
     return names
 
 
-@cache  # a Library takes its definitions along when collected, so it is held here
+@cache  # a Library drops its definitions when collected, so the cache keeps it
 def _define(package: Path) -> tuple[torch.library.Library | None, tuple[str, ...]]:
-    """Define what is missing, once per process."""
+    """Define the missing operators, once per process."""
     import torch
 
     if _extension_loads(package):
@@ -54,7 +54,7 @@ def _define(package: Path) -> tuple[torch.library.Library | None, tuple[str, ...
 
 
 def _extension_loads(package: Path) -> bool:
-    """Load torchvision's C extension as torchvision itself is about to do."""
+    """Return whether torchvision's C extension loads."""
     import torch
 
     for suffix in EXTENSION_SUFFIXES:

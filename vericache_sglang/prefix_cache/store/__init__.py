@@ -1,1 +1,1 @@
-"""Cached segments that outlive a server: named, sealed, in a storage backend."""
+"""Persistent cached segments in a storage backend, named by content and sealed."""

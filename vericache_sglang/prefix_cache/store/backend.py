@@ -1,4 +1,4 @@
-"""The key-value store below: a HiCache storage backend of SGLang, bounded and quiet."""
+"""A HiCache storage backend of SGLang, with time-outs and without exceptions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
 
 BACKENDS = ("file", "mooncake", "dynamic")
-"""Those whose ``get``, ``set`` and ``exists`` work for keys that are not pages."""
+"""Backends whose ``get``, ``set`` and ``exists`` accept keys that are not pages."""
 SLOWEST_BYTES_PER_S = 16e6
-"""A call may take its time-out and what its bytes take at this rate."""
+"""A call may take its time-out plus the time of its bytes at this rate."""
 RETRY_S = 0.02
-"""Mooncake answers -800 for an object whose first replica's node died; then another."""
+"""Delay before the second read: Mooncake's first fails if a replica's node died."""
 
 
 class Tensors:
-    """Calls of a backend that takes tensors, as ``file`` does.
+    """Calls of a backend that takes tensors, such as ``file``.
 
     Args:
         storage: The backend.
@@ -41,20 +41,20 @@ class Tensors:
         self.storage = storage
 
     def get(self, key: str, nbytes: int) -> torch.Tensor | None:
-        """Read an object into new memory, [nbytes] uint8; None where there is none."""
+        """Read an object into new memory, [nbytes] uint8; None if it does not exist."""
         target = torch.zeros(nbytes, dtype=torch.uint8)
         return target if self.storage.get(key, target) is not None else None
 
     def set(self, key: str, data: torch.Tensor) -> bool:
-        """Write [n] uint8 under a key; False where the backend refused."""
+        """Write [n] uint8 under a key; False if the backend refused."""
         return bool(self.storage.set(key, data))
 
 
 class Addresses:
-    """Calls of a backend that takes addresses in memory it registered, as Mooncake.
+    """Calls of a backend that takes addresses in registered memory, such as Mooncake.
 
-    Registered buffers are lent to one call at a time and never freed; a call that hangs
-    keeps its own. Thread-safe.
+    A registered buffer serves one call at a time and is never freed; a call that hangs
+    keeps its buffer. Thread-safe.
 
     Args:
         storage: The backend; has ``register_buffer``.
@@ -102,12 +102,13 @@ class Addresses:
 class Backend:
     """A HiCache storage backend whose calls never raise and end in bounded time.
 
-    Thread-safe where the backend is; SGLang's are. Reads and writes are given up on
-    apart: a full disk can still be read.
+    Thread-safe if the backend is; SGLang's are. Reads and writes are suspended
+    separately: a full disk can still be read.
 
     Args:
-        storage: The backend; only ``get``, ``set`` and ``exists`` are used.
-        timeout_s: Most seconds of a call, but see ``SLOWEST_BYTES_PER_S``.
+        storage: The backend; only ``get``, ``set`` and ``exists`` are used, and
+            ``register_buffer`` if it has that.
+        timeout_s: Most seconds of a call, plus those of ``SLOWEST_BYTES_PER_S``.
         pause_s: See ``BoundedCalls``.
 
     Attributes:
@@ -128,7 +129,7 @@ class Backend:
         self._writes = BoundedCalls(self.counters, pause_s)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Return which keys exist, in one bounded call; all False where it failed."""
+        """Return which keys exist, in one bounded call; all False if it failed."""
         storage = self._calls.storage
 
         def look() -> list[bool]:
@@ -146,7 +147,7 @@ class Backend:
             nbytes: Bytes of each; a shorter one comes back with zeros at its end.
 
         Returns:
-            [nbytes] uint8 each, None where there is none or the call failed.
+            [nbytes] uint8 each; None if the object is missing or the call failed.
         """
         calls = self._calls
 
@@ -164,11 +165,11 @@ class Backend:
 
         Args:
             key: Its key.
-            data: [n] uint8 in host memory; not modified, and unchanged until it is
-                written, which a call past its time may do later.
+            data: [n] uint8 in host memory, not modified; must not change until it is
+                written, which may be after the time-out.
 
         Returns:
-            It is there now, or was there before.
+            Whether the key exists now.
         """
 
         def put() -> bool:
@@ -187,16 +188,15 @@ def open_backend(
     shared_folder: bool = False,
     timeout_s: float = 2.0,
 ) -> Backend:
-    """Open a storage backend; those of SGLang through its factory.
+    """Open a storage backend, through SGLang's factory except for ``file``.
 
     Args:
-        name: One of ``BACKENDS``. ``dynamic`` loads a class of the user's, see
+        name: One of ``BACKENDS``. ``dynamic`` loads a class of the user, see
             ``StorageBackendFactory``; one with ``register_buffer`` is called as
             Mooncake's is, others as ``file`` is.
-        fingerprint: Whose KV; backends that keep ranks apart are told its rank.
-        extra: What HiCache's ``--hicache-storage-backend-extra-config`` holds:
-            Mooncake's addresses; ``directory``, ``max_size`` and ``min_free_space`` of
-            ``file``.
+        fingerprint: Identity of the KV; backends that separate ranks get its rank.
+        extra: Value of HiCache's ``--hicache-storage-backend-extra-config``: Mooncake's
+            addresses; ``directory``, ``max_size`` and ``min_free_space`` of ``file``.
         shared_folder: See ``SegmentFiles.shared``.
         timeout_s: See ``Backend``.
 

@@ -1,4 +1,4 @@
-"""Calls into a storage backend that may hang or raise: bounded, and given up on."""
+"""Calls into a storage backend that may hang or raise, with time-outs and pauses."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 MOST_STUCK = 4
-"""Calls past their time-out, above which no new one is made."""
+"""Calls running past their time-out at which new ones are refused."""
 
 
 class BoundedCalls:
-    """Runs each call in a thread of its own and waits no longer than its time-out.
+    """Runs each call in its own thread and waits no longer than its time-out.
 
-    A call that outlives it keeps its thread, and whatever it refers to, until it
-    returns. The threads are daemons, which those of an executor are not: a process can
-    always end. After several failures in a row no calls are made for a while: a dead
-    Mooncake master answers each after 4.3 s. Thread-safe.
+    A call that exceeds the time-out keeps its thread, and the objects it refers to,
+    until it returns. The threads are daemons, unlike those of an executor, so that the
+    process can always exit. Consecutive failures suspend calls for a while: with a dead
+    Mooncake master each takes 4.3 s to fail. Thread-safe.
 
     Args:
         counters: Counts ``failed_calls`` and ``refused_calls``, and warns.
-        pause_s: Seconds without calls; the first failure after that pauses again.
-        failures: So many in a row pause the calls, >= 1.
-        clock: Seconds that only grow.
+        pause_s: Seconds of a suspension; a failure right after it starts another one.
+        failures: Consecutive failures that suspend calls, >= 1.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class BoundedCalls:
         """Run a job, never raising.
 
         Args:
-            kind: What it is, for the one warning of its kind.
-            job: The work; its result is not None. It may still run after this returned.
+            kind: Kind of call; each kind is warned about once.
+            job: The call; must not return None. It may still run after this returns.
             timeout_s: Most seconds to wait.
 
         Returns:
-            Its result; None where it raised, took too long or was not tried.
+            Its result; None if it raised, timed out or was refused.
         """
         with self._lock:
             allowed = self._clock() >= self._paused_until and self._stuck < MOST_STUCK

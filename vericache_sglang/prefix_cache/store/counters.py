@@ -1,4 +1,4 @@
-"""Counters of the store, and warnings that were given."""
+"""Counters and once-only warnings of the store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class StoreCounters:
     """Totals since the store was opened; any thread adds to them.
 
     Attributes:
-        hits: Objects that were read.
-        misses: Segments that were asked for and not found.
-        read_bytes: Bytes of objects read and found intact.
-        written_bytes: Bytes of objects handed to the backend and taken.
-        damaged: Objects and manifests that are not what a writer of ours wrote.
+        hits: Objects that were read intact.
+        misses: Segments that were requested and not found.
+        read_bytes: Bytes of objects read intact.
+        written_bytes: Bytes of objects that the backend accepted.
+        damaged: Corrupt, truncated or unusable objects and manifests.
         foreign: Intact manifests of another segment or model.
         dropped_writes: Segments not stored: the queue was full, or the backend refused.
-        failed_calls: Calls of the backend that raised or took too long.
-        refused_calls: Calls not made, because the ones before them failed.
+        failed_calls: Calls of the backend that raised or timed out.
+        refused_calls: Calls not made because preceding ones failed.
     """
 
     hits: int = 0
@@ -42,13 +42,13 @@ class StoreCounters:
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, **more: int) -> None:
-        """Raise counters by these numbers."""
+        """Add these numbers to the counters."""
         with self._lock:
             for name, number in more.items():
                 setattr(self, name, getattr(self, name) + number)
 
     def warn(self, kind: str, message: object) -> None:
-        """Log a warning, the first of its kind only: a dead backend fails often."""
+        """Log the first warning of each kind, as a dead backend fails often."""
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
@@ -58,7 +58,7 @@ class StoreCounters:
             )
 
     def note_unreadable(self, what: str, error: StoreError) -> None:
-        """Count and report an object, or "manifest", that was read in vain."""
+        """Count and report an unreadable object or manifest."""
         foreign = error.differs == "name"
         self.add(damaged=int(not foreign), foreign=int(foreign))
         self.warn(f"{what} of a segment is unreadable", error)

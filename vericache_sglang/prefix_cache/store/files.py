@@ -1,4 +1,4 @@
-"""The backend ``file``: objects as files that only this user can read and write."""
+"""The backend ``file``: objects as files in a folder private to this user."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     import torch
 
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A symbolic link is not followed, a FIFO is not waited for."""
+"""Does not follow symbolic links, and does not block on a FIFO."""
 NOT_OURS = (errno.ELOOP, errno.ENXIO)
-"""What opening a link or a socket so answers."""
+"""Errors of opening a symbolic link or a socket with ``OPEN_FLAGS``."""
 DISK_SHARE = 10
-"""Unless told otherwise, all ranks together take one part in so many of the disk."""
+"""By default, all ranks together use at most 1 / ``DISK_SHARE`` of the disk."""
 ABANDONED_S = 3600
-"""Age of a temporary file whose writer must have died."""
+"""Age in seconds of a temporary file whose writer is assumed dead."""
 
 
 class SegmentFiles:
-    """The calls of SGLang's ``HiCacheFile``, in a private folder of our own.
+    """A backend with the methods of SGLang's ``HiCacheFile``, in a private folder.
 
-    Write-once: a temporary file, then a rename. SGLang's evictor removes the files
-    that were used least recently and keeps the limits ``max_size``, here 10 % of the
-    disk by default, and ``min_free_space``. Safe for several processes, of which each
-    keeps the limits for the files that it wrote, read or found when it started.
+    Write-once: a temporary file, then a rename. SGLang's evictor removes the least
+    recently used files to keep the limits ``max_size``, here 10 % of the disk by
+    default, and ``min_free_space``. Safe for several processes, each of which applies
+    the limits to the files that it wrote, read or found when it started.
 
     Args:
-        folder: Made with mode 0700 where it is missing.
+        folder: Created with mode 0700 if missing.
         limits: HiCache's extra configuration.
-        rank: Whose files these are; ranks never touch each other's.
-        ranks: How many share the folder.
+        rank: Rank that owns these files; ranks never access each other's.
+        ranks: Number of ranks that share the folder.
         shared: Allow a folder that others can write to. Files then have its mode.
 
     Raises:
         ConfigError: Others can write to the folder, or a limit is not a size.
-        OSError: The folder cannot be made or read.
+        OSError: The folder cannot be created or read.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SegmentFiles:
         """Read a file into [n] uint8; a shorter one leaves the rest as it is.
 
         Returns:
-            ``target``; None where there is no regular file.
+            ``target``; None without a regular file.
         """
         path = self._path(key)
         try:
@@ -107,10 +107,10 @@ class SegmentFiles:
         """Write [n] uint8 under a key, unless it exists; see ``HiCacheStorage.set``.
 
         Returns:
-            False where the limits leave no room.
+            False if the limits leave no space.
 
         Raises:
-            OSError: The disk refused, as when it is full; nothing is left behind.
+            OSError: The write failed, e.g. on a full disk; no file remains.
         """
         path = self._path(key)
         if self.exists(key):
@@ -133,7 +133,7 @@ class SegmentFiles:
         return True
 
     def exists(self, key: str) -> bool:
-        """Return whether there is a regular file, not a link to one."""
+        """Return whether a key has a regular file; a symbolic link does not count."""
         try:
             return stat.S_ISREG(self._path(key).lstat().st_mode)
         except FileNotFoundError:
@@ -146,10 +146,10 @@ class SegmentFiles:
 def require_private(folder: Path) -> None:
     """Require that no user but this one and root can write to a folder.
 
-    Whoever can write to it can change answers: KV that is read back is trusted.
+    A writer could change the output of the model, as KV that is read is trusted.
 
     Raises:
-        ConfigError: Others can.
+        ConfigError: Other users can write to it.
     """
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -162,7 +162,7 @@ def require_private(folder: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary files whose writers died, if they are old enough."""
+    """Remove temporary files older than ``ABANDONED_S``."""
     for file in folder.glob(".*.tmp"):
         try:
             if time.time() - file.lstat().st_mtime > ABANDONED_S:

@@ -1,4 +1,4 @@
-"""Names and seals: whose KV it is, which tokens it stands for, who wrote it."""
+"""Identities of stored KV: fingerprint of the model, segment names, seals."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FORMAT = 2
-"""Version of everything the store writes; another one is never read."""
+"""Version of the stored format; other versions are never read."""
 KEY_BYTES = 32
-"""Fewest bytes of a key file."""
+"""Least bytes of a key file."""
 NAME_BYTES = 20
-"""Bytes of a segment's name: 2**80 tries for a collision, and 40 letters of hex."""
+"""Bytes of a segment's name: 40 hex digits, 2**80 trials for a collision."""
 WHOLE_FILE = 64 << 20
-"""Weight files up to this many bytes are hashed whole."""
+"""Largest weight file in bytes that is hashed completely."""
 SAMPLE, STRIDE = 4 << 10, 1 << 20
-"""Of larger ones, 4 KiB of every MiB: 16 GB of weights cost 64 MB of reading."""
+"""Larger files are sampled, 4 KiB per MiB: 64 MB are read of 16 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """All that two servers must agree on before one may use the other's KV.
+    """Properties that two servers must share to use each other's KV.
 
-    The page size is not part of it: what is stored are tokens in prompt order.
+    The page size is not among them, as tokens are stored in prompt order.
 
     Attributes:
         model: Name under which servers share; the same on all of them.
         weights: ``model_digest`` of the folder the weights were loaded from. New
             weights in a running server need a new fingerprint.
-        dtype: Dtype the model computes in, as ``bfloat16``.
-        quantization: How its weights are quantized; empty: not at all.
+        dtype: Dtype the model computes in, such as ``bfloat16``.
+        quantization: Quantization of its weights; "" for none.
         kv_dtype: Dtype of the KV pool.
-        layers: Layers of this rank.
+        layers: Number of layers of this rank.
         first_layer: Index of the first of them (pipeline parallelism), >= 0.
         kv_heads: KV heads per layer of this rank.
         head_dim: Dims of a key.
         v_head_dim: Dims of a value.
         tp_rank: Rank, in [0, tp_size).
-        tp_size: Ranks the heads are shared by.
-        key: ``read_key``'s; b"" where whoever can write to the store is trusted. With
-            a key, names follow from it too, so that they betray no guessed prompt.
+        tp_size: Number of tensor-parallel ranks.
+        key: Result of ``read_key``; b"" if all writers of the store are trusted. With a
+            key, names depend on it too, so that guessed prompts cannot be confirmed.
         version: ``FORMAT``.
     """
 
@@ -74,7 +74,7 @@ class Fingerprint:
 
     @property
     def short(self) -> str:
-        """16 letters of hex that stand for every field."""
+        """Hash of all fields, 16 hex digits."""
         return _canonical(self.fields())[:8].hex()
 
     def fields(self) -> dict[str, str | int]:
@@ -84,11 +84,11 @@ class Fingerprint:
 
 
 class Seal:
-    """What tells content that changed: a checksum, or with a key also a forgery.
+    """A checksum of content, or with a key a message authentication code.
 
     Args:
-        key: Without one the seal is xxh3 (128 bits), which shows damage and no malice;
-            with one it is keyed BLAKE2b (RFC 7693, 256 bits).
+        key: Without a key the seal is xxh3 (128 bits), which detects corruption but not
+            forgery; with a key it is keyed BLAKE2b (RFC 7693, 256 bits).
 
     Attributes:
         nbytes: Bytes of a seal.
@@ -101,13 +101,13 @@ class Seal:
         self.nbytes = 32 if key else 16
 
     def of(self, data: bytes | memoryview) -> bytes:
-        """Return the seal of some content."""
+        """Return the seal of ``data``."""
         if self._keyed:
             return hashlib.blake2b(data, key=self._key, digest_size=32).digest()
         return xxhash.xxh3_128_digest(data)
 
     def holds(self, data: bytes | memoryview, sealed: bytes) -> bool:
-        """Return whether a seal is that of some content."""
+        """Return whether ``sealed`` is the seal of ``data``."""
         return hmac.compare_digest(self.of(data), sealed)
 
 
@@ -115,7 +115,7 @@ def read_key(file: str) -> bytes:
     """Read the key of ``--vericache-store-key``.
 
     Args:
-        file: Of at least ``KEY_BYTES`` bytes, which only its owner can read.
+        file: A file of at least ``KEY_BYTES`` bytes that only its owner can read.
 
     Raises:
         ConfigError: It cannot be read, is too short, or others can read it.
@@ -135,17 +135,17 @@ def read_key(file: str) -> bytes:
 
 
 def model_digest(folder: Path) -> str:
-    """Hash a model's folder: its configuration, and its weights by samples.
+    """Hash a model's folder: its configuration, and samples of its weights.
 
-    Two fine-tunes of one model differ in no file's name or size, so contents are read:
-    files up to ``WHOLE_FILE`` whole, of larger ones ``SAMPLE`` bytes of every
-    ``STRIDE``. An edit that touches less than a MiB of a large file can be missed.
+    Two fine-tunes of a model may have files of equal names and sizes, so contents are
+    read: files up to ``WHOLE_FILE`` completely, ``SAMPLE`` bytes per ``STRIDE`` of
+    larger ones. A change of less than 1 MiB in a large file may go undetected.
 
     Args:
         folder: Local folder with ``config.json`` and weight files.
 
     Returns:
-        32 letters of hex.
+        32 hex digits.
 
     Raises:
         OSError: A file cannot be read; ``config.json`` is missing.
@@ -172,21 +172,22 @@ def segment_names(
     tokens: Sequence[int],
     segment: int = SEGMENT,
 ) -> list[str]:
-    """Name the whole segments of a prompt; a name implies everything before it.
+    """Name the whole segments of a prompt; a name identifies the prefix up to its end.
 
-    Each is BLAKE2b (RFC 7693) over its parent's name and its tokens, so two prompts
-    share the names of the segments they share from the start, and no other. A tail
-    shorter than a segment has no name.
+    A name is BLAKE2b (RFC 7693) over the parent's name and the segment's tokens, so two
+    prompts share exactly the names of their common leading segments. The tokens after
+    the last whole segment have no name.
 
     Args:
-        fingerprint: Whose KV.
-        namespace: What separates requests with equal tokens, in a fixed order: SGLang's
-            ``extra_key``, ``cache_salt``, the LoRA adapter. None and "" differ.
+        fingerprint: Identity of the KV.
+        namespace: Values that separate requests with equal tokens, in a fixed order:
+            SGLang's ``extra_key``, ``cache_salt``, the LoRA adapter. None and ""
+            differ.
         tokens: Token ids of the prompt, each within 64 signed bits.
         segment: Tokens of a segment, >= 1.
 
     Returns:
-        ``len(tokens) // segment`` names of 40 letters of hex.
+        ``len(tokens) // segment`` names of 40 hex digits.
 
     Raises:
         OverflowError: A token id does not fit 64 bits.
@@ -204,7 +205,7 @@ def segment_names(
 
 
 def compressor_identity(line: str, keep: float, version: str) -> str:
-    """Name how draft KV was chosen, so that only equal choices are ever mixed.
+    """Return the identity of a compressor, so that parts of different ones never mix.
 
     Args:
         line: The ``--vericache-compressor`` line.
@@ -212,12 +213,12 @@ def compressor_identity(line: str, keep: float, version: str) -> str:
         version: Version of the package that compressed.
 
     Returns:
-        16 letters of hex; of a whole segment the identity is "".
+        16 hex digits; full KV has the identity "".
     """
     return _canonical([line, keep, version])[:8].hex()
 
 
 def _canonical(value: object) -> bytes:
-    """Return a hash, [32], of JSON's own types; equal for equal values alone."""
+    """Return a 32-byte hash of a JSON value, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True).encode("ascii")
     return hashlib.blake2b(text, digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""What the store has of a segment in one form: written last, read first."""
+"""Manifests of stored segments: one per form, written last and read first."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 MANIFEST_BYTES = 1024
-"""Bytes of a manifest: fixed, because HiCache's ``get`` wants a target of its size."""
+"""Bytes of a manifest, fixed as HiCache's ``get`` needs a target of its size."""
 MOST_MANIFESTS = 16
-"""Manifests of a segment; each form, upgrade or repair adds one."""
+"""Most manifests of a segment; each form, upgrade or repair adds one."""
 MOST_UNUSABLE = 65_536
-"""Keys remembered as damaged, the last ones."""
+"""Most keys remembered as damaged, the latest ones."""
 
 FORMS: tuple[frozenset[Part], ...] = (
     frozenset(("whole",)),
@@ -38,7 +38,7 @@ FORMS: tuple[frozenset[Part], ...] = (
 
 
 class Recent(OrderedDict[str, ValueT]):
-    """A dict of the last names that were set, no more than ``most`` (>= 2)."""
+    """A dict of the last ``most`` (>= 2) names that were set."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -52,10 +52,9 @@ class Recent(OrderedDict[str, ValueT]):
 
 
 class Stored(NamedTuple):
-    """An object: its bytes, and its seal in hex, which is its key.
+    """Size of an object, and its seal in hex, from which its key is made.
 
-    What exists under it has the right content, whichever process wrote it, or is
-    damaged.
+    An object with this key has this content, whichever process wrote it, or is damaged.
     """
 
     nbytes: int
@@ -69,11 +68,11 @@ class Manifest:
     Attributes:
         model: ``Fingerprint.short``.
         name: The segment's name.
-        compressor: Identity of what chose the kept tokens; "" for ``whole``.
+        compressor: Identity of the compressor; "" for ``whole``.
         tokens: Tokens of the segment, in [1, SEGMENT].
         kept: Tokens that each head keeps in the draft KV, in [0, tokens].
-        objects: ``whole``, or ``draft`` and ``residual`` of the same KV. Which of them
-            are there now is the backend's to say.
+        objects: ``whole``, or ``draft`` and ``residual`` of the same KV; the backend
+            may have evicted some of them.
     """
 
     model: str
@@ -84,7 +83,7 @@ class Manifest:
     objects: Mapping[Part, Stored]
 
     def keys(self, only: Part | None = None) -> dict[Part, str]:
-        """Return the keys of its objects, or of this part alone, by part."""
+        """Return the keys of its objects by part, or of the part ``only`` alone."""
         return {
             part: f"{self.model}.{stored.digest}"
             for part, stored in self.objects.items()
@@ -100,11 +99,11 @@ class Manifest:
 
 
 def decode_manifest(data: torch.Tensor, seal: Seal, model: str, name: str) -> Manifest:
-    """Read what ``Manifest.encode`` wrote.
+    """Decode and verify a manifest, the inverse of ``Manifest.encode``.
 
     Args:
         data: [MANIFEST_BYTES] uint8 of any content.
-        seal: Of the store.
+        seal: Seal of the store.
         model: ``Fingerprint.short``.
         name: The segment's name.
 
@@ -145,17 +144,17 @@ def _stored(row: object, seal: Seal) -> Stored:
 
 
 class Manifests:
-    """The manifests of a store: per segment a list that only grows. Thread-safe.
+    """The manifests of a store: an append-only list per segment. Thread-safe.
 
-    A manifest is written under the first free number and never changed, which every
-    backend can do, write-once ones too. So a reader sees all of one or nothing.
+    A manifest is written under the first free number and never changed, which
+    write-once backends support too, so a reader sees a complete manifest or none.
 
     Args:
-        backend: Where they are.
-        fingerprint: Whose KV, and the key of the seals.
+        backend: The storage backend.
+        fingerprint: Identity of the KV, with the key of the seals.
 
     Attributes:
-        unusable: Keys, of objects too, that were found damaged by this process.
+        unusable: Keys of manifests and objects that this process found damaged.
     """
 
     def __init__(self, backend: Backend, fingerprint: Fingerprint) -> None:
@@ -185,10 +184,11 @@ class Manifests:
         return [found[name] for name in names]
 
     def announce(self, manifest: Manifest) -> bool:
-        """Make a form of a segment readable, unless it is.
+        """Write the manifest of a form of a segment, unless it exists.
 
         Returns:
-            It is readable now. False: the backend failed, or there are too many.
+            Whether the form is readable now. False if the backend failed, or the
+            segment has ``MOST_MANIFESTS`` others.
         """
         data = manifest.encode(self._seal)
         for generation in range(MOST_MANIFESTS):
@@ -199,8 +199,8 @@ class Manifests:
             if there is None:
                 if not self._backend.write(key, data):
                     return False
-                # Another writer may have been faster; a write-once backend says
-                # nothing about that.
+                # Another writer may have been first, which a write-once backend does
+                # not report.
                 there = self._backend.read([key], MANIFEST_BYTES)[0]
             if there is not None and there.equal(data):
                 return True

@@ -1,7 +1,7 @@
-"""What one object of the store holds: tensors in the safetensors format, all checked.
+"""Encoding of stored objects: tensors in the safetensors format, fully validated.
 
-Written and read here rather than by the library, whose functions hold the interpreter
-lock while they copy (100 ms for 64 MB): the scheduler would stand still meanwhile.
+The safetensors library is not used, as its functions hold the interpreter lock while
+they copy (100 ms for 64 MB), which would stall the scheduler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
 
 Part: TypeAlias = Literal["whole", "draft", "residual"]
-"""A segment's KV as it is; the draft KV of one; what draft KV lacks of the full KV."""
+"""Full KV, draft KV and residual KV of a segment."""
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -33,17 +33,17 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-"""Names of safetensors, which also holds packed draft KV: ``U8`` by layer."""
+"""Dtypes by their safetensors names."""
 
 LENGTH = struct.Struct("<Q")
-"""Bytes of the JSON header, which follows; the tensors follow the header."""
+"""Length in bytes of the JSON header, which follows; then come the tensors."""
 ALIGN = 64
-"""The tensors start at a multiple of this."""
+"""The offset in bytes of the tensors is a multiple of this."""
 MOST_HEADER_BYTES = 1 << 20
 
 
 class TensorField(NamedTuple):
-    """A tensor that an object may hold."""
+    """Dtype and shape of a tensor in an object."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,17 +58,18 @@ class TensorField(NamedTuple):
 def layout(
     fingerprint: Fingerprint, part: Part, tokens: int, kept: int
 ) -> dict[str, TensorField]:
-    """Return the tensors that one part of a segment consists of, by name.
+    """Return the tensors of one part of a segment, by name.
 
     Args:
-        fingerprint: Whose KV: [layers, tokens, heads, dim].
-        part: Which part.
+        fingerprint: Gives the number of layers and heads, dims and dtype.
+        part: The part.
         tokens: Tokens of the segment, n.
-        kept: Tokens that each head keeps in the draft KV; 0 where ``part`` is whole.
+        kept: Tokens that each head keeps in the draft KV; 0 if ``part`` is "whole".
 
     Returns:
-        ``keys``, ``values``; of draft KV also ``kept``, int32 [L, H, kept]; where each
-        token has a score of its own (``Selector.update``), ``noted`` [L, H, n].
+        ``keys`` and ``values``, [L, tokens of the part, H, dim]; for draft KV also
+        ``kept``, int32 [L, H, kept]; optionally the scores of tokens
+        (``Selector.update``), ``noted`` float32 [L, H, n], except for residual KV.
     """
     count = {"whole": tokens, "draft": kept, "residual": tokens - kept}[part]
     dtype: torch.dtype = getattr(torch, fingerprint.kv_dtype)
@@ -87,7 +88,7 @@ def layout(
 
 
 def most_bytes(fields: Mapping[str, TensorField]) -> int:
-    """Return the bytes that no object of these tensors exceeds."""
+    """Return the largest size in bytes of an object with these tensors."""
     header = LENGTH.size + MOST_HEADER_BYTES
     return header + sum(field.nbytes for field in fields.values())
 
@@ -97,18 +98,18 @@ def encode(tensors: Tensors, salt: int = 0) -> torch.Tensor:
 
     Args:
         tensors: Of dtypes in ``DTYPES``, on any device.
-        salt: Makes other bytes of the same tensors, so that they get another name.
+        salt: Changes the bytes, and so the key, of an object with the same tensors.
 
     Returns:
         [n] uint8 in host memory.
 
     Raises:
-        StoreError: tensor: one of another dtype.
+        StoreError: tensor: a dtype is not in ``DTYPES``.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"salt": str(salt)}} if salt else {}
     end = 0
-    # Tensors of larger elements first: then every one is aligned, without gaps.
+    # Tensors with larger elements first, so that all are aligned without gaps.
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     for name in order:
         tensor = tensors[name]
@@ -136,11 +137,11 @@ def encode(tensors: Tensors, salt: int = 0) -> torch.Tensor:
 def decode(
     data: torch.Tensor, fields: Mapping[str, TensorField], tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Read an object that holds these tensors and nothing else.
+    """Read an object that must hold these tensors and no others.
 
-    Nothing the object says is believed: dtypes and shapes must be the expected ones,
-    the tensors must lie in it, keys and values must be finite, as sampling ends the
-    process over logits that are not, and kept positions must be tokens of the segment.
+    The object is not trusted: dtypes and shapes must be the expected ones, the tensors
+    must be within it, keys and values must be finite, as non-finite logits make
+    sampling end the process, and kept positions must be tokens of the segment.
 
     Args:
         data: [n] uint8 in host memory, contiguous, of any content.
@@ -180,7 +181,7 @@ def parse_object(text: bytes) -> dict[str, object]:
     """Parse a JSON object.
 
     Raises:
-        StoreError: header: it is none.
+        StoreError: header: the text is not a JSON object.
     """
     try:
         header = json.loads(text)
@@ -202,7 +203,7 @@ def _view(
     """Return one tensor of an object's body.
 
     Raises:
-        StoreError: tensor: its row of the header is not the expected one.
+        StoreError: tensor: its header entry is not the expected one.
     """
     said = row if isinstance(row, dict) else {}
     dtype, shape = said.get("dtype"), said.get("shape")
@@ -232,7 +233,7 @@ def _check_finite(name: str, entries: torch.Tensor) -> None:
     """Require that KV entries are finite.
 
     Raises:
-        StoreError: tensor: one is not.
+        StoreError: tensor: one of them is not.
     """
     wide = entries.float() if entries.itemsize == 1 else entries
     if wide.numel() and not all(math.isfinite(end) for end in wide.aminmax()):

@@ -1,4 +1,4 @@
-"""Opens the store that SGLang's own flags name, for the model of a server."""
+"""Opens the store that SGLang's own flags select, for the model of a server."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 DISTRIBUTION = "vericache-sglang"
 
 FOLDER_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-"""Where SGLang's own ``file`` backend reads its folder."""
+"""Environment variable with the folder of SGLang's own ``file`` backend."""
 
 
 def identity_of(line: str, config: VeriCacheConfig) -> str:
-    """Return the identity of a compressor's draft KV as this version chooses it."""
+    """Return the identity of a compressor's draft KV in this version."""
     return compressor_identity(line, config.keep, version(DISTRIBUTION))
 
 
@@ -44,12 +44,12 @@ def fingerprint_of(
     server_args: Any = None,
     rank: int = 0,
 ) -> Fingerprint:
-    """Return what tells the KV of a model and rank from any other.
+    """Return the identity of the KV of a model and rank.
 
     Args:
-        geometry: Of the rank's KV.
-        kv_dtype: Of the KV pool.
-        config: Names the key of the seals.
+        geometry: Geometry of the rank's KV.
+        kv_dtype: Dtype of the KV pool.
+        config: Names the file with the key of the seals.
         server_args: SGLang's; None: segments are never shared with another server.
         rank: Tensor-parallel rank.
 
@@ -67,7 +67,7 @@ def fingerprint_of(
         return Fingerprint(model="", weights="", dtype="", **shape)
     named = server_args.served_model_name
     return Fingerprint(
-        # By default it is the path, which may differ between servers.
+        # The default name is the path, which may differ between servers.
         model="" if named == server_args.model_path else str(named),
         weights=model_digest(_folder_of(server_args)),
         dtype=f"{server_args.dtype} on {server_args.device}",
@@ -82,7 +82,7 @@ def fingerprint_of(
 def open_store(
     server_args: Any, config: VeriCacheConfig, fingerprint: Fingerprint
 ) -> SegmentStore:
-    """Open the storage backend that SGLang's own flags name.
+    """Open the storage backend that SGLang's own flags select.
 
     Raises:
         ConfigError: It does not open, or its configuration is not a JSON object.
@@ -107,7 +107,7 @@ def _folder_of(server_args: Any) -> Path:
     """Return the folder the weights were loaded from.
 
     Raises:
-        ConfigError: There is none whose contents could be compared.
+        ConfigError: The weights are not in a local folder.
     """
     folder = Path(server_args.model_path)
     if folder.is_dir():

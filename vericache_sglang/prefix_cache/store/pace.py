@@ -1,4 +1,4 @@
-"""How fast segments come from the store, as measured."""
+"""Measured speed of reads from the store."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from math import inf
 from threading import Lock
 
 DECAY = 0.9
-"""Weight of what was measured before, per further segment."""
+"""Decay of earlier measurements per segment."""
 
 
 class Pace:
-    """Seconds per byte of reads; of writes, as long as nothing was read. Thread-safe.
+    """Seconds per byte of reads, or of writes before the first read. Thread-safe.
 
-    Of the whole call: manifests, checks and copies included, the wait for a turn not.
+    Covers the whole call with manifests, checksums and copies, but not the time in a
+    queue.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class Pace:
         self._measured = {"read": (0.0, 0.0), "write": (0.0, 0.0)}
 
     def note(self, kind: str, nbytes: int, seconds: float) -> None:
-        """Record that a segment was read or written ("read" or "write") whole."""
+        """Record the time to "read" or "write" (``kind``) ``nbytes`` of a segment."""
         with self._lock:
             bytes_before, before_s = self._measured[kind]
             self._measured[kind] = (
@@ -30,7 +31,7 @@ class Pace:
 
     @property
     def s_per_byte(self) -> float:
-        """What a fetch takes, in seconds per byte; ``inf`` before any."""
+        """Seconds per byte of a fetch; ``inf`` before any measurement."""
         with self._lock:
             for nbytes, seconds in self._measured.values():
                 if nbytes:

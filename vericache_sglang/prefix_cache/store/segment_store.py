@@ -1,4 +1,4 @@
-"""Segments in a store: put, look up, restore, upgrade, move."""
+"""Writes, finds, reads, upgrades and copies segments in a store."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 BATCH = 64
 """Segments looked up in one bounded call: 32,768 tokens."""
 MOST_SALTS = 8
-"""Times an object found damaged is written anew, each time under another key."""
+"""Most attempts to write an object, under another key after each corrupt copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A segment as it came back, every byte checked.
+    """A segment read from the store, with verified checksums.
 
     Attributes:
-        manifest: Its compressor, number of tokens, and how many of them are kept.
+        manifest: Its compressor, number of tokens, and number of kept tokens.
         parts: ``whole``, or ``draft`` and ``residual``, see ``layout``; views.
     """
 
@@ -56,12 +56,13 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class StoreFetch:
-    """Segments that are read in the background, up to the first that is missing.
+    """A background read of segments, up to the first missing one.
 
     Attributes:
-        names: What is asked for.
-        found: What was read so far, in order; another thread appends to it.
-        cancelled: Read no more.
+        names: The requested segments.
+        found: The segments read so far, in order; another thread appends to it.
+        cancelled: Set to stop reading.
+        future: Completes with the read; None if it was refused.
     """
 
     names: Sequence[str]
@@ -71,30 +72,32 @@ class StoreFetch:
 
     @property
     def done(self) -> bool:
-        """No further segment will be found."""
+        """Whether the read has ended."""
         return self.future is None or self.future.done()
 
 
 class SegmentStore:
-    """What a store has of the segments of one model. Thread-safe.
+    """Segments of one model in a storage backend. Thread-safe.
 
-    No method raises because of the store or its backend: what cannot be read is
-    missing, what cannot be written is dropped, and both are counted. An object is
-    named by its content and announced by a manifest that is written last, so readers
-    see whole segments only, however many processes write at the same time. HiCache's
-    interface has no delete: what is replaced stays until the backend evicts it.
+    No method raises because of the backend: an unreadable segment counts as missing and
+    a failed write is dropped; both are counted. An object's key is the digest of its
+    content, and a manifest that lists it is written last, so readers see complete
+    segments only, with any number of concurrent writers. HiCache's interface has no
+    delete: replaced objects remain until the backend evicts them.
 
-    With several ranks each has a store of its own heads (the rank is part of the
-    fingerprint); they must agree on the smallest of their numbers of segments.
+    Each rank has a store for its own heads (the rank is part of the fingerprint); ranks
+    must use the minimum of their numbers of segments.
 
     Args:
-        backend: Where the bytes are.
-        fingerprint: Whose KV, and the key of the seals. After new weights: a new store.
-        most_waiting: Segments that ``put_later`` may hold; as many prefetches.
+        backend: The storage backend.
+        fingerprint: Identity of the KV, with the key of the seals. New weights need a
+            new store.
+        most_waiting: Most pending segments of ``put_later``, and most pending
+            prefetches.
 
     Attributes:
-        counters: Of this store and its backend.
-        pace: How fast ``restore`` reads.
+        counters: Counters of this store and its backend.
+        pace: Measured speed of ``restore``.
     """
 
     def __init__(
@@ -120,21 +123,20 @@ class SegmentStore:
     ) -> bool:
         """Store a segment in one form; its parts become readable together.
 
-        Nothing is written where the same form by the same compressor is there: KV of
-        the same tokens differs in rounding at most.
+        Nothing is written if the same form by the same compressor exists: KV of the
+        same tokens differs in rounding at most.
 
         Args:
             name: The segment's name.
             parts: ``whole`` alone, or ``draft`` and ``residual`` of the same KV, see
-                ``layout``. Never store as ``whole`` what was restored from a lossy
-                part.
-            compressor: ``compressor_identity`` of what chose the kept tokens.
+                ``layout``. Never store KV restored from a lossy part as ``whole``.
+            compressor: ``compressor_identity`` of the draft KV; "" for ``whole``.
 
         Returns:
-            It is readable now, or was before.
+            Whether it is readable now.
 
         Raises:
-            StoreError: tensor: one is not as ``layout`` says.
+            StoreError: tensor: one does not match ``layout``.
             InvariantError: Other parts than these, or ``whole`` with a compressor.
         """
         if parts.keys() not in FORMS or ("whole" in parts) == bool(compressor):
@@ -163,11 +165,11 @@ class SegmentStore:
     def put_later(
         self, name: str, parts: Mapping[Part, Tensors], compressor: str = ""
     ) -> Future[bool] | None:
-        """``put`` in the writer's thread; ``parts`` must not change until it is done.
+        """Queue a ``put`` in the writer's thread; ``parts`` must not change until then.
 
         Returns:
-            What ``put`` returns; False also where it raises. None: the queue is full
-            or closed, the segment is dropped.
+            Future result of ``put``, False if it raises. None if the queue is full or
+            closed: the segment is dropped.
         """
         try:
             if len(self._writes) >= self._most_waiting:
@@ -189,34 +191,34 @@ class SegmentStore:
     # -- reading ----------------------------------------------------------------
 
     def lookup(self, names: Sequence[str]) -> int:
-        """Count the segments, from the first on, that can be restored whole.
+        """Count the leading segments that can be restored.
 
         Args:
             names: Names of a prompt's segments, see ``segment_names``.
 
         Returns:
-            Length of the longest run that is stored whole, or as draft KV and residual
-            KV of any compressor.
+            Number of leading segments stored as full KV, or as draft KV and residual KV
+            of any compressor.
         """
         return self._leading(names)
 
     def lookup_compressed(self, names: Sequence[str], compressor: str) -> int:
-        """Count the segments, from the first on, whose draft KV is stored."""
+        """Count the leading segments whose draft KV by ``compressor`` is stored."""
         return self._leading(names, compressor, "draft")
 
     def restore(
         self, name: str, compressors: Sequence[str] = (), only: Part | None = None
     ) -> Found | None:
-        """Read a segment, every byte checked.
+        """Read a segment and verify its checksums.
 
         Args:
             name: The segment's name.
-            compressors: What of several to take first, in this order: their draft KV
-                and residual KV; then the whole segment, then any other's.
-            only: Read this part alone, of the first of ``compressors`` that has it.
+            compressors: Preferred compressors, in this order; then full KV is tried,
+                then other compressors.
+            only: Read this part alone, by the first of ``compressors`` that has it.
 
         Returns:
-            None: a miss.
+            The segment; None on a miss.
         """
         began = time.perf_counter()
         ranks = {each: at for at, each in enumerate(compressors)}
@@ -239,10 +241,11 @@ class SegmentStore:
     def prefetch(
         self, names: Sequence[str], compressors: Sequence[str] = ()
     ) -> StoreFetch:
-        """Restore segments in the reader's thread, up to the first that is missing.
+        """Restore segments in the reader's thread, up to the first missing one.
 
         Returns:
-            Done at once, with nothing found, where too many wait or the store closed.
+            The read; already done and empty if too many are pending or the store is
+            closed.
         """
         prefetch = StoreFetch(names)
         if len(self._reads) < self._most_waiting:
@@ -256,27 +259,26 @@ class SegmentStore:
         return prefetch
 
     def refuse(self, found: Found) -> None:
-        """Count a segment that cannot be used as damaged, and read it no more."""
+        """Count an unusable segment as damaged, and stop reading it."""
         self.counters.add(damaged=1)
         for key in found.manifest.keys().values():
             self._unusable[key] = None
 
-    # -- what is stored already -------------------------------------------------
+    # -- upgrades and copies ----------------------------------------------------
 
     def compress(self, names: Sequence[str], split: Compress, compressor: str) -> int:
         """Upgrade stored segments to the draft KV and residual KV of a compressor.
 
-        Until both are there, and for ever where that fails, readers see what was
-        stored before.
+        Until both parts are stored, readers see the previous form.
 
         Args:
-            names: Segments; those that are not stored are passed over.
-            split: Makes (draft, residual) from what is stored. What it raises is
-                passed on.
-            compressor: ``compressor_identity`` of what ``split`` makes.
+            names: Segments; those that are not stored are skipped.
+            split: Returns (draft, residual) of a stored segment; its exceptions
+                propagate.
+            compressor: ``compressor_identity`` of the parts that ``split`` returns.
 
         Returns:
-            Segments that have both parts now.
+            Number of segments stored in both parts now.
         """
         done = 0
         for name in names:
@@ -297,19 +299,19 @@ class SegmentStore:
         compressor: str = "",
         only: Part | None = None,
     ) -> bool:
-        """Copy one form of a segment to another store, as it is, through this machine.
+        """Copy one form of a segment unchanged to another store, through this machine.
 
-        This store keeps its own: HiCache's interface has no delete. Draft KV whose
-        residual KV is moved later joins it then.
+        This store keeps its copy, as HiCache's interface has no delete. The two parts
+        may be copied by separate calls.
 
         Args:
             name: The segment's name.
-            target: Where it shall be.
-            compressor: ``compressor_identity``; empty for ``whole``.
+            target: The destination.
+            compressor: ``compressor_identity``; "" for ``whole``.
             only: Copy this part alone.
 
         Returns:
-            The target has it now.
+            Whether the target has it now.
 
         Raises:
             InvariantError: The stores are of different models, ranks or keys.
@@ -327,11 +329,11 @@ class SegmentStore:
         return False
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits to be written; False where that took too long."""
+        """Wait for all queued writes; False on a time-out."""
         return not wait(set(self._writes), timeout_s).not_done
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Write what waits and take no more; False where that took too long."""
+        """Complete queued writes and refuse further ones; False on a time-out."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False)
         drained = self.drain(timeout_s)
@@ -346,12 +348,12 @@ class SegmentStore:
         compressor: str | None = None,
         only: Part | None = None,
     ) -> int:
-        """Count the segments, from the first on, of which one form exists.
+        """Count the leading segments of which a form exists.
 
         Args:
             names: Segments.
-            compressor: ``compressor_identity`` of the form; None: any will do.
-            only: Part that must exist; None: all of the form.
+            compressor: ``compressor_identity`` of the form; None: any form.
+            only: Part that must exist; None: all parts of the form.
         """
         for start in range(0, len(names), BATCH):
             forms = [
@@ -374,10 +376,10 @@ class SegmentStore:
     def _read(
         self, manifest: Manifest, only: Part | None
     ) -> Mapping[Part, tuple[torch.Tensor, Tensors]] | None:
-        """Read objects of a manifest, [n] uint8, and what they hold.
+        """Read the objects of a manifest, [n] uint8 each, and decode them.
 
         Returns:
-            None where one is missing or damaged; {} where it has no such part.
+            None if one is missing or damaged; {} if the form has no such part.
         """
         keys, objects = manifest.keys(only), {}
         if any(key in self._unusable for key in keys.values()):
@@ -403,10 +405,10 @@ class SegmentStore:
     def _write(
         self, part: Part, tensors: Tensors, tokens: int, kept: int
     ) -> Stored | None:
-        """Write an object under the name of its content; None: the backend refused.
+        """Write an object under the digest of its content; None on a failure.
 
         Raises:
-            StoreError: tensor: no reader would accept it.
+            StoreError: tensor: the tensors would not pass ``decode``.
         """
         fields = layout(self.fingerprint, part, tokens, kept)
         for salt in range(MOST_SALTS):
@@ -421,11 +423,11 @@ class SegmentStore:
         return None
 
     def _place(self, key: str, data: torch.Tensor) -> bool:
-        """Have an object be there; False: it is damaged there, or was refused."""
+        """Write an object unless it exists; False if refused or damaged."""
         if key in self._unusable:
             return False
-        # One without a manifest is of a writer that died, and was never checked; a
-        # write-once backend would keep it as it is.
+        # An existing object may be corrupt, e.g. of a writer that died before it wrote
+        # the manifest, and a write-once backend would not replace it.
         there = self._backend.read([key], data.numel())[0]
         if there is None:
             written = self._backend.write(key, data)
@@ -459,7 +461,7 @@ class SegmentStore:
 
 
 def _count(tensors: Tensors) -> int:
-    """Return the tokens that a part holds.
+    """Return the number of tokens in a part.
 
     Raises:
         StoreError: tensor: it has no keys.

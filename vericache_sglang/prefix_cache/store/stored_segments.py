@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 5.0
-"""A request waits for the store this long; what has not come is prefilled."""
+"""Most seconds a request waits for the store; missing tokens are then prefilled."""
 AHEAD_BYTES = 256 << 20
-"""Most bytes read ahead for a request, before they are taken in."""
+"""Most bytes read ahead for a request before they are copied to the host tier."""
 MOST_FETCHES = 4096
-"""Requests that are fetched for at once; beyond it the oldest goes on without."""
+"""Most concurrent fetches; a further one cancels the oldest."""
 MOST_KNOWN = 65_536
-"""Segments known to be in the store, the last ones: 33 million tokens."""
+"""Most segments remembered as stored, the latest ones: 33 million tokens."""
 
 
 @dataclass(slots=True)
 class Fetch:
-    """What is read from the store for a waiting request.
+    """A fetch from the store for a waiting request.
 
     Attributes:
-        names: Segments to come.
-        parent: Name of the one before them, None at the beginning.
-        start: First token that was asked for.
-        deadline: When the request goes on without it, in ``time.monotonic`` seconds.
-        reading: The first of ``names``; None once nothing more will be taken in.
-        tokens: Tokens that were taken in.
+        names: Segments still to fetch.
+        parent: Name of the segment before them; None at the start of the prompt.
+        start: Position of the first requested token.
+        deadline: End of the wait, in ``time.monotonic`` seconds.
+        reading: The read of the first of ``names``; None when the fetch has ended.
+        tokens: Tokens copied to the host tier so far.
     """
 
     names: Sequence[str]
@@ -57,17 +57,18 @@ class Fetch:
 
 
 class StoredSegments:
-    """Writes segments to the store once, and reads them for requests that wait.
+    """Writes segments to the store once, and reads them for waiting requests.
 
-    One thread calls it, the scheduler's; only ``close`` waits for the store. Ranks that
-    share a prompt call ``found``, agree on the smallest answer, and ``take`` as many.
+    Only the scheduler's thread may call it; only ``close`` waits for the store. Ranks
+    that share a prompt call ``found``, take the minimum over ranks, and ``take`` as
+    many.
 
     Args:
-        store: Where they are kept.
-        compressor: Identity of what this server's draft KV is chosen by.
-        keep: Takes a segment in: name, the one before it, what was stored; returns
-            whether it found room.
-        better: Compressors whose draft KV, where it is stored, is taken instead.
+        store: The store.
+        compressor: Identity of the compressor of this server's draft KV.
+        keep: Copies a segment to the host tier, given its name, its parent and the
+            parts found; returns False without free host pages.
+        better: Compressors whose stored draft KV is preferred to this server's.
         segment: Tokens of a segment.
     """
 
@@ -87,48 +88,48 @@ class StoredSegments:
         fields = layout(store.fingerprint, "whole", segment, 0).values()
         self._ahead = max(1, AHEAD_BYTES // sum(field.nbytes for field in fields))
         self._fetches: dict[str, Fetch] = {}
-        # By name, whether it is there in two parts; what is being written likewise.
+        # Name -> whether it is stored in two parts; the same for pending writes.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
         self._writing: dict[str, tuple[bool, Future[bool]]] = {}
         self._changes: deque[tuple[str, bool]] = deque(maxlen=MOST_KNOWN)
 
-    # -- what the store has ---------------------------------------------------
+    # -- contents of the store ------------------------------------------------
 
     def __contains__(self, name: object) -> bool:
         """Return whether the store has a segment, as of the last ``changes``."""
         return name in self._there
 
     def changes(self) -> list[tuple[str, bool]]:
-        """Return what changed since the last call: names, and whether it has them."""
+        """Return changes since the last call: names, and whether the store has them."""
         self._end_writes()
         found = list(self._changes)
         self._changes.clear()
         return found
 
     def forget(self, name: str) -> None:
-        """Forget that the store has a segment; it keeps what it has."""
+        """Forget that the store has a segment; nothing is deleted from the store."""
         self._there.pop(name, None)
         self._writing.pop(name, None)
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds per byte of a fetch, as measured; ``inf`` before the first one."""
+        """Measured seconds per byte of a fetch; ``inf`` before the first one."""
         return self._store.pace.s_per_byte
 
     # -- writing --------------------------------------------------------------
 
     def wants(self, name: str, split: bool = False) -> bool:
-        """Return whether a segment is not in the store, as far as is known.
+        """Return whether the store is not known to have a segment.
 
         Args:
             name: The segment.
-            split: In two parts; False: in any form.
+            split: Require draft KV and residual KV; False: any form counts.
         """
         forms = (self._there.get(name), *self._writing.get(name, ())[:1])
         return True not in forms and (split or False not in forms)
 
     def write(self, name: str, parts: Mapping[Part, Tensors]) -> None:
-        """Write a segment, whole or in two parts, which must not change any more."""
+        """Queue a write of a segment; ``parts`` must not change afterwards."""
         self._end_writes()
         split = "whole" not in parts
         compressor = self._compressor if split else ""
@@ -150,12 +151,12 @@ class StoredSegments:
     # -- reading --------------------------------------------------------------
 
     def fetch(self, rid: str, names: Sequence[str], start: int) -> None:
-        """Begin to read what follows the tokens that need no store.
+        """Start to read the segments that follow the cached tokens of a prompt.
 
         Args:
-            rid: Request that waits.
-            names: Of its prompt's whole segments.
-            start: Tokens of it that are cached already.
+            rid: Waiting request.
+            names: Names of its prompt's whole segments.
+            start: Tokens of the prompt that are already cached.
         """
         first = start // self._segment
         if first >= len(names) or rid in self._fetches:
@@ -171,11 +172,11 @@ class StoredSegments:
         )
 
     def found(self, rid: str) -> int | None:
-        """Return how many segments could be taken in for a request now.
+        """Return how many segments ``take`` can copy for a request now.
 
         Returns:
-            Leading segments that were read; None while more may come in time. 0 where
-            nothing more will.
+            Number of leading segments that were read; None while more may arrive before
+            the deadline; 0 when the fetch has ended.
         """
         fetch = self._fetches.get(rid)
         if fetch is None or fetch.reading is None:
@@ -187,14 +188,14 @@ class StoredSegments:
         return len(fetch.reading.found)
 
     def take(self, rid: str, count: int) -> bool:
-        """Take in segments that were found; never raises for what they hold.
+        """Copy found segments to the host tier; invalid content does not raise.
 
         Args:
-            rid: Request that waits.
-            count: Leading segments to take, at most ``found``.
+            rid: Waiting request.
+            count: Leading segments to copy, at most ``found``.
 
         Returns:
-            The request need not wait any longer; otherwise more is being read.
+            True if the request no longer has to wait; False while more is being read.
         """
         fetch = self._fetches.get(rid)
         if fetch is None or fetch.reading is None:
@@ -216,11 +217,11 @@ class StoredSegments:
         return fetch.reading is None
 
     def usable(self, found: Found) -> bool:
-        """Return whether these are two parts as this server makes them, or better."""
+        """Return whether a compressor that this server accepts made the parts."""
         return found.manifest.compressor in self._usable
 
     def pop(self, rid: str) -> tuple[int, int | None]:
-        """Forget a fetch; return the tokens it brought, and where they begin."""
+        """End a fetch; return the number of tokens fetched, and where they begin."""
         fetch = self._fetches.pop(rid, None)
         if fetch is not None and fetch.reading is not None:
             fetch.reading.cancelled = True
@@ -229,7 +230,7 @@ class StoredSegments:
         return fetch.tokens, fetch.start
 
     def close(self) -> None:
-        """Write what waits, and take no more."""
+        """Complete queued writes, and refuse further ones."""
         self._store.close()
 
     def report(self) -> dict[str, int]:
@@ -240,7 +241,7 @@ class StoredSegments:
         return self._store.prefetch(names[: self._ahead], self._usable)
 
     def _take_in(self, name: str, parent: str | None, found: Found) -> bool:
-        """Take a segment in; False where that failed or there is no room."""
+        """Copy a segment to the host tier; False on a failure or without free pages."""
         try:
             if found.manifest.tokens != self._segment:
                 raise ValueError(f"of {found.manifest.tokens} tokens")

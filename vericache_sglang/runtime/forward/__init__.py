@@ -1,1 +1,1 @@
-"""One forward: rows of requests, CUDA graphs, tokens that stay on the device."""
+"""Builds and runs one forward: rows, CUDA graphs and tokens kept on the device."""

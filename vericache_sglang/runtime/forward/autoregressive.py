@@ -1,4 +1,4 @@
-"""A batch in which every request decodes one token on its full KV, as SGLang does."""
+"""Autoregressive decoding: every request of a batch decodes one token on full KV."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
-    """Say whether SGLang's batch-wide sampling is right for every request.
+    """Return whether SGLang's batch-wide sampling is correct for every request.
 
-    It counts one token per step for penalties, which is wrong after a verification;
-    and in a batch of several kinds a seed gives other tokens than alone (``Group``).
-    The batch's flags outlive the request that set them, so they are looked at too.
+    It counts one token per step for penalties, which is wrong after a verification.
+    In a batch of mixed sampling kinds a seed yields different tokens than alone
+    (``Group``). The batch's flags outlive the request that set them, so they are
+    checked too.
 
     Args:
         states: The batch's requests.
@@ -49,15 +50,15 @@ def run_plain(
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
     Args:
-        batch: The decode batch; altered as SGLang's own preparation would.
-        states: Its requests, in order.
+        batch: The decode batch; modified as SGLang's own preparation would.
+        states: Its requests, in batch order.
         target_worker: SGLang's ``TpModelWorker``.
-        draft_tokens: Has their pending tokens, and gets the new ones.
-        recorder: Is told of every row.
+        draft_tokens: Provides the pending tokens and receives the new ones.
+        recorder: Records the launch of every row.
     """
     requests = batch.req_pool_indices.to(torch.int64)
     batch.input_ids = draft_tokens.pending(requests)
-    # What we published as lengths is what the scheduler hands back.
+    # The scheduler passes back the lengths that we published.
     table = batch.req_to_token_pool.req_to_token
     batch.out_cache_loc = table[requests, batch.seq_lens].to(torch.int64)
     batch.seq_lens = batch.seq_lens + 1
@@ -80,7 +81,7 @@ def run_plain(
 
 
 def _host_lengths(lengths: torch.Tensor, states: list[RequestState]) -> torch.Tensor:
-    """Return the rows' lengths on the host; upper bounds where that would wait."""
+    """Return the rows' lengths on the host; upper bounds if exact ones would wait."""
     if lengths.device.type == "cpu":
         return lengths
     return torch.tensor([state.row_length + state.pending_max + 1 for state in states])

@@ -1,4 +1,4 @@
-"""Pending and drafted tokens of every request, where the next forward reads them."""
+"""Device buffer of every request's pending and drafted tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 
 class DraftTokenBuffer:
-    """One row per seat (``Req.kv.req_pool_idx``): the pending token, then the drafts.
+    """One row per ``Req.kv.req_pool_idx``: the pending token, then the drafts.
 
-    A forward's inputs are gathered from it and its outcome is written to it on the
-    device, so the host launches the next forward before it has seen the last one's
-    tokens.
+    Forwards gather their inputs from it and write their results to it on the device,
+    so the host can launch a forward before it has seen the previous one's tokens.
 
     Args:
-        pool_indices: Rows, at least the row pool's.
-        draft_length: Most drafts of a request, x.
-        device: Where the forwards run.
+        pool_indices: Number of rows, at least that of the request pool.
+        draft_length: x, maximum drafts of a request.
+        device: Device of the forwards.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class DraftTokenBuffer:
 
     @property
     def most(self) -> int:
-        """Most tokens one row emits, x + 1."""
+        """Maximum tokens that one row emits, x + 1."""
         return self._draft_tokens.most
 
     def tokens(self, pool_indices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -60,21 +59,21 @@ class DraftTokenBuffer:
     def extra(
         self, pool_indices: torch.Tensor, pending_max: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the host does not know yet of its requests' lengths.
+        """Return the emitted tokens that the host has not counted yet.
 
         Args:
             pool_indices: [n] int64.
-            pending_max: [n] int64; not 0 where the last emitting forward's outcome has
-                not been heard. The host counts one token of it, which is certain.
+            pending_max: [n] int64; nonzero if the last emitting forward has not been
+                reported. The host counts one token of it, which is certain.
 
         Returns:
-            [n] int64, the further tokens it emitted; 0 where all is known.
+            [n] int64, the further tokens it emitted; 0 if all are reported.
         """
         further = self._draft_tokens.emitted[pool_indices].to(torch.int64) - 1
         return torch.where(pending_max != 0, further, 0)
 
     def start(self, pool_indices: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note the first token after a prefill, or a plainly decoded one.
+        """Store the pending token after a prefill or an autoregressive decode.
 
         Args:
             pool_indices: [n] int64, unique.
@@ -87,7 +86,7 @@ class DraftTokenBuffer:
         return board_commit(self._draft_tokens, rows, target)
 
     def put(self, states: Sequence[RequestState]) -> None:
-        """Write what the host has decided: pending tokens and all drafts."""
+        """Write the pending tokens and drafts that the host has chosen."""
         pool_indices: list[int] = []
         columns: list[int] = []
         tokens: list[int] = []

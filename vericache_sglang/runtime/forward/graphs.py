@@ -1,10 +1,10 @@
-"""CUDA graphs of mixed batches, beside the ones SGLang decodes with.
+"""CUDA graphs of mixed batches, in addition to SGLang's decode graphs.
 
-SGLang 0.5.21 captures graphs of a speculative algorithm for verifications only. In its
-ragged mode (written for DSPARK, ``speculative/ragged_verify.py``) a graph has a number
-of tokens and its rows may have any lengths; a mixed batch is one. SGLang captures as
-many tokens for every row as a verification has. Here the sizes are those that occur.
-Batches that only decode run what SGLang captures for a server without speculation.
+For a speculative algorithm SGLang 0.5.21 captures verification graphs only. In its
+ragged mode (written for DSPARK, ``speculative/ragged_verify.py``) a graph has a fixed
+number of tokens and rows of any length, which fits a mixed batch. SGLang sizes such
+graphs for full verifications in every row; here the sizes are those that occur.
+Decode-only batches use the graphs of a server without speculation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPECULATIVE = (
     *("speculative_algorithm", "speculative_num_steps"),
     *("speculative_num_draft_tokens", "speculative_eagle_topk"),
 )
-"""Settings of SGLang that are None on a server without speculation."""
+"""SGLang's arguments that are None on a server without speculation."""
 
 CODES = "rows begin with codes"
 TOO_LARGE = "more rows or tokens than the largest graph"
@@ -56,10 +56,10 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
     """SGLang's graph runner for batches that draft, verify and decode.
 
     Attributes:
-        decodes: SGLang's runner of a server without speculation; with an attention
-            backend of its own, because a backend keeps one set of static buffers.
-        replayed: Forwards that ran in a graph.
-        eager: Forwards that did not, by reason.
+        decodes: SGLang's runner of a server without speculation. It has its own
+            attention backend, because a backend has one set of static buffers.
+        replayed: Number of forwards that ran in a graph.
+        eager: Reason -> number of forwards that ran without a graph.
     """
 
     captured_req_width: int
@@ -83,13 +83,13 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
     # -- capture ------------------------------------------------------------------
 
     def _build_ragged_verify_token_buckets(self) -> list[int]:
-        """List the tokens of every graph; ``max_bs`` is the most rows of a batch."""
+        """Return the token count of every graph; ``max_bs`` bounds a batch's rows."""
         self.capture_bs = list(_sizes(self.max_bs, self.captured_req_width))
         self.compile_bs = []
         return self.capture_bs
 
     def capture_one_shape(self, size: int, *args: Any, **kwargs: Any) -> None:
-        """Capture a graph of ``size`` tokens, which SGLang takes for rows."""
+        """Capture a graph of ``size`` tokens, which SGLang passes as rows."""
         width, self.captured_req_width = self.captured_req_width, 1
         try:
             super().capture_one_shape(size, *args, **kwargs)
@@ -116,17 +116,18 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
     # -- replay -------------------------------------------------------------------
 
     def tokens_of(self, forward: ForwardBatch) -> int | str:
-        """Return the tokens of the smallest graph that serves a mixed forward.
+        """Return the tokens of the smallest graph that fits a mixed forward.
 
-        Rows that begin with codes are read by kernels that no graph has. Where a graph
-        has no row to spare, SGLang's backends count the tokens of no row to the last
-        one, which must not grow past the longest row they can list.
+        Rows with packed draft KV need kernels that no graph contains. If a graph has no
+        spare row, SGLang's backends add the padding tokens to the last row, which must
+        not exceed the longest row they support.
 
         Args:
-            forward: Not presented yet: ``seq_lens_cpu`` are whole rows, or more.
+            forward: Before ``present``: ``seq_lens_cpu`` are lengths of rows with their
+                queries, or upper bounds.
 
         Returns:
-            The tokens, or why there is no such graph.
+            The tokens, or the reason why no graph fits.
         """
         lengths = forward.extend_seq_lens_cpu
         tokens, grid = sum(lengths), self.capture_num_tokens
@@ -145,12 +146,12 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
         return graph
 
     def can_run_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Return whether a graph serves a forward; counts where none does."""
+        """Return whether a graph fits a forward; counts forwards without one."""
         reason: str | None = None
         if forward_batch.forward_mode.is_decode():
             fits = self.decodes.can_run_graph(forward_batch)
         else:
-            # SGLang looks at the number of tokens, which a graph may have by chance.
+            # SGLang compares the number of tokens, which may match a graph by chance.
             reason = getattr(forward_batch.spec_info, "eager", None)
             fits = reason is None and super().can_run_graph(forward_batch)
         if fits:
@@ -172,17 +173,17 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
 
 
 def present(forward: ForwardBatch, model_runner: ModelRunner) -> None:
-    """Prepare a mixed forward for the backends of a GPU, in place; waits for nothing.
+    """Prepare a mixed forward for a GPU backend, in place, without synchronising.
 
-    Its rows' lengths go to the spec input, ``seq_lens`` become what is in front of the
-    queries (``seq_lens_cpu`` stay whole rows), and where a graph serves the forward its
-    tokens are filled up to the graph's with ones of no row, whose KV goes to SGLang's
-    dummy slot 0. As SGLang's DSPARK worker does (``dspark_verify.py``,
-    ``_run_ragged``). On a CPU nothing is changed.
+    The rows' query lengths go to the spec input and ``seq_lens`` become the lengths
+    before the queries (``seq_lens_cpu`` keep the full lengths). If a graph fits, the
+    tokens are padded to the graph's size; padding belongs to no row and writes its KV
+    to SGLang's dummy slot 0. Follows SGLang's DSPARK worker (``dspark_verify.py``,
+    ``_run_ragged``). On a CPU nothing changes.
 
     Args:
         forward: A TARGET_VERIFY whose ``extend_seq_lens`` and ``extend_prefix_lens``
-            are exact on the device; of the host's lists only the first is.
+            are exact on the device; on the host only ``extend_seq_lens_cpu`` is.
         model_runner: The target's runner.
     """
     runner = model_runner.decode_cuda_graph_runner
@@ -192,7 +193,7 @@ def present(forward: ForwardBatch, model_runner: ModelRunner) -> None:
     graph = own if runner is None else runner.tokens_of(forward)
     if isinstance(graph, str):
         spec_info.eager, graph = graph, own
-    # Built on the device: from a list it would wait for the forward that runs.
+    # Built on the device: building from a list would wait for the running forward.
     spec_info.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
         verify_lens=forward.extend_seq_lens, graph_num_tokens=graph
     )
@@ -203,7 +204,7 @@ def present(forward: ForwardBatch, model_runner: ModelRunner) -> None:
 
 
 def graph_figures(model_runner: ModelRunner) -> dict[str, int]:
-    """Return how many forwards ran in graphs and how many did not."""
+    """Return the number of forwards that ran with and without graphs."""
     runner = getattr(model_runner, "decode_cuda_graph_runner", None)
     if runner is None:  # none were captured, or not yet
         return {"graph_forwards": 0, "eager_forwards": 0}
@@ -214,7 +215,7 @@ def graph_figures(model_runner: ModelRunner) -> dict[str, int]:
 
 
 def eager_reasons(model_runner: ModelRunner) -> dict[str, int]:
-    """Return why forwards ran without the graphs there are, and how many each."""
+    """Return reason -> number of forwards that ran without a graph."""
     runner = getattr(model_runner, "decode_cuda_graph_runner", None)
     return {} if runner is None else dict(runner.eager)
 
@@ -228,7 +229,7 @@ def runner_class(original: Callable[..., Any], model_runner: ModelRunner) -> Any
 
 
 def logits_rows(original: Callable[..., int], model_runner: ModelRunner) -> int:
-    """Return the rows of the logits buffer all graphs share."""
+    """Return the rows of the logits buffer that all graphs share."""
     if not _ours(model_runner):
         return original(model_runner)
     width = model_runner.decode_num_tokens_per_req()
@@ -241,16 +242,16 @@ def _ours(model_runner: ModelRunner) -> bool:
 
 
 def _sizes(rows: int, width: int) -> tuple[int, ...]:
-    """Return the tokens of every graph for so many rows, of at most ``width`` each."""
+    """Return the token counts of graphs for ``rows`` rows of at most ``width`` each."""
     config = served_config()
     return graph_tokens(rows, width - 1, config.max_verifies if config else 1)
 
 
 @contextmanager
 def _without_speculation(model_runner: ModelRunner) -> Iterator[None]:
-    """Have SGLang build what it builds for a server without speculation.
+    """Hide the speculative settings from SGLang inside the context.
 
-    An attention backend then has no buffers of verifications either.
+    An attention backend built there has no verification buffers either.
     """
     algorithm = model_runner.spec_algorithm
     model_runner.spec_algorithm = SpeculativeAlgorithm.NONE

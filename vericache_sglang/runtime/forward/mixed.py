@@ -1,4 +1,4 @@
-"""One forward in which some requests draft, some verify and some decode plainly."""
+"""One forward that mixes drafting, verification and autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class MixedForward:
-    """Executes row actions. What they came to stays on the device where it can.
+    """Executes row actions and keeps the results on the device if possible.
 
-    Drafted and accepted tokens are read and written on the token board; the host hears
-    of them when the flight lands. A batch in which what comes next depends on tokens
-    in other ways (a grammar, penalties, log-probabilities, rejection sampling) is
-    concluded on the host, at once.
+    Drafted and accepted tokens are read from and written to the draft token buffer; the
+    host receives them when the in-flight forward is recorded. A batch with a request
+    whose next step depends on tokens on the host (grammar, penalties,
+    log-probabilities, rejection sampling) is recorded synchronously.
 
     Args:
-        placement: Row table, reloads and counters.
+        placement: Block table, staging buffer and counters.
         target_worker: SGLang's ``TpModelWorker``.
         draft_tokens: Tokens of all requests.
-        in_flight: Is told of every forward.
-        recorder: Is told what the rows came to, where that is known at once.
+        in_flight: Queue of launched forwards.
+        recorder: Records the rows' results.
         overlap: SGLang runs its overlap schedule.
     """
 
@@ -73,16 +73,16 @@ class MixedForward:
         requests: dict[int, RequestState],
         actions: dict[int, RowAction],
     ) -> tuple[GenerationBatchResult, Work | None]:
-        """Draft, verify and decode plainly in one ragged forward.
+        """Draft, verify and decode autoregressively in one ragged forward.
 
         Args:
             batch: The decode batch.
-            requests: Position in the batch -> request, in order.
-            actions: Position in the batch -> what its request does.
+            requests: Batch index -> request, in order.
+            actions: Batch index -> action of its request.
 
         Returns:
-            The result, whose ``accept_lens`` are right on the device; and the work
-            done, None where every request waited.
+            The result, whose ``accept_lens`` are exact on the device; and the work
+            done, None if every request waited.
         """
         late = all(state.late for state in requests.values())
         rows = MixedRows(self._placement)
@@ -102,7 +102,7 @@ class MixedForward:
         run = self._worker.forward_batch_generation(
             batch=None, forward_batch=forward, is_verify=True
         )
-        # Behind them are those of the tokens that fill up a graph.
+        # The remaining rows belong to the padding of a graph.
         logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
         asked = _queries(rows, requests, actions)
         if late:
@@ -129,7 +129,7 @@ class MixedForward:
         asked: Sequence[RowQueries[RequestState]],
         target: torch.Tensor,
     ) -> GenerationBatchResult:
-        """Draft and accept on the board; the host hears of it later."""
+        """Draft and accept in the draft token buffer; results are reported later."""
         at, pool_idx, kind, drafts, first = upload(
             self._device,
             [row.batch_index for row in rows.rows],
@@ -144,7 +144,7 @@ class MixedForward:
         result = self._result(batch)
         places = result.next_token_ids.view(-1, self._draft_tokens.most)
         places[at] = emission.tokens
-        # No token of a drafting request is accepted; the host reads its draft here.
+        # A drafting request accepts no token; the host reads its draft from here.
         places[at, 0] = torch.where(
             kind == EMIT, emission.tokens[:, 0], target[first[:-1]]
         )
@@ -167,7 +167,7 @@ class MixedForward:
         chosen: Sequence[list[int]],
         table: LogprobTable,
     ) -> GenerationBatchResult:
-        """Conclude every row at once, with tokens chosen on the host."""
+        """Record every row synchronously, with tokens chosen on the host."""
         emitted: dict[int, list[int]] = {}
         for row, tokens in zip(asked, chosen, strict=True):
             pending_row = self._recorder.launch(
@@ -182,7 +182,7 @@ class MixedForward:
         return result
 
     def _packed(self, rows: Sequence[ForwardRow]) -> dict[int, Any]:
-        """Return, by row, its code slots and what decodes them; for the attention."""
+        """Return row -> number of code slots and their decoder, for the attention."""
         codes = self._placement.codes
         if codes is None:
             return {}
@@ -198,10 +198,10 @@ class MixedForward:
         emitted: dict[int, list[int]] | None = None,
         table: LogprobTable | None = None,
     ) -> GenerationBatchResult:
-        """Return a result in which requests emit what is given, nothing without."""
+        """Return a result with the given emitted tokens; by default none."""
         requests, stride = len(batch.reqs), self._draft_tokens.most
         logprobs = None
-        if batch.return_logprob:  # SGLang reads it also where nobody emits
+        if batch.return_logprob:  # SGLang reads it even if no request emits
             logprobs = (table or LogprobTable()).pack(requests)
         padded, counts = [0] * (requests * stride), [0] * requests
         for i, tokens in (emitted or {}).items():
@@ -220,7 +220,7 @@ class MixedForward:
 def _queries(
     rows: MixedRows, requests: dict[int, RequestState], actions: dict[int, RowAction]
 ) -> list[RowQueries[RequestState]]:
-    """Say which positions of the forward ask for a token."""
+    """Return the positions of the forward at which a token is sampled, by row."""
     asked = []
     for row, start in zip(rows.rows, rows.starts(), strict=True):
         batch_index = row.batch_index

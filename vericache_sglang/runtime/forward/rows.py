@@ -1,4 +1,4 @@
-"""The rows of one mixed forward, and the ``ForwardBatch`` made of them."""
+"""Builds the rows of one mixed forward and its ``ForwardBatch``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
-    """What a ragged forward over rows of the row table needs; T queries of R rows.
+    """Inputs of a ragged forward: T query tokens of R block-table rows.
 
     Attributes:
-        batch_indices: R positions in the schedule batch.
-        lengths: R numbers of queries.
-        bounds: R lengths of rows without their queries, or more.
-        table_rows: [R] int64.
-        prefixes: [R] int64, lengths of rows without their queries, exactly.
-        tokens: [T] int64.
-        slots: [T] int64, where their KV is written.
+        batch_indices: R indices into the schedule batch.
+        lengths: R query lengths.
+        bounds: R upper bounds on the row lengths without queries.
+        table_rows: [R] int64, rows of the block table.
+        prefixes: [R] int64, exact row lengths without queries.
+        tokens: [T] int64, token ids.
+        slots: [T] int64, KV slots that the forward writes.
         positions: [T] int64, true positions in the text.
     """
 
@@ -51,13 +51,14 @@ class ForwardInputs:
 
 
 class MixedRows:
-    """Collects the rows of one forward; lists shadow rows where two rows are needed.
+    """Collects the rows of one forward; fills draft block-table rows if needed.
 
-    A request on the host drafts on its own row and is verified on a shadow row; on the
-    device it is the other way round, or both are shadow rows.
+    If the residual KV is on the host, a request drafts on its own block-table row and
+    is verified on a second one. If it is on the device, the request drafts on a draft
+    block-table row and is verified on its own row or on a second one.
 
     Args:
-        placement: Owns the row table and its shadow rows.
+        placement: Owns the block table, including the draft block-table rows.
     """
 
     def __init__(self, placement: KVPlacement) -> None:
@@ -67,7 +68,7 @@ class MixedRows:
         self._draft_rows = iter(placement.verify_rows)
 
     def add(self, batch_index: int, state: RequestState, action: RowAction) -> bool:
-        """Add what ``action`` asks of a request; returns False where it is to wait."""
+        """Add the row of ``action``; return False if the request must wait."""
         if isinstance(action, Wait):
             return False
         own, drafted = state.req_pool_idx, state.drafted
@@ -100,12 +101,12 @@ class MixedRows:
         return True
 
     def starts(self) -> list[int]:
-        """Return where each row's first token is among all tokens of the forward."""
+        """Return the index of each row's first token in the forward."""
         lengths = (len(row.columns) for row in self.rows)
         return list(accumulate(lengths, initial=0))[:-1]
 
     def work(self) -> Work:
-        """Return what this forward has to do."""
+        """Return the work of this forward, for the iteration model."""
         tokens = reads = products = 0
         for row in self.rows:
             n = len(row.columns)
@@ -119,7 +120,7 @@ class MixedRows:
         return Work(tokens, reads, products)
 
     def inputs(self, draft_tokens: DraftTokenBuffer) -> ForwardInputs:
-        """Gather what the forward runs on; nothing waits for the device."""
+        """Gather the inputs of the forward without waiting for the device."""
         rows = self.rows
         queries = [(i, row, j) for i, row in enumerate(rows) for j in row.columns]
         of_row, offset, column, own, table_row, prefix, at, position, pending_max = (
@@ -151,14 +152,14 @@ class MixedRows:
         )
 
     def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
-        """Return the row that lists the draft part, and its length."""
+        """Return the block-table row that lists the draft KV, and its length."""
         parts = state.split
         if parts.layout is Layout.KEPT:
             return own, state.row_length + state.drafted
         decoded = state.verified - parts.budget.offered + state.drafted
         draft_row = self._table[parts.draft_row]
         if decoded + state.pending_max >= parts.listed:
-            # Decode slots are listed once; two rounds ahead are allocated already.
+            # Decode slots are listed once; two cycles ahead are already allocated.
             known = state.req.kv.kv_allocated_len - parts.head
             slots = parts.budget.slots
             draft_row[slots + parts.listed : slots + known] = self._table[
@@ -168,7 +169,7 @@ class MixedRows:
         return parts.draft_row, parts.budget.slots + decoded
 
     def _whole_row(self, own: int, state: RequestState) -> int:
-        """Return the row that lists both parts, for a verification."""
+        """Return the block-table row that lists the full KV, for a verification."""
         parts = state.split
         if parts.layout is Layout.PERMUTED:
             return own
@@ -200,20 +201,19 @@ def build_forward(
     lengths make it a ragged extend for the attention backend.
 
     Args:
-        batch: A shallow copy of the decode batch, ours to alter.
-        inputs: Of at least one row.
+        batch: A shallow copy of the decode batch; modified.
+        inputs: Inputs of at least one row.
         model_runner: The target's runner.
 
     Returns:
         A batch whose ``positions`` are true positions and whose ``seq_lens`` are row
-        lengths with the query tokens included. Tensors on the device are exact; its
-        lists of lengths on the host are, too, where the device is the host, and upper
-        bounds elsewhere.
+        lengths with the query tokens included. Device tensors are exact. Host lists
+        are exact on a CPU and upper bounds on a GPU.
 
     Raises:
-        InvariantError: A row is longer than the model's context. SGLang's backends give
-            every row as many columns of their page tables and write them by its length
-            (``build_trtllm_mha_page_table``): the next row's would be overwritten.
+        InvariantError: A row is longer than the model's context. SGLang's page tables
+            have that many columns per row and are written by row length
+            (``build_trtllm_mha_page_table``), so the next row would be overwritten.
     """
     device, lengths, prefixes = batch.device, inputs.lengths, inputs.bounds
     if inputs.prefixes.device.type == "cpu":

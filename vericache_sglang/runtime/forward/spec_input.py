@@ -1,4 +1,4 @@
-"""The ``SpecInput`` SGLang carries between iterations and into a mixed forward."""
+"""The ``SpecInput`` of mixed forwards and of SGLang's relay between iterations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class VeriCacheSpecInput(SpecInput):
-    """Positions into the forward; an empty relay between iterations.
+    """Carries positions into a mixed forward; an empty relay between iterations.
 
-    The engine's own states are the truth about pending and drafted tokens, so nothing
-    is relayed. ``RelayPayload.from_draft_input`` (overlap_utils.py) reads the five
-    attributes below all the same.
+    Pending and drafted tokens are kept in ``RequestState``, so nothing is relayed.
+    ``RelayPayload.from_draft_input`` (overlap_utils.py) still reads the five attributes
+    below.
 
     Args:
         rows: Requests of the batch.
         positions: [tokens] int64 true positions of a mixed forward; None in a relay.
-        row_lengths: Tokens of every row of a mixed forward; None in a relay.
+        row_lengths: Query tokens of every row of a mixed forward; None in a relay.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class VeriCacheSpecInput(SpecInput):
         positions: torch.Tensor | None = None,
         row_lengths: list[int] | None = None,
     ) -> None:
-        # The enum is closed; this member is the one with the fewest special cases.
+        # The enum cannot be extended; this member has the fewest special cases.
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions
         # Read by the hook on LoRA batches (patches: lora_utils).
         self.row_lengths = row_lengths
-        # By row: slots of codes it begins with, and what decodes them, by layer.
+        # Row -> leading code slots, and their decoder by layer.
         # SGLang copies a ForwardBatch field by field, so it cannot carry them itself.
         self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
-        # The same on a GPU; None where no row begins with codes.
+        # The same on a GPU; None if no row begins with codes.
         self.coded: CodedRows | None = None
-        # Why no CUDA graph serves the forward; None where one does.
+        # Reason why no CUDA graph fits the forward; None if one does.
         self.eager: str | None = None
         self.future_indices: torch.Tensor | None = None
         self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
