@@ -8,13 +8,8 @@ from vericache_patches.record import Hook, Patch
 
 
 def running_request_offset(original: Hook, adder: Any, req: Any) -> Any:
-<<<<<<< HEAD
-    """Add the slots a parked request will want back before anyone new gets them."""
-    return original(adder, req) + getattr(req, "vericache_swapped_slots", 0)
-=======
     """Add the slots that a swapped-out request needs before new requests start."""
-    return original(adder, req) + getattr(req, "vericache_parked_slots", 0)
->>>>>>> prose
+    return original(adder, req) + getattr(req, "vericache_swapped_slots", 0)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one request adds to an average iteration.
+    """One request's average share of an iteration.
 
     Attributes:
-        seconds: Forward time it adds, in seconds.
-        tokens: Tokens it emits.
-        link_s: Link time it takes, in seconds.
+        seconds: Forward time, in seconds.
+        tokens: Tokens emitted.
+        link_s: Link time, in seconds.
     """
 
     seconds: float

@@ -25,24 +25,6 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.track import Track
 
 
-<<<<<<< HEAD
-=======
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One request's average share of an iteration.
-
-    Attributes:
-        seconds: Forward time, in seconds.
-        tokens: Tokens emitted.
-        link_s: Link time, in seconds.
-    """
-
-    seconds: float
-    tokens: float
-    link_s: float = 0.0
-
-
->>>>>>> prose
 class Throughput:
     """Predicts time and tokens of requests with the current estimates.
 

@@ -24,24 +24,6 @@ SLOT_BYTES = 8
 """Bytes of a slot id."""
 
 
-<<<<<<< HEAD
-=======
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Kept and remaining tokens of a segment; T tokens, H KV heads.
-
-    Attributes:
-        slots: [T] int64, the pool slot of every token, in token order, unique.
-        kept: [H, n] int32 or int64 in [0, T), the kept tokens, unique per head.
-        rest: [H, m] as ``kept``, the other tokens; disjoint from ``kept`` per head.
-    """
-
-    slots: torch.Tensor
-    kept: torch.Tensor
-    rest: torch.Tensor
-
-
->>>>>>> prose
 def split_segment(
     pool: Pair, cut: Cut, target: torch.Tensor, block: Pair, *, in_place: bool = False
 ) -> None:

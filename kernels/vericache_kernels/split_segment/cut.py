@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Which tokens of a segment stay and which leave; T tokens, H KV heads.
+    """Kept and remaining tokens of a segment; T tokens, H KV heads.
 
     Attributes:
         slots: [T] int64, the pool slot of every token, in token order, unique.
-        kept: [H, n] int32 or int64 in [0, T), the tokens that stay, unique per head.
-        rest: [H, m] as ``kept``, the tokens that leave, none of them kept.
+        kept: [H, n] int32 or int64 in [0, T), the kept tokens, unique per head.
+        rest: [H, m] as ``kept``, the other tokens; disjoint from ``kept`` per head.
     """
 
     slots: torch.Tensor
