@@ -12,6 +12,7 @@ pytest.importorskip("sglang")
 
 from tiny_engine import opened
 
+from vericache_patches.managers_schedule_policy import running_request_offset
 from vericache_sglang.errors import LostKVError
 from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import (
@@ -205,6 +206,18 @@ def test_moves_without_room_change_nothing(codec, selects, page):
         engine.allocator.free(torch.cat([hog, rest]))
         assert engine.move(SwapIn("a"), "a")
         engine.checks.all()
+
+
+def test_admission_leaves_room_for_a_swapped_out_request():
+    """SGLang adds what a running request may still take; ours comes on top."""
+    with opened() as engine:
+        state = on_host(engine)
+        held = state.row_length
+        for move, more in ((SwapOut("a"), held), (SwapIn("a"), 0)):
+            assert engine.move(move, "a")
+            assert running_request_offset(lambda adder, req: 7, None, state.req) == (
+                7 + more
+            )
 
 
 @ALL_KINDS
