@@ -31,6 +31,9 @@ LAYERS, HEADS, DIM = 2, 2, 4
 
 BITS = {2: torch.int16, 4: torch.int32}
 
+NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
+"""Signalling NaNs: whoever computes with one gets another."""
+
 
 MODULES = ("segment_slots", "segment_room", "cached_segments")
 """Modules of the engine that know how long a segment is, and not of SGLang."""
@@ -86,11 +89,16 @@ def shorten_segments(monkeypatch, more=()):
 class SegmentWorld:
     """What ``CachedSegments`` works on, and KV of every name; all in the open.
 
+    Attributes:
+        nans: Some entries are NaNs; False for tests with a store, which refuses them.
+
     Args:
         slots: Of the pool.
         host: Bytes of host memory, in pages of 64.
         dtype: Of the KV.
     """
+
+    nans = True
 
     def __init__(self, slots=96, host=1 << 20, dtype=torch.float32):
         shape = (slots, HEADS, DIM)
@@ -133,9 +141,12 @@ class SegmentWorld:
             shape = (LAYERS, 2, SHORT, HEADS, DIM * dtype.itemsize)
             raw = torch.randint(0, 256, shape, generator=self._random)
             made = raw.to(torch.uint8)
-            # One bit less of the exponent: a store has finite entries only.
+            # One bit less of the exponent: all are finite.
             made[..., self.bits.itemsize - 1 :: self.bits.itemsize] &= 0xBF
-            self._truths[name] = made.view(self.bits)
+            made = made.view(self.bits)
+            if self.nans:
+                made[:, :, 0, :, 0] = NAN[dtype]
+            self._truths[name] = made
         return self._truths[name]
 
     def truth_scores(self, name):

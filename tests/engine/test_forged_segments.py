@@ -31,6 +31,7 @@ EXAMPLES = 10_000 if os.environ.get("VERICACHE_THOROUGH") else 300
 def short_segments():
     with pytest.MonkeyPatch.context() as patch:
         shorten_segments(patch)
+        patch.setattr(SegmentWorld, "nans", False)
         yield
 
 

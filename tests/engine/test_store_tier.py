@@ -23,6 +23,7 @@ COMPRESSOR = IDENTITY.compressor
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     shorten_segments(monkeypatch)
+    monkeypatch.setattr(SegmentWorld, "nans", False)
 
 
 def restored_scores(world, name):

@@ -6,6 +6,7 @@ from segment_world import (
     IDENTITY,
     KEPT,
     SHORT,
+    SegmentWorld,
     fetched,
     shorten_segments,
     with_segments,
@@ -19,6 +20,7 @@ MODEL, COMPRESSOR = IDENTITY
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
     shorten_segments(monkeypatch)
+    monkeypatch.setattr(SegmentWorld, "nans", False)
 
 
 def stored_split(world, store, name, compressor=COMPRESSOR):

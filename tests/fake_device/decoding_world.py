@@ -238,6 +238,7 @@ class Server:
             _draft_tokens=self.draft_tokens,
             _in_flight=self.in_flight,
             _config=self.engine.config,
+            _recovery=self.loop.recovery,
             _arrive=lambda req, length: state,
         )
         prompt = SimpleNamespace(

@@ -52,7 +52,7 @@ KNOWN = (
     ),
     # -- in the loop -----------------------------------------------------------------
     Known(
-        "runtime/in_flight.py::Flight.outcome",
+        "runtime/in_flight.py::InFlightForward.outcome",
         "event",
         ("loop: *", "*draft and verify"),
         "the forward before the one that runs: SGLang has copied its tokens",
@@ -78,7 +78,7 @@ KNOWN = (
     ),
     # -- prefixes --------------------------------------------------------------------
     Known(
-        "prefix_cache/compress_segments.py::SegmentSplitter._save_scores",
+        "prefix_cache/compress_segments.py::SegmentCompressor._save_scores",
         "copy to host, pageable",
         ("shared: compress to host", "shared: offload"),
         SCORES,

@@ -217,7 +217,7 @@ def _of(changes, record):
         ({"drafts": torch.zeros(4).int()[::2]}, r"rows.drafts must be \[2\], contig"),
         ({"target": torch.zeros(6).int()}, "target must be one of"),
         ({"target": torch.zeros(2, 3).long()}, r"target must be \[6\]"),
-        ({"pool_idx": torch.zeros(2, device="meta").int()}, "rows.seat is on meta"),
+        ({"pool_idx": torch.zeros(2, device="meta").int()}, "rows.pool_idx is on meta"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
