@@ -96,7 +96,7 @@ def test_a_shared_document_has_one_draft_part_and_one_residual(roomy, plain, doc
     segments = 2700 // SEGMENT
     assert counters["cache_draft_slots"] == segments * KEPT
     token_bytes = counters["cache_host_bytes"] // (segments * (SEGMENT - KEPT))
-    assert counters["cache_residual_bytes"] < segments * SEGMENT * token_bytes
+    assert counters["cache_complement_bytes"] < segments * SEGMENT * token_bytes
     (tiers,) = roomy.get("/vericache/cache")
     assert tiers["device"]["draft_part_slots"] == segments * KEPT
     assert tiers["host"]["bytes"] == counters["cache_host_bytes"]
@@ -136,7 +136,7 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     roomy.settle()
     roomy.post("/flush_cache", {})
     counters = roomy.counters()
-    for name in ("segments", "draft_slots", "host_bytes", "residual_bytes"):
+    for name in ("segments", "draft_slots", "host_bytes", "complement_bytes"):
         assert counters[f"cache_{name}"] == 0
     assert cached(roomy.generate(documents[3], **LONG)) < SEGMENT
 

@@ -40,7 +40,7 @@ LIVE = {
     *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
     *("cache_store_tokens", "cache_store_bytes", "cache_segments", "answer_epoch"),
-    *("cache_residual_bytes", "cache_draft_slots", "cache_draft_slots_used"),
+    *("cache_complement_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *CompressorGuard("", 1).report(),
     *TierCounters().report(),
     *StoreCounters().report(),

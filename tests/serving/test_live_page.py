@@ -33,7 +33,7 @@ NAMES = ("rid", "phase", "drafts", "most", "residency", "acceptance")
 REPORT = {
     **{"accepted": 900, "drafted": 1000, "rounds": 50, "plain_rows": 70},
     **{"running": 5, "requests_drafting": 3, "steps_aside": 7, "shadow_checks": 9},
-    **{"requests_device": 2, "requests_host": 2, "requests_swapped": 1},
+    **{"requests_device": 2, "requests_host": 2, "requests_parked": 1},
     **{"host_bytes": 3 << 20, "host_budget_bytes": 4 << 30},
     **{"staging_slots": 128, "staging_tokens": 2048},
     "lanes": [
