@@ -223,7 +223,7 @@ def test_all_metrics_are_there_from_the_start(pacing):
         assert row.unit in family.documentation
         # Samples exist at 0, so that a rate sees the first step.
         for value, key in row.samples.items():
-            own = {name: published.report[each] for name, each in row.told.items()}
+            own = {name: str(published.report[each]) for name, each in row.told.items()}
             own |= {row.label: value} if row.label else {}
             assert published.value(row.name, **own) == published.report[key]
 
