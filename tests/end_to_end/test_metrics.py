@@ -51,7 +51,9 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
     }
     counters, after = agree(ours, settled)
     _, text = scrape(ours)
-    figures = {key for row in TABLE for key in row.samples.values()}
+    figures = {
+        key for row in TABLE for key in (*row.samples.values(), *row.told.values())
+    }
     (page,) = ours.get("/vericache/state")
     assert figures == page["report"].keys() - {"lanes", "rings", "eager_reasons"}
     for metric in METRICS:

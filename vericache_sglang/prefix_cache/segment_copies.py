@@ -381,8 +381,12 @@ class SegmentCopies:
 
     def drop_host(self, name: str) -> None:
         """Drop a segment's host copies, and its residual KV if no request holds it."""
-        self.flush()
         self.drop_copies(name)
+        self.drop_residual(name)
+
+    def drop_residual(self, name: str) -> None:
+        """Drop a segment's residual KV on the host if no request holds it."""
+        self.flush()
         if name in self.residuals and not self.residuals.is_held(name):
             self.residuals.drop(name)
             self._pool.drop(_scores(name))

@@ -165,6 +165,9 @@ class SegmentRoom:
         for name in sorted(names):
             if name not in self._index or name in self._distrusted:
                 self.forget(name)
+            elif not self._is_split(name):
+                # The index has learned of it in another form, as full KV of the tree.
+                self.copies.drop_residual(name)
 
     def distrust(self, names: Sequence[str]) -> None:
         """Exclude segments from further use, because one of them is corrupt."""
