@@ -20,8 +20,9 @@ HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 TWO = {"tp_size": 2}
 
 BY_HEAD = [
-    next(line for line in METHODS if line.startswith(name))
-    for name in ("kvquant", "rotatekv")
+    next(line for line in METHODS if line.startswith("kvquant")),
+    # One KV head a rank: a group is its 64 columns.
+    next(line for line in METHODS if line.startswith("rotatekv")) + ",group=64",
 ]
 """Codecs with calibrated tables, a row of them for every KV head."""
 
