@@ -3,7 +3,6 @@
 import http.client
 import itertools
 import json
-import statistics
 import threading
 
 import pytest
@@ -111,8 +110,7 @@ def test_a_stream_has_no_empty_chunk_and_adds_up(servers, prompts):
         lengths.append(chunk["meta_info"]["completion_tokens"])
         last = chunk
     assert lengths == sorted(set(lengths)), "a chunk without a new token"
-    # A slow client gets what two iterations emitted in one chunk.
-    assert statistics.median(b - a for a, b in itertools.pairwise(lengths)) <= 9
+    assert max(b - a for a, b in itertools.pairwise(lengths)) <= 9
     assert last["text"] == plain.post("/generate", body)["text"]
 
 

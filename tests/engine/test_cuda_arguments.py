@@ -116,7 +116,7 @@ def test_decodes_have_the_graphs_of_a_server_without_speculation(resolve):
 
 
 def test_requests_are_limited_where_the_user_does_not(resolve):
-    assert resolve().max_running_requests == cuda_arguments.MAX_RUNNING == 64
+    assert resolve().max_running_requests == cuda_arguments.DEFAULT_RUNNING == 64
     assert resolve(max_running_requests=900).max_running_requests == 900
 
 

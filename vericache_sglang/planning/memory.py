@@ -32,7 +32,8 @@ GIB = 2**30
 
 DEFAULT_RUNNING = 64
 """Default of ``--max-running-requests`` on a GPU. SGLang's is 48 for its own
-speculative algorithms and 2,048 or more for a custom one."""
+speculative algorithms and 2,048 or more for a custom one; the block table, the graphs
+and their logits are sized by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.files import active_config
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import UnsupportedError
+from vericache_sglang.planning.memory import DEFAULT_RUNNING
 
 if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
@@ -27,11 +28,6 @@ STOCK_BACKENDS = ("fa3", "trtllm_mha")
 
 RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """SGLang's environment variable; "compact" keys graphs by tokens instead of rows."""
-
-MAX_RUNNING = 64
-"""Default of ``--max-running-requests``. SGLang's default is 48 for its own speculative
-algorithms and thousands otherwise; the block table, the graphs and their logits are
-sized by it."""
 
 UNTRIED = (
     "VeriCache: nothing of this has run on a GPU yet; "
@@ -63,7 +59,7 @@ def settle(args: Any) -> None:
     _choose_backend(args, compressor)
     _leave_out_graphs(args, compressor)
     if args.max_running_requests is None:
-        args.max_running_requests = MAX_RUNNING
+        args.max_running_requests = DEFAULT_RUNNING
     _size_graphs(args)
 
 
