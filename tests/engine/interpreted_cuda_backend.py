@@ -29,8 +29,8 @@ from vericache_sglang.compression.codecs.turboquant import TurboQuant
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.packed_drafts import Codes
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+from vericache_sglang.scheduling.plan import Residency
 
 DIM, EXACT, WHOLE, LAYER, POSITIONS = 32, 9, 45, 1, 900
 CODED, FEW = {0: 544, 3: 96}, {0: 64, 3: 32}
@@ -138,7 +138,7 @@ class Coded:
             split=SimpleNamespace(
                 budget=SimpleNamespace(code_slots=len(slots), coded=count),
                 coded=kept,
-                layout=Layout.KEPT,
+                residency=Residency.HOST,
             ),
         )
 

@@ -8,9 +8,9 @@ from known_kv import HEADS, LAYERS, in_order
 from segment_world import SHORT
 from tiny_checks import TinyChecks
 
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.prefix_cache.segment import Tier
+from vericache_sglang.scheduling.plan import Residency
 
 
 class SegmentChecks(TinyChecks):
@@ -36,7 +36,7 @@ class SegmentChecks(TinyChecks):
             return
         row = engine.table[state.req.kv.req_pool_idx]
         body, text, kv = request.body, request.text, engine.kv
-        if state.layout is Layout.BESIDE:
+        if state.residency is Residency.DEVICE:
             kv.holds(row[:body], text, in_order(body))
             self.behind(request, row[body : body + len(request.decoded) + request.tail])
         else:
@@ -141,7 +141,7 @@ class SegmentChecks(TinyChecks):
 
     def _refers(self, state):
         """Say whether a request's complement is that of its segments."""
-        if state.layout not in (Layout.KEPT, Layout.SWAPPED):
+        if state.residency not in (Residency.HOST, Residency.SWAPPED):
             return False
         return self._engine.placement.host.group_of(state.rid).startswith("segments-")
 

@@ -22,7 +22,7 @@ TOKENS = 4 * SHORT
 @pytest.fixture(autouse=True, scope="module")
 def short_segments():
     with pytest.MonkeyPatch.context() as patch:
-        shorten_segments(patch, ("compress_segments", "segment_writer", "tiered_cache"))
+        shorten_segments(patch, ("compress", "tiered_cache"))
         yield
 
 

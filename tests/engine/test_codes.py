@@ -15,9 +15,10 @@ from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.packed_drafts import Codes
-from vericache_sglang.kv.request import Layout, Parts
+from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.split_layers import pick
+from vericache_sglang.scheduling.plan import Residency
 
 pytestmark = pytest.mark.sglang
 
@@ -123,7 +124,7 @@ def split_request(handles, codes, layout, seed=0, coded=SEGMENT + 64):
     order = torch.rand(LAYERS, HEADS, offered, generator=generator).argsort()
     chosen = order[..., : budget.kept].sort().values
     packed = chosen[..., 4 : 4 + coded]
-    row = draft if layout is Layout.KEPT else torch.cat([body, draft])
+    row = draft if layout is Residency.HOST else torch.cat([body, draft])
     handles.table[OWN, : len(row)] = row.to(torch.int32)
     for layer in range(LAYERS):
         pair = (pick(side[layer], packed[layer]) for side in kv)
@@ -147,7 +148,7 @@ def each_segment(kv, packed, layer):
         )
 
 
-@pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
+@pytest.mark.parametrize("layout", [Residency.HOST, Residency.DEVICE])
 @pytest.mark.parametrize("line", LINES)
 def test_segments_decode_to_what_the_codec_makes_of_these_tokens(line, layout):
     codes, handles = codes_of(line)
@@ -163,7 +164,7 @@ def test_segments_decode_to_what_the_codec_makes_of_these_tokens(line, layout):
                 assert torch.equal(found.view(torch.int16), near.view(torch.int16))
 
 
-@pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
+@pytest.mark.parametrize("layout", [Residency.HOST, Residency.DEVICE])
 def test_drafts_join_with_their_residuals(layout):
     from dataclasses import replace
 
@@ -186,7 +187,7 @@ def test_drafts_join_with_their_residuals(layout):
 def test_a_reader_reads_the_slots_of_when_it_was_made():
     """A reload reads on while a plan moves the request, whose row is then relisted."""
     codes, handles = codes_of()
-    state, _, _ = split_request(handles, codes, Layout.KEPT)
+    state, _, _ = split_request(handles, codes, Residency.HOST)
     drafts, segments = codes.drafts(state), codes.segments(state)
     before = segments(1)[0]()
     bits = [part.tensors for part in drafts(1)]
@@ -201,7 +202,7 @@ def test_nothing_packed_is_nothing_to_read():
     budget = codes.complete(Budget(60, 30, 4, 4))
     assert (budget.coded, budget.code_slots) == (0, 0)
     none = torch.zeros(LAYERS, HEADS, 0, dtype=torch.int32)
-    parts = Parts(budget, none, none, Layout.KEPT, True)
+    parts = Parts(budget, none, none, Residency.HOST, True)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=OWN))
     state = SimpleNamespace(req=req, split=parts)
     assert codes.drafts(state)(0) == codes.segments(state)(1) == []

@@ -17,7 +17,6 @@ from tiny_engine import opened, wait_for
 from vericache_sglang.errors import LostKVError
 from vericache_sglang.kv.host_image import HostImage
 from vericache_sglang.kv.plane_residual import PlaneResidual
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import (
     Compress,
     Load,
@@ -129,7 +128,7 @@ def test_a_copy_that_cannot_be_made_changes_nothing(machine, codec, insertable):
         engine.verify("a", 0)
         assert engine.move(Offload("a"), "a")
         refused(SwapOut("a"), 1)
-        assert state.layout is Layout.KEPT
+        assert state.residency is Residency.HOST
         engine.verify("a", 0)
         engine.checks.all()
         engine.finish("a")
@@ -196,5 +195,5 @@ def test_a_split_prompt_moves_without_a_wait_of_the_host(codec, selects):
             assert engine.move(Offload("a"), "a")
             engine.placement.join(state, engine.tree)
             assert cuda.waits == []
-            assert state.layout is Layout.WHOLE
+            assert state.residency is None
             engine.checks.all()

@@ -14,7 +14,6 @@ from tiny_engine import opened
 
 from vericache_patches.managers_schedule_policy import running_request_offset
 from vericache_sglang.errors import LostKVError
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import (
     Compress,
     Load,
@@ -42,7 +41,7 @@ def short_segments(monkeypatch):
 
 def drafts_on_a_row(state):
     """The request has a row that lists its draft part."""
-    return state.layout is Layout.KEPT or (
+    return state.residency is Residency.HOST or (
         state.parts is not None and state.parts.draft_row >= 0
     )
 
@@ -53,12 +52,11 @@ def moves_of(state):
     splits = [Compress(rid, TO_HOST), Compress(rid, TO_DEVICE)]
     back = [Offload(rid), Restore(rid)]
     return {
-        Layout.WHOLE: splits,
-        Layout.BESIDE: back,
-        Layout.PERMUTED: back if drafts_on_a_row(state) else splits,
-        Layout.KEPT: [Load(rid), SwapOut(rid)],
-        Layout.SWAPPED: [SwapIn(rid)],
-    }[state.layout]
+        None: splits,
+        Residency.DEVICE: back,
+        Residency.HOST: [Load(rid), SwapOut(rid)],
+        Residency.SWAPPED: [SwapIn(rid)],
+    }[state.residency]
 
 
 class History:
@@ -77,7 +75,7 @@ class History:
             (engine.abort if number == 5 else engine.finish)(rid)
         elif act == "move":
             moves = moves_of(request.state)
-            move, before = moves[number % len(moves)], request.state.layout
+            move, before = moves[number % len(moves)], request.state.residency
             if engine.move(move, rid):
                 self.made.append((before, move))
         else:
@@ -86,7 +84,7 @@ class History:
             engine.checks.all()
 
     def decode(self, state, number):
-        if state.layout is Layout.SWAPPED:
+        if state.residency is Residency.SWAPPED:
             return
         if not drafts_on_a_row(state):
             self.engine.plain(state.rid)
@@ -130,7 +128,7 @@ def on_host(engine, rid="a", text="x", tokens=30, **options):
     """Admit a request and move its complement to the host."""
     state = engine.admit(rid, text, tokens, **options)
     assert engine.move(Compress(rid, TO_HOST), rid)
-    assert state.layout is Layout.KEPT
+    assert state.residency is Residency.HOST
     return state
 
 
@@ -185,7 +183,7 @@ def test_a_damaged_swapped_image_is_not_resumed_and_takes_no_slot(
             engine.move(SwapIn("a"), "a")
         assert "parked image checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
-        assert state.layout is Layout.SWAPPED
+        assert state.residency is Residency.SWAPPED
 
 
 @ALL_KINDS
@@ -272,7 +270,7 @@ def test_the_choice_outlives_an_unsplit_and_the_user_s_wish_returns(codec, selec
             kept, coded = state.split.kept.clone(), state.split.coded.clone()
             assert state.req.skip_radix_cache_insert
             assert engine.move(Restore("a"), "a")
-            if state.layout is Layout.WHOLE:
+            if state.residency is None:
                 assert state.req.skip_radix_cache_insert is not insertable
             assert engine.move(Compress("a", TO_HOST), "a")
             assert torch.equal(state.split.kept, kept)

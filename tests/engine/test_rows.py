@@ -8,31 +8,33 @@ import torch
 from vericache_kernels.board_commit import EMIT, DraftTokenRows
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.kv.request import Layout, Parts, RequestState
+from vericache_sglang.kv.request import Parts, RequestState
 from vericache_sglang.kv.staging import Span
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
 from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.iteration_model import Work
-from vericache_sglang.scheduling.plan import Draft, Plain, Verify, Wait
+from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify, Wait
 
 PROMPT = [10, 11, 12, 13, 14, 15, 16, 17]
 KEPT = [50, 51, 52]
-DROPPED = [60, 61, 62, 63, 64]
 DECODE = [80, 81, 82, 83, 84, 85]
-"""T = 8, n = 3, m = 5; two decoded tokens are committed, so F = 10."""
+"""T = 8, n = 3; two decoded tokens are committed, so F = 10."""
+
+SHARED = "shared"
+"""On the device, beside draft KV that other requests list too."""
 
 OWN = {
-    Layout.WHOLE: [*PROMPT, *DECODE],
-    Layout.BESIDE: [*PROMPT, *KEPT, *DECODE],
-    Layout.PERMUTED: [*KEPT, *DROPPED, *DECODE],
-    Layout.KEPT: [*KEPT, *DECODE],
+    None: [*PROMPT, *DECODE],
+    Residency.DEVICE: [*PROMPT, *KEPT, *DECODE],
+    SHARED: [*PROMPT, *DECODE],
+    Residency.HOST: [*KEPT, *DECODE],
 }
 VERIFIED_OVER = {
-    Layout.BESIDE: PROMPT,
-    Layout.PERMUTED: [*KEPT, *DROPPED],
-    Layout.KEPT: [*KEPT, 100, 101, 102, 110, 111],
+    Residency.DEVICE: PROMPT,
+    SHARED: PROMPT,
+    Residency.HOST: [*KEPT, 100, 101, 102, 110, 111],
 }
 DRAFT_ROW, VERIFY_ROW = 7, 4
 NOTHING_CODED = torch.zeros(1, 1, 0, dtype=torch.int32)
@@ -71,7 +73,7 @@ def placement(layout, prefetches=None, codes=()):
     )
 
 
-def state(layout=Layout.KEPT, drafts=(), codes=()):
+def state(layout=Residency.HOST, drafts=(), codes=()):
     own = own_row(layout, codes)
     kv = SimpleNamespace(req_pool_idx=2, kv_allocated_len=len(own))
     made = RequestState(
@@ -87,14 +89,17 @@ def state(layout=Layout.KEPT, drafts=(), codes=()):
         figures=RequestStats(True, 8),
     )
     made.drafts = list(drafts)
-    if layout is not Layout.WHOLE:
+    if layout is not None:
         chosen = torch.zeros(1, 1, 3, dtype=torch.int32)
         budget, coded = Budget(8, 3, 0, 0), NOTHING_CODED
         if codes:
             budget = Budget(8, 7, 0, 0, coded=4, code_slots=len(codes))
             coded = torch.zeros(1, 1, 4, dtype=torch.int32)
-        made.parts = Parts(budget, chosen, coded, layout, True)
-        if layout is not Layout.KEPT:
+        residency = Residency.DEVICE if layout is SHARED else layout
+        made.parts = Parts(budget, chosen, coded, residency, True)
+        if layout is SHARED:
+            made.parts.shared_slots = torch.tensor(KEPT)
+        if layout is not Residency.HOST:
             made.parts.draft_row = DRAFT_ROW
     return made
 
@@ -112,7 +117,7 @@ def ran(rows, request):
     return inputs.tokens.tolist(), inputs.slots.tolist()
 
 
-SPLIT = [Layout.KEPT, Layout.BESIDE, Layout.PERMUTED]
+SPLIT = [Residency.HOST, Residency.DEVICE, SHARED]
 
 
 @pytest.mark.parametrize("layout", SPLIT)
@@ -128,8 +133,8 @@ def test_a_draft_row_reads_kept_and_decode_slots(layout):
 
 
 def test_decode_slots_allocated_later_reach_the_draft_row():
-    world, request = placement(Layout.BESIDE), state(Layout.BESIDE)
-    request.req.kv.kv_allocated_len = len(OWN[Layout.BESIDE]) - 3
+    world, request = placement(Residency.DEVICE), state(Residency.DEVICE)
+    request.req.kv.kv_allocated_len = len(OWN[Residency.DEVICE]) - 3
     MixedRows(world).add(0, request, Draft("r"))
     request.req.kv.kv_allocated_len += 3
     request.drafts = [11, 12]
@@ -140,7 +145,7 @@ def test_decode_slots_allocated_later_reach_the_draft_row():
 
 
 def test_the_first_draft_runs_the_pending_token():
-    rows, request = MixedRows(placement(Layout.KEPT)), state()
+    rows, request = MixedRows(placement(Residency.HOST)), state()
     rows.add(0, request, Draft("r"))
     assert ran(rows, request) == ([7], [82])
 
@@ -157,7 +162,7 @@ def test_a_verify_row_lists_every_slot_once_and_writes_in_place(layout):
     assert listed == [*VERIFIED_OVER[layout], 80, 81, 82, 83, 84]
 
 
-@pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.PERMUTED])
+@pytest.mark.parametrize("layout", [None, SHARED])
 def test_a_plain_row_is_the_request_s_own(layout):
     rows, request = MixedRows(placement(layout)), state(layout)
     rows.add(0, request, Plain("r"))
@@ -205,13 +210,13 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
 
 
 def test_waiting_rows_are_left_out():
-    rows = MixedRows(placement(Layout.KEPT))
+    rows = MixedRows(placement(Residency.HOST))
     assert not rows.add(0, state(), Wait("r"))
     assert rows.rows == []
 
 
 def test_each_verification_has_a_shadow_row_of_its_own():
-    rows = MixedRows(placement(Layout.KEPT))
+    rows = MixedRows(placement(Residency.HOST))
     for i in range(2):
         rows.add(i, state(drafts=[9]), Verify("r"))
     assert [row.table_row for row in rows.rows] == [4, 5]
@@ -219,14 +224,14 @@ def test_each_verification_has_a_shadow_row_of_its_own():
 
 
 def test_work_counts_tokens_slots_and_their_products():
-    rows = MixedRows(placement(Layout.KEPT))
+    rows = MixedRows(placement(Residency.HOST))
     rows.add(0, state(drafts=[11]), Draft("r"))  # 1 token over 7 slots
     rows.add(1, state(drafts=[9]), Verify("r"))  # 2 tokens over 12 slots
     assert rows.work() == Work(tokens=3, reads=7 + 12, products=7 + 24)
 
 
 def test_verifying_without_a_staged_residual_is_an_error():
-    rows = MixedRows(placement(Layout.KEPT, Absent()))
+    rows = MixedRows(placement(Residency.HOST, Absent()))
     with pytest.raises(InvariantError, match="r is verified without its complement"):
         rows.add(0, state(drafts=[9]), Verify("r"))
 
@@ -234,7 +239,7 @@ def test_verifying_without_a_staged_residual_is_an_error():
 CODES = [40, 41]
 """Slots of 4 packed tokens; 1 token is dropped, so 5 are staged."""
 
-PACKED = pytest.mark.parametrize("layout", [Layout.KEPT, Layout.BESIDE])
+PACKED = pytest.mark.parametrize("layout", [Residency.HOST, Residency.DEVICE])
 
 
 @PACKED
@@ -264,23 +269,23 @@ def test_a_verification_lists_no_codes(layout):
 
 
 def test_a_budget_without_packed_tokens_is_an_ordinary_row():
-    rows = MixedRows(placement(Layout.KEPT))
+    rows = MixedRows(placement(Residency.HOST))
     rows.add(0, state(), Draft("r"))
     assert only(rows).packed is None
 
 
 def test_decoding_codes_is_work():
-    rows = MixedRows(placement(Layout.KEPT, codes=CODES))
-    rows.add(0, state(Layout.KEPT, [11], CODES), Draft("r"))
+    rows = MixedRows(placement(Residency.HOST, codes=CODES))
+    rows.add(0, state(Residency.HOST, [11], CODES), Draft("r"))
     # 3 exact, 4 packed that cost 10 each here, 2 decoded, 1 drafted, and its own.
     assert rows.work() == Work(tokens=1, reads=47, products=47)
-    rows.add(1, state(Layout.KEPT, [9], CODES), Verify("r"))
+    rows.add(1, state(Residency.HOST, [9], CODES), Verify("r"))
     assert rows.work() == Work(tokens=3, reads=47 + 12, products=47 + 24)
 
 
 def test_a_row_longer_than_the_context_is_never_run():
     """SGLang's page tables have as many columns; longer rows would write the next."""
-    world, request = placement(Layout.KEPT), state(drafts=[11, 12])
+    world, request = placement(Residency.HOST), state(drafts=[11, 12])
     rows = MixedRows(world)
     rows.add(0, request, Verify("r"))
     draft_tokens = DraftTokenBuffer(8, 8, "cpu")

@@ -8,8 +8,7 @@ from segment_world import shorten_segments
 from test_segment_splitter import ABOVE, left_behind, on_host
 from tiny_segments import tiered
 
-from vericache_sglang.kv.request import Layout
-from vericache_sglang.scheduling.plan import SwapIn, SwapOut
+from vericache_sglang.scheduling.plan import Residency, SwapIn, SwapOut
 
 pytestmark = pytest.mark.sglang
 
@@ -62,7 +61,7 @@ def test_a_row_of_no_slots_is_not_swapped_without_room(what):
             hog = page_pool.take(page_pool.free_bytes)
         before = engine.checks.held()
         assert not engine.move(SwapOut("a"), "a")
-        assert (engine.checks.held(), state.layout) == (before, Layout.KEPT)
+        assert (engine.checks.held(), state.residency) == (before, Residency.HOST)
         if what == "slots":
             engine.allocator.free(hog)
         else:

@@ -12,7 +12,6 @@ from segment_world import SHORT, shorten_segments
 from test_mover import drafts_on_a_row, moves_of
 from tiny_segments import tiered
 
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.kv.row_edit import room
 from vericache_sglang.scheduling.plan import (
     Compress,
@@ -33,7 +32,7 @@ SEGMENT_BYTES = SHORT * LAYERS * 2 * HEADS * DIM * 4
 """KV of one segment in float32."""
 
 
-ABOVE = ("compress_segments", "segment_writer", "tiered_cache")
+ABOVE = ("compress", "tiered_cache")
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +70,12 @@ class History:
         moves = moves_of(state)
         if state.parts is None and self.engine.placement.budget(state) is None:
             return
-        move, before = moves[number % len(moves)], state.layout
+        move, before = moves[number % len(moves)], state.residency
         if self.engine.move(move, state.rid):
             self.made.append((before, move))
 
     def decode(self, state, number):
-        if state.layout is Layout.SWAPPED:
+        if state.residency is Residency.SWAPPED:
             return
         if not drafts_on_a_row(state):
             self.engine.plain(state.rid)
@@ -138,7 +137,7 @@ def to(rid, where):
 def on_host(engine, rid, text="x", tokens=30, **options):
     state = engine.admit(rid, text, tokens, **options)
     assert engine.move(to(rid, "host"), rid)
-    assert state.layout is Layout.KEPT
+    assert state.residency is Residency.HOST
     return state
 
 
@@ -147,7 +146,7 @@ def test_an_unsplit_row_that_still_lists_shared_slots_keeps_them():
         state = on_host(engine, "a")
         assert engine.move(Load("a"), "a")
         assert engine.move(Restore("a"), "a")
-        assert state.layout is Layout.PERMUTED
+        assert state.residency is None
         engine.evict()  # overwrites whatever nobody is known to list
         engine.admit("b", "w", 40)
         engine.checks.all()
@@ -190,7 +189,7 @@ def test_the_tree_may_lose_a_prefix_that_is_being_split():
         engine.allocator.alloc(engine.allocator.available_size())
         assert engine.move(to("b", "device"), "b")
         engine.segments.check()
-        assert engine.requests["b"].state.layout is Layout.BESIDE
+        assert engine.requests["b"].state.residency is Residency.DEVICE
 
 
 def test_a_damaged_segment_that_others_list_is_computed_again():
@@ -278,7 +277,7 @@ def test_scores_of_split_segments_come_back_with_their_tokens(then):
 def test_what_was_chosen_once_is_chosen_again(where):
     with tiered() as engine:
         state = restored(engine, [to("a", "host")])
-        assert engine.placement.shared.known(state)
+        assert engine.placement.compressor.known(state)
         assert engine.move(to("b", where), "b")
         scores = engine.kv.truth("x")[1]
         for layer, head in [(0, 0), (0, 1), (1, 0), (1, 1)]:
@@ -365,7 +364,7 @@ def test_every_segment_keeps_the_best_of_its_own_tokens():
 def test_prompts_that_fill_no_segment_are_split_as_without_a_tree():
     with tiered() as engine:
         state = engine.admit("a", "x", 10)
-        assert engine.placement.shared.budget(state) is None
+        assert engine.placement.compressor.shared_budget(state) is None
         assert engine.move(to("a", "host"), "a")
         assert (state.split.segments, state.split.shared_slots) == ((), None)
         left_behind(engine)

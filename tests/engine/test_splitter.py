@@ -8,7 +8,6 @@ pytest.importorskip("sglang")
 from known_kv import HEADS, LAYERS
 from tiny_engine import opened
 
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import Compress, Residency, Restore
 
 pytestmark = pytest.mark.sglang
@@ -102,7 +101,7 @@ def test_another_row_s_lock_keeps_the_tree_s_slots(codec, selects):
         assert not engine.move(TO_HOST, "a")
         assert not engine.move(TO_DEVICE, "a")
         assert engine.checks.held() == before
-        assert engine.requests["a"].state.layout is Layout.WHOLE
+        assert engine.requests["a"].state.residency is None
 
 
 @KINDS
@@ -144,12 +143,12 @@ def test_slots_of_the_tree_are_not_written(codec, selects):
 
 def test_a_prompt_is_split_where_that_saves_slots():
     with opened(page=4, codec=PLANES, selects=False) as engine:
-        budget = engine.placement.splitter.budget
+        budget = engine.placement.compressor.budget
         assert budget(3) is None, "shorter than --vericache-min-prompt"
         assert budget(4) is None, "nothing can be packed"
         assert budget(24).slots < budget(24).offered == 24
     with opened(page=4) as engine:
-        budget = engine.placement.splitter.budget
+        budget = engine.placement.compressor.budget
         assert budget(5) is None, "one page holds the draft part, and all there is"
         assert (budget(9).offered, budget(9).kept) == (8, 4)
         assert (budget(32, 0.25).kept, budget(32, 1.0)) == (8, None)

@@ -1,10 +1,10 @@
 """What has to hold of a tiny engine between any two steps."""
 
 import torch
-from known_kv import LAYERS, in_order, parted
+from known_kv import LAYERS, in_order
 
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.kv.split_layers import as_bits
+from vericache_sglang.scheduling.plan import Residency
 
 
 class TinyChecks:
@@ -45,20 +45,18 @@ class TinyChecks:
         """A request's row lists what its layout says."""
         state, engine = request.state, self._engine
         row = engine.table[state.req.kv.req_pool_idx]
-        if state.layout is Layout.SWAPPED:
+        if state.residency is Residency.SWAPPED:
             return
         assert state.row_length <= state.req.kv.kv_allocated_len
-        if state.layout is Layout.WHOLE:
+        if state.residency is None:
             self.whole(request, row[: state.verified])
             return
         parts, body = state.split, request.body
         count = len(request.decoded) + request.tail
         self.behind(request, row[parts.head : parts.head + count])
-        if state.layout is Layout.BESIDE:
+        if state.residency is Residency.DEVICE:
             engine.kv.holds(row[:body], request.text, in_order(body))
-        if state.layout is Layout.PERMUTED:
-            engine.kv.holds(row[:body], request.text, parted(parts.kept, body))
-        draft = body if state.layout is Layout.BESIDE else 0
+        draft = body if state.residency is Residency.DEVICE else 0
         self.draft_part(request, row[draft : draft + parts.budget.slots])
 
     def held(self):
@@ -76,7 +74,7 @@ class TinyChecks:
             engine.table.tolist(),
             [(r.kv_committed_len, r.kv_allocated_len) for r in rows],
             [(r.cache_protected_len, r.req_pool_idx) for r in rows],
-            [request.state.layout for request in requests],
+            [request.state.residency for request in requests],
             sorted(engine.allocator.get_all_free_pages().tolist()),
             (engine.tree.evictable_size(), engine.tree.protected_size()),
             engine.placement.host.used_bytes,

@@ -27,7 +27,7 @@ from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.compressor import Compressor
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.kv import host_pages
-from vericache_sglang.kv.request import Layout, RequestState
+from vericache_sglang.kv.request import RequestState
 from vericache_sglang.kv.row_edit import allocate, room
 from vericache_sglang.kv.sglang_pools import staged_pool_class
 from vericache_sglang.observability.request_stats import RequestStats
@@ -39,7 +39,7 @@ from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.tp_sync import TensorParallelSync
 from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.estimates import Estimates
-from vericache_sglang.scheduling.plan import Draft, Plain, Restore, Verify
+from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Restore, Verify
 
 
 class Request:
@@ -325,14 +325,14 @@ class TinyEngine:
         if not self.grow(request, 2):
             return
         with self.launched() as forward:
-            if state.layout is Layout.KEPT:
+            if state.residency is Residency.HOST:
                 self.placement.start_prefetch(state)
                 assert wait_for(prefetches) == ([rid], [])
             row, slots = self._only_row(state, Verify(rid))
             body, length = request.body, row.prefix + len(slots)
             listed = self.table[row.table_row, :length]
             assert len(set(listed.tolist())) == length, "a slot is listed twice"
-            beside = state.layout is Layout.BESIDE
+            beside = state.residency is Residency.DEVICE
             order = in_order(body) if beside else parted(state.split.kept, body)
             self.kv.holds(listed[:body], request.text, order)
             committed = state.verified - body
@@ -407,7 +407,8 @@ class TinyEngine:
         running = [
             request.state
             for request in self.requests.values()
-            if request.state.layout is not Layout.SWAPPED and self.grow(request, 1)
+            if request.state.residency is not Residency.SWAPPED
+            and self.grow(request, 1)
         ]
         with self.launched() as forward:
             rows = [self._only_row(state, _next(state)) for state in running]
@@ -428,8 +429,8 @@ class TinyEngine:
         request = self.requests.pop(rid)
         state, req = request.state, request.state.req
         if state.parts is not None:
-            self.placement.join(state, self.tree)
-        if state.layout is Layout.WHOLE:
+            self.placement.restore(state, self.tree)
+        if state.residency is None:
             tokens = state.verified
             row = self.table[req.kv.req_pool_idx, :tokens]
             self.checks.whole(request, row)
@@ -463,7 +464,9 @@ class TinyEngine:
 
 def _next(state):
     """Return what a request does next that stores one token."""
-    drafts = state.layout is Layout.KEPT or (state.parts and state.parts.draft_row >= 0)
+    drafts = state.residency is Residency.HOST or (
+        state.parts and state.parts.draft_row >= 0
+    )
     return Draft(state.rid) if drafts else Plain(state.rid)
 
 

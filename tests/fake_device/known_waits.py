@@ -78,7 +78,7 @@ KNOWN = (
     ),
     # -- prefixes --------------------------------------------------------------------
     Known(
-        "prefix_cache/compress_segments.py::SegmentCompressor._save_scores",
+        "prefix_cache/compress.py::PromptCompressor._save_scores",
         "copy to host, pageable",
         ("shared: compress to host", "shared: offload"),
         SCORES,

@@ -157,7 +157,7 @@ KEEP = 0.8
 
 def packs(made, tokens):
     """Say whether a prompt of so many tokens is packed, in part at least."""
-    return made.placement.splitter.budget(tokens).coded > 0
+    return made.placement.compressor.budget(tokens).coded > 0
 
 
 def compressed(line, move):

@@ -25,7 +25,7 @@ from vericache_sglang.scheduling.plan import (
 SCENARIOS: dict[str, Callable] = {}
 """By name; called with the device, returns what waited."""
 
-SEGMENTED = ("compress_segments", "segment_writer", "tiered_cache")
+SEGMENTED = ("compress", "tiered_cache")
 """Further modules that know how long a segment is."""
 
 

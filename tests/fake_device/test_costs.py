@@ -57,7 +57,7 @@ def test_attention_is_timed_on_the_device():
 def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
     with open_device(), method(codec, Measured, residency="auto", slots=900) as made:
         placement = made.placement
-        budget = placement.splitter.budget(LONG)
+        budget = placement.compressor.budget(LONG)
         assert budget.coded > 0.99 * LONG
         reads = placement.draft_reads(budget)
         settings = runtime_settings(made.config, placement)

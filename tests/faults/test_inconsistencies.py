@@ -90,8 +90,15 @@ def expect_sound(server, prompts, wanted):
     ("row", "kind"),
     [
         *(("look-up", CACHE), ("ledger", CACHE), ("prefetch", REQUEST)),
-        *(("index", ALL), ("split", ALL), ("move", ALL), ("plan", ALL), ("rows", ALL)),
-        *(("sampling", ALL), ("outcome", ALL), ("end", ALL), ("release", ALL)),
+        *(
+            ("index", ALL),
+            ("compress", ALL),
+            ("move", ALL),
+            ("plan", ALL),
+            ("rows", ALL),
+        ),
+        *(("rows", ALL), ("sampling", ALL), ("outcome", ALL)),
+        *(("end", ALL), ("release", ALL)),
     ],
 )
 def test_no_request_is_lost_and_every_answer_is_right(

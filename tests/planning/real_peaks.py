@@ -1,5 +1,6 @@
 """The most bytes a server has at once while it serves; see ``real_tensors.py``."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -79,7 +80,7 @@ def sampling_copies(at):
 def compressed_layer(at):
     """Bytes while a prompt as long as the context is compressed, layer by layer."""
     from vericache_sglang.compression.catalog import create_compressor
-    from vericache_sglang.kv import compress as module
+    from vericache_sglang.prefix_cache import compress as module
 
     model, context = at.model, at.context
     heads = model.heads // at.ranks
@@ -92,6 +93,8 @@ def compressed_layer(at):
         row = torch.zeros(context, dtype=torch.int32)
         for name in ("leave_tree", "free", "relist"):
             patch.setattr(module, name, lambda *args: None)
+        kept = torch.empty(int(context * at.config.keep), dtype=torch.int64)
+        patch.setattr(module, "allocate", lambda tree, slots: kept[:slots])
         patch.setattr(module.PromptCompressor, "_enter", lambda *args: None)
         places = SimpleNamespace(
             geometry=geometry(at, layers),
@@ -110,10 +113,23 @@ def compressed_layer(at):
             put=lambda *args: None,
         )
         selector = create_compressor("snapkv", 0).selector
-        splitter = module.PromptCompressor(at.config, selector, None, places)
+        segments = SimpleNamespace(
+            active=False,
+            settle=list,
+            kept_back=lambda names: nullcontext(),
+            copies=SimpleNamespace(give_scores=lambda *args: None),
+        )
+        splitter = module.PromptCompressor(
+            at.config, selector, None, places, segments, shareable=False
+        )
         kv = SimpleNamespace(cache_protected_len=0)
         state = SimpleNamespace(
-            req=SimpleNamespace(kv=kv), rid="a", parts=None, prompt=context
+            req=SimpleNamespace(kv=kv),
+            rid="a",
+            parts=None,
+            residency=None,
+            prompt=context,
+            split=SimpleNamespace(shared_count=0),
         )
         budget = splitter.budget(context)
         seen = Seen(tail=tail, noted=None)

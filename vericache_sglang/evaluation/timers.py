@@ -137,9 +137,9 @@ def install(events: Path) -> None:
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     from vericache_sglang.compression import catalog
-    from vericache_sglang.kv.compress import PromptCompressor
     from vericache_sglang.kv.packed_drafts import Codes
     from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.prefix_cache.compress import PromptCompressor
     from vericache_sglang.runtime.probing import Probing
 
     timer = _Timer(events)

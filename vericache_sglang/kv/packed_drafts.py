@@ -15,8 +15,8 @@ from vericache_sglang.compression.codecs.base import PartShape
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.calibration import seconds_of
 from vericache_sglang.kv.code_slots import CodeLayout
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.kv.segment_length import SEGMENT, segment_bounds
+from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +151,7 @@ class Codes:
     def _slots(self, state: RequestState) -> torch.Tensor:
         """Return a request's code slots: the first slots of its draft KV."""
         parts = state.split
-        first = parts.budget.offered if parts.layout is Layout.BESIDE else 0
+        first = parts.budget.offered if parts.residency is Residency.DEVICE else 0
         row = self._handles.row(state)
         return row[first : first + parts.budget.code_slots].to(torch.int64).clone()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
     import torch
@@ -18,40 +18,22 @@ if TYPE_CHECKING:
     from vericache_sglang.sampling.profile import Profile
 
 
-class Layout(Enum):
-    """What a request's block-table row lists before its decode slots.
-
-    B prompt slots in whole pages; the draft KV is c slots of codes, none without a
-    codec, and n slots of exact entries; the residual KV restores the other m = B - n
-    entries. The prompt's last partial page counts as decode slots.
-    """
-
-    WHOLE = "whole"
-    """The B prompt slots in order, as in unmodified SGLang."""
-
-    BESIDE = "beside"
-    """The B prompt slots in order, then c + n slots of the request's own draft KV;
-    shared draft KV is listed only by the draft block-table row."""
-
-    PERMUTED = "permuted"
-    """n slots of exact entries, then m slots of the other ones; never with codes."""
-
-    KEPT = "kept"
-    """The draft KV; the residual KV is on the host."""
-
-    SWAPPED = "parked"
-    """One page without content: all KV is on the host."""
-
-
 @dataclass(slots=True)
 class Parts:
     """Draft KV and residual KV of a compressed prompt.
+
+    B prompt tokens in whole pages are compressed; a last partial page counts as decoded
+    tokens. The draft KV is c slots of codes, none without a codec, and n slots of exact
+    entries; the residual KV restores the other B - n entries. The request's block-table
+    row lists, before its decode slots, the full KV in order and behind it the draft KV
+    the request owns (DEVICE), the draft KV (HOST), or nothing (SWAPPED).
 
     Attributes:
         budget: Counts of tokens and slots.
         kept: [L, H, n] int32 on the pool's device, prompt positions kept exactly.
         coded: [L, H, coded] int32, likewise, prompt positions a codec packed.
-        layout: What the own block-table row lists.
+        residency: Where the residual KV is; None: there is none, because the request
+            fell back to full KV, which its row lists in order.
         insertable: ``Req.skip_radix_cache_insert`` as it was, negated: whether the
             finished request may enter the prefix tree once its row is restored.
         draft_row: Index of the draft block-table row, which lists the draft KV and the
@@ -67,7 +49,7 @@ class Parts:
     budget: Budget
     kept: torch.Tensor
     coded: torch.Tensor
-    layout: Layout
+    residency: Residency | None
     insertable: bool
     draft_row: int = -1
     listed: int = 0
@@ -79,21 +61,18 @@ class Parts:
     @property
     def shared_count(self) -> int:
         """Leading slots of the own row that the request does not own."""
-        listed = self.layout in (Layout.KEPT, Layout.PERMUTED)
-        return self.budget.slots if listed and self.shared_slots is not None else 0
+        listed = self.residency is Residency.HOST and self.shared_slots is not None
+        return self.budget.slots if listed else 0
 
     @property
     def head(self) -> int:
         """Slots the own row lists before the decode slots."""
         budget = self.budget
-        own = budget.slots if self.shared_slots is None else 0
-        return {
-            Layout.WHOLE: budget.offered,
-            Layout.BESIDE: budget.offered + own,
-            Layout.PERMUTED: budget.offered,
-            Layout.KEPT: budget.slots,
-            Layout.SWAPPED: 0,
-        }[self.layout]
+        if self.residency is Residency.DEVICE:
+            return budget.offered + (budget.slots if self.shared_slots is None else 0)
+        if self.residency is None:
+            return budget.offered
+        return budget.slots if self.residency is Residency.HOST else 0
 
 
 @dataclass(slots=True)
@@ -191,16 +170,16 @@ class RequestState:
         return self.parts
 
     @property
-    def layout(self) -> Layout:
-        """How the own row lists the prompt."""
-        return self.parts.layout if self.parts else Layout.WHOLE
+    def residency(self) -> Residency | None:
+        """Where its residual KV is; None: its row lists the full KV alone."""
+        return self.parts.residency if self.parts else None
 
     @property
     def row_length(self) -> int:
         """Committed slots of the own row."""
         if self.parts is None:
             return self.verified
-        if self.parts.layout is Layout.SWAPPED:
+        if self.parts.residency is Residency.SWAPPED:
             return 0
         return self.verified - self.parts.budget.offered + self.parts.head
 

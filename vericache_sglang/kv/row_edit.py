@@ -36,11 +36,22 @@ def free(tree_cache: Any, slots: torch.Tensor) -> None:
         tree_cache.token_to_kv_pool_allocator.free(slots)
 
 
-def own_lock_covers(req: Any, tree_cache: Any, slots: int) -> bool:
-    """Return whether dropping this request's lock makes room for ``slots`` slots."""
+def own_slots_cover(req: Any, tree_cache: Any, slots: int, own: int) -> bool:
+    """Return whether a request's own prompt makes room for ``slots`` slots.
+
+    Args:
+        req: SGLang's request.
+        tree_cache: SGLang's prefix cache.
+        slots: Slots needed.
+        own: Slots of the prompt that the request owns; its lock on the tree holds more.
+    """
+    if room(tree_cache) + own >= slots:
+        return True
+    if not req.kv.cache_protected_len:
+        return False
     node = req.last_node
     tree_cache.unpin(req)
-    enough = room(tree_cache) >= slots
+    enough = room(tree_cache) + own >= slots
     req.lock_receipt = tree_cache.inc_lock_ref(node).to_dec_params()
     return enough
 

@@ -9,7 +9,7 @@ from vericache_sglang.kv.joined_images import (
     JoinedImages,
     one_behind_the_other,
 )
-from vericache_sglang.kv.residual import HostResidual, RawResidual
+from vericache_sglang.kv.residual import HostResidual
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ class SegmentedResidual(JoinedImages, HostResidual):
 
     noun = HostResidual.noun
 
-    def __init__(self, segments: Sequence[RawResidual]) -> None:
+    def __init__(self, segments: Sequence[HostResidual]) -> None:
         super().__init__(segments)
         self.segments = tuple(segments)
 

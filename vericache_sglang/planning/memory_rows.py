@@ -251,7 +251,7 @@ ROWS: tuple[MemoryRow, ...] = (
         Phase.PASSING,
         "context * (kv_heads * (5 * number * head_dim + 64) + 4 * head_dim) "
         "+ 256 * MiB",
-        "kv/compress.py: KV, residual KV; scores of layers ranked together",
+        "prefix_cache/pieces.py: KV, residual KV; scores of layers ranked together",
         CONTEXT,
     ),
     MemoryRow(
@@ -264,7 +264,7 @@ ROWS: tuple[MemoryRow, ...] = (
         "draft KV that waits for slots",
         Phase.PASSING,
         f"{_SLOT} * int(kept * context)",
-        "kv/compress.py, where the pool is full",
+        "prefix_cache/compress.py, where the pool is full",
         "lower --vericache-keep",
     ),
     MemoryRow(

@@ -9,7 +9,6 @@ from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.compress_segments import SegmentCompressor
 from vericache_sglang.prefix_cache.host_pool import SegmentPool
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
@@ -43,8 +42,8 @@ def open_segments(
     estimates: Estimates,
     free: Callable[[torch.Tensor], None],
     server_args: Any = None,
-) -> tuple[CachedSegments, SegmentCompressor]:
-    """Return an empty segment cache, and the compressor of shared prompt segments.
+) -> CachedSegments:
+    """Return an empty segment cache.
 
     Args:
         config: Frozen settings.
@@ -76,14 +75,13 @@ def open_segments(
     segments = CachedSegments(
         copies, handles, identity, free, lambda: _prices(estimates, segments), tail
     )
-    shared = selector if compressor.codec is None and _may_be_shared(selector) else None
     if backend:
         store = open_store(server_args, config, identity.model)
         segments.stored = StoredSegments(
             store, identity.compressor, segments.take_in, _better(config)
         )
     host.evictor = segments.make_room
-    return segments, SegmentCompressor(config, shared, handles, segments)
+    return segments
 
 
 def _better(config: VeriCacheConfig) -> list[str]:
@@ -107,7 +105,7 @@ def _mode(line: str) -> str:
     return getattr(SELECTORS[line], "about", UNKNOWN).mode
 
 
-def _may_be_shared(selector: Selector | None) -> bool:
+def may_be_shared(selector: Selector | None) -> bool:
     """Return whether a selection is valid for other prompts with the same prefix.
 
     It is not if it depends on the last queries, or if the prompt determines how many of

@@ -49,8 +49,8 @@ class Entrance:
         for batch_index, state in requests.items():
             if not state.eligible or state.planned:
                 continue
-            if self._placement.shared.known(state) or self._probing.done(state):
-                self._arrive(state, cached=not batch.tree_cache.disable)
+            if self._placement.compressor.known(state) or self._probing.done(state):
+                self._arrive(state)
             elif not probed:
                 probed = self._probing.step(state, batch_index, batch)
 
@@ -58,7 +58,7 @@ class Entrance:
         """Drop a request's pending admission and probes."""
         self._probing.forget(rid)
 
-    def _arrive(self, state: RequestState, *, cached: bool) -> None:
+    def _arrive(self, state: RequestState) -> None:
         """Admit a request; its full prompt KV is on the device."""
         state.planned = True
         self._probing.forget(state.rid)
@@ -66,7 +66,5 @@ class Entrance:
         if budget is None:
             self._placement.watch.forget(state.rid)
             return
-        shape = shape_of(
-            state, budget, self._placement, cached=cached, overlap=self._overlap
-        )
+        shape = shape_of(state, budget, self._placement, overlap=self._overlap)
         self._runtime.arrive(shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.scheduling.plan import Plain, Wait
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def last_action(state: RequestState) -> RowAction | None:
         return Wait(state.rid)
     if state.remaining:
         return None
-    return Plain(state.rid) if state.layout is Layout.WHOLE else Wait(state.rid)
+    return Plain(state.rid) if state.residency is None else Wait(state.rid)
 
 
 def keep_last_token(state: RequestState) -> None:
@@ -36,5 +35,5 @@ def keep_last_token(state: RequestState) -> None:
     counts only the tokens it has processed.
     """
     kv = state.req.kv
-    if state.layout is Layout.WHOLE and state.verified > kv.kv_committed_len:
+    if state.residency is None and state.verified > kv.kv_committed_len:
         kv.kv_committed_len += 1

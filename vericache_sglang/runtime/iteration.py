@@ -9,18 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import CompressionError, LostKVError
-from vericache_sglang.kv.request import Layout, RequestState
 from vericache_sglang.kv.row_edit import room
 from vericache_sglang.observability.counters import move_name
 from vericache_sglang.runtime.departure import last_action
 from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
 from vericache_sglang.scheduling.iteration_model import Work
-from vericache_sglang.scheduling.plan import Draft, Move, Plain, Plan, Wait, World
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Move,
+    Plain,
+    Plan,
+    Residency,
+    Wait,
+    World,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
 
+    from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.iteration_reporter import IterationReporter
     from vericache_sglang.runtime.admission import Entrance
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
@@ -205,7 +213,7 @@ class Decoding:
                 self.runtime.refused(move)
                 continue
             state.figures.moves[move_name(move)] += 1
-            on_host = state.layout is Layout.KEPT
+            on_host = state.residency is Residency.HOST
             group = self.placement.staging_key(state.rid) if on_host else ""
             self.runtime.moved(move, group)
             batch.batch_is_full = False  # let SGLang try admission again

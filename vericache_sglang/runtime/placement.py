@@ -18,22 +18,21 @@ from vericache_sglang.errors import (
     TransferError,
 )
 from vericache_sglang.kv.calibration import measure_link
-from vericache_sglang.kv.compress import PromptCompressor
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.host_memory import open_page_pool
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.ledger import Account, Ledger
-from vericache_sglang.kv.offload import KVOffloader
+from vericache_sglang.kv.moves import KVMoves
 from vericache_sglang.kv.packed_drafts import Codes
 from vericache_sglang.kv.prefetch import StagingPrefetcher
 from vericache_sglang.kv.prefill_observer import PromptWatch
-from vericache_sglang.kv.request import Layout, RequestState
 from vericache_sglang.kv.staging import StagingRegion
 from vericache_sglang.kv.transfers import open_transfers
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
-from vericache_sglang.prefix_cache.assembly import open_segments
+from vericache_sglang.prefix_cache.assembly import may_be_shared, open_segments
+from vericache_sglang.prefix_cache.compress import PromptCompressor
 from vericache_sglang.runtime.tp_host import TensorParallelHost
 from vericache_sglang.scheduling.plan import (
     Compress,
@@ -52,6 +51,8 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.kv.selection import Look
     from vericache_sglang.kv.transfers import Transfer
     from vericache_sglang.runtime.block_table import BlockTablePool
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
@@ -125,7 +126,7 @@ class KVPlacement:
             getattr(runner, "forward_stream", None),
         )
         self.handles = KVHandles(self.geometry, pool, self.table, self.host, transfers)
-        self.segments, self.shared = open_segments(
+        self.segments = open_segments(
             config,
             compressor,
             self.handles,
@@ -140,8 +141,15 @@ class KVPlacement:
         if self.codes is not None and self.handles.device.type != "cpu":
             longest = req_to_token_pool.max_context_len
             self.draft_codes = DraftCodes(self.codes, self.handles, longest)
-        self.splitter = PromptCompressor(config, selector, self.codes, self.handles)
-        self._offloader = KVOffloader(self.handles, self.drafts, self.watch)
+        self.compressor = PromptCompressor(
+            config,
+            selector,
+            self.codes,
+            self.handles,
+            self.segments,
+            shareable=codec is None and may_be_shared(selector),
+        )
+        self._moves = KVMoves(self.handles, self.drafts, self.watch)
         self._read_weight = self._tp_sync.first(self._weigh_codes())
         self.prefetches = StagingPrefetcher(
             StagingRegion(pool.staging_start, pool.staging_tokens, page),
@@ -214,15 +222,15 @@ class KVPlacement:
         """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 
-    def join(self, state: RequestState, tree_cache: Any) -> None:
-        """Restore a finished request for the prefix tree; see ``KVOffloader.join``."""
+    def restore(self, state: RequestState, tree_cache: Any) -> None:
+        """Restore a finished request for the prefix tree; see ``KVMoves.restore``."""
         if state.parts is not None and state.parts.shared_count:
-            if state.layout is Layout.KEPT:
-                self.shared.finish(state)
+            if state.residency is Residency.HOST:
+                self.compressor.finish(state)
             return
-        if state.layout is Layout.KEPT and not self._common.joins(state):
+        if state.residency is Residency.HOST and not self._common.joins(state):
             return
-        if not self._offloader.join(state, tree_cache):
+        if not self._moves.restore(state, tree_cache):
             return
         self.counters.joins += 1
         body = self._body(state, state.split.budget)
@@ -241,7 +249,7 @@ class KVPlacement:
         steps: tuple[Callable[[], object], ...] = (
             *(
                 partial(holder.forget, rid)
-                for holder in (self.watch, self._offloader, self._common, self.guard)
+                for holder in (self.watch, self._moves, self._common, self.guard)
             ),
             partial(self.prefetches.end, rid),
             partial(self.host.drop, rid),
@@ -328,11 +336,11 @@ class KVPlacement:
 
     def _make(self, move: Move, state: RequestState, tree_cache: Any) -> bool:
         if isinstance(move, Compress):
-            return self._split(state, move.residency, tree_cache)
+            return self._compress(state, move.residency, tree_cache)
         if isinstance(move, Offload):
-            return self._offload(state, tree_cache)
+            return self._to_host(state, state.split.budget, tree_cache)
         if isinstance(move, Load):
-            made = self._offloader.pin(state, tree_cache)
+            made = self._moves.load(state, tree_cache)
             if made:
                 self.prefetches.end(state.rid)
                 self.segments.let_go(state.rid)
@@ -340,7 +348,7 @@ class KVPlacement:
                 self._take_draft_row(state)
             return made
         if isinstance(move, SwapOut):
-            transfer = self._offloader.swap_out(state, tree_cache)
+            transfer = self._moves.swap_out(state, tree_cache)
             if transfer is None:
                 return False
             self.prefetches.end(state.rid)
@@ -348,10 +356,9 @@ class KVPlacement:
             self._outgoing.append((state.rid, transfer))
             return True
         if isinstance(move, SwapIn):
-            return self._offloader.resume(state, tree_cache)
-        self._offloader.unsplit(state, tree_cache)
-        if state.split.shared_slots is None:
-            self.segments.stop_listing(state.rid)
+            return self._moves.swap_in(state, tree_cache)
+        self._moves.fall_back(state, tree_cache)
+        self.segments.stop_listing(state.rid)
         self.watch.note(self._body(state, state.split.budget), state.split.noted)
         self._free_draft_row(state)
         state.drop_drafts()
@@ -359,90 +366,68 @@ class KVPlacement:
 
     def budget(self, state: RequestState) -> Budget | None:
         """Return the budget of an uncompressed prompt; None if it is too short."""
-        shared = self.shared.budget(state)
+        shared = self.compressor.shared_budget(state)
         if shared is not None:
             return shared
-        plain = self.splitter.budget(state.prompt)
+        plain = self.compressor.budget(state.prompt)
         if plain is None:
             return None
         with self.guard.request(state.rid):
             share = self.watch.share(self._body(state, plain))
         # Ranks have equally many heads, so the mean over ranks is that over heads.
-        return self.splitter.budget(state.prompt, self._tp_sync.mean_of_all(share))
+        return self.compressor.budget(state.prompt, self._tp_sync.mean_of_all(share))
 
     def _body(self, state: RequestState, budget: Budget) -> torch.Tensor:
         """Return the slots of the prompt's full pages; the row is uncompressed."""
         row = self.table[state.req.kv.req_pool_idx]
         return row[: budget.offered].to(torch.int64).clone()
 
-    def _split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
-        if state.layout is Layout.PERMUTED:  # draft and residual KV are on the device
-            if to is Residency.HOST:
-                return self._offload(state, tree_cache)
-            made = True
-        else:
-            made = self._first_split(state, to, tree_cache)
-        if made and to is Residency.DEVICE:
-            self._take_draft_row(state)
-        return made
-
-    def _first_split(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
+    def _compress(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
         known = state.parts
         if known is None and not self.watch.ready(state.rid):
             return False
         budget = known.budget if known else self.budget(state)
         if budget is None:
-            raise InvariantError(f"{state.rid} is too short to be split")
+            raise InvariantError(f"{state.rid} is too short to be compressed")
         body = self._body(state, budget)
         look = partial(self.watch.seen, state.rid, slots=body)
         began = time.perf_counter()
-        if self.shared.takes(state, budget):
-            made, transfer = self.shared.split(state, to, tree_cache, budget, look)
-            self._note_saved(state, transfer)
-        elif to is Residency.HOST:
-            transfer = self.splitter.to_host(state, tree_cache, budget, look)
-            made = transfer is not None
-            if transfer is not None:
-                self._note_offload(state, transfer)
+        if to is Residency.HOST:
+            made = self._to_host(state, budget, tree_cache, look)
         else:
-            made = self.splitter.on_device(state, tree_cache, budget, look)
+            made = self.compressor.on_device(state, tree_cache, budget, look)
         if made:
             if known is None:
                 state.split.noted = self.watch.noted(body)
             self.watch.forget(state.rid)
             elapsed = time.perf_counter() - began
             self._tp_sync.measured.split_s.observe(elapsed / state.prompt)
+            if to is Residency.DEVICE:
+                self._take_draft_row(state)
         return made
 
-    def _offload(self, state: RequestState, tree_cache: Any) -> bool:
-        if state.split.shared_slots is not None:
-            made, saved = self.shared.offload(state, tree_cache)
-            if not made:
-                return False
-            self._offloader.give_up_residual(state, tree_cache)
-            self._free_draft_row(state)
-            self._note_saved(state, saved)
-            return True
-        transfer = self._offloader.offload(state, tree_cache)
-        if transfer is None:
-            return False
-        self._free_draft_row(state)
-        self._note_offload(state, transfer)
-        return True
-
-    def _note_saved(self, state: RequestState, transfer: Transfer | None) -> None:
+    def _to_host(
+        self,
+        state: RequestState,
+        budget: Budget,
+        tree_cache: Any,
+        look: Look | None = None,
+    ) -> bool:
+        """Compress to the host, or offload; see ``PromptCompressor.to_host``."""
+        made, transfer = self.compressor.to_host(state, tree_cache, budget, look)
         if transfer is not None:
             self._outgoing.append((state.rid, transfer))
-
-    def _note_offload(self, state: RequestState, transfer: Transfer) -> None:
-        self._note_saved(state, transfer)
-        self._common.share(state.rid)
+        if made:
+            self._free_draft_row(state)
+            if state.split.shared_slots is None:
+                self._common.share(state.rid)
+        return made
 
     def _book(self, state: RequestState) -> None:
         self.ledger.give(Account.KEPT_SLOTS, state.rid)
         if state.parts is None or state.parts.shared_slots is not None:
             return
-        if state.layout in (Layout.KEPT, Layout.BESIDE):
+        if state.residency in (Residency.HOST, Residency.DEVICE):
             self.ledger.take(Account.KEPT_SLOTS, state.rid, state.parts.budget.slots)
 
     def _tell_scheduler(self, state: RequestState) -> None:
@@ -457,9 +442,9 @@ class KVPlacement:
             return
         req.vericache_room = PLAIN_ROOM
         req.vericache_swapped_slots = 0
-        if parts.layout is Layout.SWAPPED:
+        if parts.residency is Residency.SWAPPED:
             req.vericache_room, req.vericache_swapped_slots = 0, parts.swapped_slots
-        elif parts.layout is Layout.KEPT or parts.draft_row >= 0:
+        elif parts.residency is Residency.HOST or parts.draft_row >= 0:
             # With overlap one cycle may be unreported while the next one is written.
             req.vericache_room = 2 * (self._config.draft_length + 1)
 
@@ -481,7 +466,7 @@ class KVPlacement:
         parts.draft_row, parts.listed = self._draft_rows.pop(), 0
         budget = parts.budget
         own = self.table[state.req.kv.req_pool_idx]
-        start = budget.offered if parts.layout is Layout.BESIDE else 0
+        start = budget.offered if parts.residency is Residency.DEVICE else 0
         slots = own[start : start + budget.slots]
         if parts.shared_slots is not None:
             slots = parts.shared_slots.to(own.dtype)

@@ -35,7 +35,6 @@ def shape_of(
     budget: Budget,
     placement: KVPlacement,
     *,
-    cached: bool,
     overlap: bool,
 ) -> Shape:
     """Return the shape by which the runtime plans a request.
@@ -44,7 +43,6 @@ def shape_of(
         state: The request; its full prompt KV is on the device.
         budget: Budget of its prompt.
         placement: Returns the read and transfer cost of its KV.
-        cached: A prefix tree exists; its slots are never permuted.
         overlap: The prefill's result (the tree insertion) is processed only after the
             first decode was launched.
     """
@@ -53,7 +51,7 @@ def shape_of(
         prompt=state.prompt,
         kept=budget.slots,
         dropped=budget.offered - budget.slots,
-        copies=budget.slots if cached or budget.coded else 0,
+        copies=budget.slots,
         staged=budget.staged,
         carried=placement.carried(budget),
         reads=placement.draft_reads(budget),

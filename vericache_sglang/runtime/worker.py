@@ -237,7 +237,7 @@ class VeriCacheWorker(BaseSpecWorker):
         known = False
         with self._recovery.of_all():
             if state.parts is not None:
-                self.placement.join(state, self._tree_cache)
+                self.placement.restore(state, self._tree_cache)
             keep_last_token(state)
             known = True
         if not known:  # the contents of its block-table row
@@ -386,7 +386,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _arrive(self, req: Req, length: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
-        fits = self.placement.splitter.budget(length) is not None
+        fits = self.placement.compressor.budget(length) is not None
         fits = fits and not self.placement.guard.off
         state = self._arrivals.state_of(req, length, fits)
         self._tp_sync.same_noise(state)

@@ -148,7 +148,7 @@ class ResidencyPolicy:
         """Return the move that stops drafting; None if it is not possible now."""
         if track.residency is Residency.DEVICE:
             return Restore(track.rid)
-        room = PIN_ROOM * track.shape.staged + world.rows * self._round_slots()
+        room = PIN_ROOM * track.load_slots + world.rows * self._round_slots()
         if (
             track.residency is Residency.HOST
             and not track.staged
@@ -344,7 +344,7 @@ class ResidencyPolicy:
                 and not track.staged
                 and track.remaining > self._settings.draft_length
                 and now - track.moved_at >= MIN_STAY
-                and spare >= PIN_ROOM * track.shape.staged + self._round_slots()
+                and spare >= PIN_ROOM * track.load_slots + self._round_slots()
             ):
                 return Load(track.rid)
         return None

@@ -114,6 +114,11 @@ class Track:
             return self.tokens + self.shape.copies
         return self.tokens - self.shape.dropped
 
+    @property
+    def load_slots(self) -> int:
+        """Device slots that loading its residual KV takes."""
+        return self.shape.dropped + self.shape.copies
+
     def cap(self, draft_length: int) -> int:
         """Most useful drafts: a verification of d drafts emits up to d + 1 tokens."""
         if self.closed:

@@ -12,10 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from vericache_sglang.attention.forward_row import ForwardRow
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.scheduling.iteration_model import Work
-from vericache_sglang.scheduling.plan import Draft, RowAction, Verify, Wait
+from vericache_sglang.scheduling.plan import Draft, Residency, RowAction, Verify, Wait
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -55,7 +54,8 @@ class MixedRows:
 
     If the residual KV is on the host, a request drafts on its own block-table row and
     is verified on a second one. If it is on the device, the request drafts on a draft
-    block-table row and is verified on its own row or on a second one.
+    block-table row; it is verified on its own row if that lists no draft KV, else on a
+    second one.
 
     Args:
         placement: Owns the block table, including the draft block-table rows.
@@ -154,7 +154,7 @@ class MixedRows:
     def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
         """Return the block-table row that lists the draft KV, and its length."""
         parts = state.split
-        if parts.layout is Layout.KEPT:
+        if parts.residency is Residency.HOST:
             return own, state.row_length + state.drafted
         decoded = state.verified - parts.budget.offered + state.drafted
         draft_row = self._table[parts.draft_row]
@@ -171,14 +171,14 @@ class MixedRows:
     def _whole_row(self, own: int, state: RequestState) -> int:
         """Return the block-table row that lists the full KV, for a verification."""
         parts = state.split
-        if parts.layout is Layout.PERMUTED:
+        if parts.residency is Residency.DEVICE and parts.shared_slots is not None:
             return own
         source = self._table[own]
         end = state.row_length + state.drafted + state.pending_max + 1
         draft_row = next(self._draft_rows)
         row = self._table[draft_row]
         offered = parts.budget.offered
-        if parts.layout is Layout.BESIDE:
+        if parts.residency is Residency.DEVICE:
             row[:offered] = source[:offered]
         else:
             codes, at = parts.budget.code_slots, parts.budget.exact

@@ -11,10 +11,10 @@ from pathlib import Path
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.ledger import Ledger
-from vericache_sglang.kv.offload import KVOffloader
+from vericache_sglang.kv.moves import KVMoves
 from vericache_sglang.kv.prefetch import StagingPrefetcher
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.compress_segments import SegmentCompressor
+from vericache_sglang.prefix_cache.compress import PromptCompressor
 from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.runtime.arrival import Arrivals
 from vericache_sglang.runtime.forward.rows import MixedRows
@@ -34,13 +34,13 @@ WHERE = {
     "arrival": (Arrivals, "state_of", 3, 1),
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
-    "split": (SegmentCompressor, "split", 2, 1),
+    "compress": (PromptCompressor, "to_host", 2, 1),
     "move": (TensorParallelHost, "settles", 4, 2),
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
     "sampling": (RowSampler, "targets", 15, 2),
     "outcome": (InFlightQueue, "land_reported", 20, 1),
-    "end": (KVOffloader, "join", 1, 1),
+    "end": (KVMoves, "restore", 1, 1),
     "release": (HostStore, "drop", 2, 2),
     # Again and again: the second time a request is aborted.
     "always": (Runtime, "plan", 1, 10**9),
@@ -63,7 +63,7 @@ def install():
             if calls[row] % every or failures[row] >= times:
                 return right(self, *given, **named)
             failures[row] += 1
-            if name in ("split", "start"):
+            if name in ("to_host", "start"):
                 right(self, *given, **named)
             raise InvariantError(f"injected: {owner.__name__}.{name}")
 

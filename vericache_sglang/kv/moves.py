@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vericache_kernels.split_segment import Cut, join_segment
 from vericache_sglang.errors import InvariantError, LostKVError, TransferError
 from vericache_sglang.kv.host_image import CopyTarget
-from vericache_sglang.kv.request import Layout, Parts, RequestState
 from vericache_sglang.kv.row_edit import (
     allocate,
     cached_prefix,
     free,
-    leave_tree,
     relist,
 )
-from vericache_sglang.kv.split_layers import dropped_by_layer
 from vericache_sglang.kv.swapped import gathered
+from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +24,13 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.host_image import DraftParts
     from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.request import Parts, RequestState
     from vericache_sglang.kv.transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
 
-class KVOffloader:
+class KVMoves:
     """Carries out every move except compression; keeps block table and pool in step.
 
     Args:
@@ -57,58 +55,8 @@ class KVOffloader:
         self._host = handles.host
         self._transfers = handles.transfers
 
-    def offload(self, state: RequestState, tree_cache: Any) -> Transfer | None:
-        """Move the residual KV from the device to the host; see ``Layout``.
-
-        Returns:
-            The copy; None where the host budget is exhausted.
-
-        Raises:
-            TransferError: The copy could not be made; nothing changed.
-        """
-        parts, row = state.split, self._handles.row(state)
-        budget = parts.budget
-        if not self._host.fits_residual(budget):
-            return None
-        residual = self._host.open(state.rid, budget)
-        body = row[: budget.offered].to(torch.int64).clone()
-        residual.describe(parts.kept, parts.coded)
-        if parts.layout is Layout.PERMUTED:
-            out = body[budget.slots :]
-            blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, out)
-        else:
-            away = dropped_by_layer(parts.kept, budget.offered)
-            blocks = (
-                self._handles.pick(layer, body, index)
-                for layer, index in enumerate(away)
-            )
-        try:
-            transfer = self._transfers.save(blocks, residual)
-        except TransferError:
-            self._host.drop(state.rid)
-            raise
-        self.give_up_residual(state, tree_cache)
-        return transfer
-
-    def give_up_residual(self, state: RequestState, tree_cache: Any) -> None:
-        """Free the slots of residual KV that the host holds; the draft KV stays."""
-        parts, row, kv = state.split, self._handles.row(state), state.req.kv
-        budget = parts.budget
-        body = row[: budget.offered].to(torch.int64).clone()
-        if parts.layout is Layout.PERMUTED:
-            free(tree_cache, body[budget.slots :])
-            relist(row, kv, parts.head, body[: budget.slots])
-        else:
-            owned = kv.cache_protected_len
-            leave_tree(state.req, tree_cache)
-            free(tree_cache, body[owned:])
-            head = body[:0] if parts.shared_slots is None else parts.shared_slots
-            relist(row, kv, budget.offered, head)
-        parts.layout = Layout.KEPT
-        kv.cache_protected_len = parts.shared_count
-
-    def pin(self, state: RequestState, tree_cache: Any) -> bool:
-        """Load the residual KV back into slots of the pool, permanently.
+    def load(self, state: RequestState, tree_cache: Any) -> bool:
+        """Load the full KV into slots of the pool, beside the draft KV.
 
         Returns:
             False where there is no room.
@@ -116,38 +64,32 @@ class KVOffloader:
         Raises:
             LostKVError: The host copy is damaged.
         """
-        parts, row = state.split, self._handles.row(state)
+        parts, row, kv = state.split, self._handles.row(state), state.req.kv
         budget = parts.budget
-        packed = budget.code_slots > 0
-        fresh = allocate(tree_cache, budget.offered if packed else budget.staged)
-        if fresh is None:
+        whole = allocate(tree_cache, budget.offered)
+        if whole is None:
             return False
         draft = row[: budget.slots].to(torch.int64).clone()
         try:
-            if packed:  # packed tokens stay packed: full KV goes beside them
-                self._write_whole(state, draft[budget.code_slots :], fresh)
-            else:
-                residual = self._host.residual(state.rid)
-                self._transfers.place(residual, CopyTarget(fresh))
+            self._write_whole(state, draft[budget.code_slots :], whole)
         except TransferError as error:
-            free(tree_cache, fresh)
+            free(tree_cache, whole)
             raise LostKVError(str(error)) from error
-        head = [fresh, draft] if packed else [draft, fresh]
-        relist(row, state.req.kv, budget.slots, torch.cat(head))
-        parts.layout = Layout.BESIDE if packed else Layout.PERMUTED
+        own = draft if parts.shared_slots is None else draft[:0]
+        relist(row, kv, budget.slots, torch.cat([whole, own]))
+        kv.cache_protected_len = 0
+        parts.residency = Residency.DEVICE
         self._host.drop(state.rid)
         return True
 
-    def unsplit(self, state: RequestState, tree_cache: Any) -> None:
+    def fall_back(self, state: RequestState, tree_cache: Any) -> None:
         """Free the draft KV beside a prompt's full KV; the selection is remembered."""
         parts, row = state.split, self._handles.row(state)
-        if parts.layout is not Layout.BESIDE:
-            return
         body = row[: parts.budget.offered].to(torch.int64).clone()
-        copies = row[parts.budget.offered : parts.head].to(torch.int64).clone()
+        draft = row[parts.budget.offered : parts.head].to(torch.int64).clone()
         relist(row, state.req.kv, parts.head, body)
-        free(tree_cache, copies)
-        parts.layout, parts.shared_slots = Layout.WHOLE, None
+        free(tree_cache, draft)
+        parts.residency, parts.shared_slots = None, None
         state.req.skip_radix_cache_insert = not parts.insertable
 
     def swap_out(self, state: RequestState, tree_cache: Any) -> Transfer | None:
@@ -190,12 +132,12 @@ class KVOffloader:
         row[: self._page] = own[: self._page].to(row.dtype)
         kv.kv_committed_len -= state.row_length
         kv.kv_allocated_len, kv.cache_protected_len = self._page, 0
-        parts.layout, parts.swapped_slots = Layout.SWAPPED, held
+        parts.residency, parts.swapped_slots = Residency.SWAPPED, held
         parts.shared_slots = None
         return transfer
 
-    def resume(self, state: RequestState, tree_cache: Any) -> bool:
-        """Swap a request in: load its draft KV and decode slots.
+    def swap_in(self, state: RequestState, tree_cache: Any) -> bool:
+        """Load the draft KV and the decode slots of a swapped-out request.
 
         Returns:
             False where there is no room.
@@ -210,7 +152,7 @@ class KVOffloader:
             return False
         image = self._host.swapped(state.rid)
         if image is None:
-            raise InvariantError(f"{state.rid} is not parked")
+            raise InvariantError(f"{state.rid} is not swapped out")
         slots = torch.cat([row[: self._page].to(torch.int64), fresh])
         try:
             self._transfers.place(image, CopyTarget(slots[: parts.swapped_slots]))
@@ -219,7 +161,7 @@ class KVOffloader:
             raise LostKVError(str(error)) from error
         committed = kv.kv_committed_len
         relist(row, kv, self._page, slots)
-        parts.layout = Layout.KEPT
+        parts.residency = Residency.HOST
         kv.kv_committed_len = committed + state.row_length
         self._host.drop_swapped(state.rid)
         behind = slots[parts.head : parts.swapped_slots]
@@ -233,7 +175,7 @@ class KVOffloader:
         """
         self._noted.pop(rid, None)
 
-    def join(self, state: RequestState, tree_cache: Any) -> bool:
+    def restore(self, state: RequestState, tree_cache: Any) -> bool:
         """Restore a finished request's row to prompt order, for the prefix tree.
 
         Returns:
@@ -242,16 +184,17 @@ class KVOffloader:
             scheduler then releases the row uncached.
         """
         parts = state.parts
-        if parts is None or parts.layout is Layout.WHOLE or parts.shared_count:
+        if parts is None or parts.residency is None or parts.shared_count:
             return False
-        if parts.layout is Layout.BESIDE:
-            self.unsplit(state, tree_cache)
+        if parts.residency is Residency.DEVICE:
+            self.fall_back(state, tree_cache)
             return True
-        if parts.layout is Layout.SWAPPED or tree_cache.disable or not parts.insertable:
+        swapped = parts.residency is Residency.SWAPPED
+        if swapped or tree_cache.disable or not parts.insertable:
             return False
         if not self._in_order(state, parts, tree_cache):
             return False
-        parts.layout = Layout.WHOLE
+        parts.residency = None
         state.req.skip_radix_cache_insert = False
         return True
 
@@ -264,19 +207,15 @@ class KVOffloader:
             relist(row, kv, parts.head, cached)
             kv.cache_protected_len = budget.offered
             return True
-        whole, exact = own, own[budget.code_slots : budget.slots]
-        taken = own[:0]
-        if parts.layout is Layout.KEPT:
-            fresh = allocate(tree_cache, budget.offered - budget.slots)
-            if fresh is None:
-                return False
-            taken = fresh
-            whole = torch.cat([own, taken])
+        fresh = allocate(tree_cache, budget.offered - budget.slots)
+        if fresh is None:
+            return False
+        whole = torch.cat([own, fresh])
         try:
-            self._write_whole(state, exact, whole)
+            self._write_whole(state, own[budget.code_slots :], whole)
         except TransferError as error:
             logger.error("VeriCache: %s is not cached: %s", state.rid, error)
-            free(tree_cache, taken)
+            free(tree_cache, fresh)
             return False
         relist(row, kv, parts.head, whole)
         return True
@@ -284,30 +223,19 @@ class KVOffloader:
     def _write_whole(
         self, state: RequestState, exact: torch.Tensor, whole: torch.Tensor
     ) -> None:
-        """Restore a prompt's entries in order.
+        """Restore a prompt's entries in order from draft KV and residual KV.
 
         Args:
-            state: Compressed; its residual KV is on the host or behind its exact
-                entries.
+            state: Its residual KV is on the host.
             exact: [n] int64, slots of the exact entries.
             whole: [B] int64, target slots; may overlap the source slots.
 
         Raises:
             TransferError: The host copy is damaged.
         """
-        parts, pool = state.split, self._pool
-        if parts.layout is Layout.KEPT:
-            residual = self._host.residual(state.rid)
-            target = CopyTarget(whole, parts.kept, exact)
-            self._transfers.place(residual, target, self._drafts(state))
-            return
-        away = self._handles.row(state)[parts.budget.slots : parts.head]
-        blocks = gathered(pool.k_buffer, pool.v_buffer, away.to(torch.int64).clone())
-        dropped = dropped_by_layer(parts.kept, len(whole))
-        for layer, others in enumerate(blocks):
-            cut = Cut(whole, parts.kept[layer].contiguous(), next(dropped))
-            buffers = (pool.k_buffer[layer], pool.v_buffer[layer])
-            join_segment(buffers, cut, exact, others, in_place=True)
+        residual = self._host.residual(state.rid)
+        target = CopyTarget(whole, state.split.kept, exact)
+        self._transfers.place(residual, target, self._drafts(state))
 
     @property
     def _page(self) -> int:

@@ -1,0 +1,450 @@
+"""Compresses prefilled prompts into draft KV and residual KV, on device or host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vericache_sglang.compression.budget import Budget, budget_for
+from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.kv.request import Parts, RequestState
+from vericache_sglang.kv.row_edit import (
+    allocate,
+    free,
+    leave_tree,
+    own_slots_cover,
+    relist,
+)
+from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.kv.segmented_residual import SegmentedResidual
+from vericache_sglang.kv.swapped import gathered
+from vericache_sglang.prefix_cache.draft_segments import DraftPart
+from vericache_sglang.prefix_cache.pieces import DraftLayer, Piece, PieceWriter, place
+from vericache_sglang.scheduling.plan import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.compression.base import Selector
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.packed_drafts import Codes
+    from vericache_sglang.kv.selection import Look
+    from vericache_sglang.kv.transfers import Transfer
+    from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+    from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tail:
+    """KV of the tree-owned tokens after the last piece, which a request copies.
+
+    Attributes:
+        start: Position of the first of them.
+        slots: Their number, in whole pages.
+        blocks: Keys and values of each layer.
+        noted: [L, H, slots], their scores; None without scores.
+    """
+
+    start: int
+    slots: int
+    blocks: list[tuple[torch.Tensor, torch.Tensor]]
+    noted: torch.Tensor | None
+
+    def put(
+        self,
+        handles: KVHandles,
+        copies: SegmentCopies,
+        row: torch.Tensor,
+        fresh: torch.Tensor,
+    ) -> None:
+        """Write them into request-owned slots, and list these in the block table."""
+        copies.give_scores(fresh, self.noted)
+        for layer, (keys, values) in enumerate(self.blocks):
+            handles.put(layer, fresh, keys, values)
+        row[self.start : self.start + self.slots] = fresh.to(row.dtype)
+
+
+class PromptCompressor:
+    """Compresses prompts: moves KV between a row's slots, new slots and the host.
+
+    A prompt is a list of pieces. If the kept tokens of a segment are the same for every
+    prompt that begins with it, its whole segments are pieces with one copy of draft KV,
+    in the draft-segment pool, and one of residual KV, on the host; in each of them all
+    heads keep equally many tokens, selected by their scores in the first prompt that
+    was compressed there. Otherwise the whole pages of the prompt are one piece, which
+    belongs to the request. Tokens after the last piece stay uncompressed.
+
+    Slots owned by the prefix tree are never written, because other rows may list them:
+    draft KV gets slots of its own, and the tree keeps its full copy until it is
+    evicted. If no slot is free for a compression to the host, the draft KV waits until
+    the request has left its prompt's slots, so device memory never exceeds the full KV.
+
+    Args:
+        config: Compressor budget and protected tokens.
+        selector: Bound to the model; None: every token is kept.
+        codes: Packs kept tokens; None: nothing is packed.
+        handles: Pool, block table, host memory.
+        segments: Index and copies of cached prefixes.
+        shareable: Selections depend on the preceding tokens alone.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        selector: Selector | None,
+        codes: Codes | None,
+        handles: KVHandles,
+        segments: CachedSegments,
+        *,
+        shareable: bool,
+    ) -> None:
+        self._config = config
+        self._codes = codes
+        self._handles = handles
+        self._host = handles.host
+        self._segments = segments
+        self._writer = PieceWriter(selector, codes, handles)
+        self._align = handles.geometry.page_size
+        if selector is not None:
+            self._align *= selector.needs.token_align
+        self._keep = 1.0 if selector is None else config.keep
+        self._each = budget_for(
+            SEGMENT, config.keep, config.sink_tokens, 0, self._align
+        )
+        segments.kept = self._each.kept if shareable and self._each.dropped else 0
+
+    # -- token counts ---------------------------------------------------------
+
+    def budget(self, prompt: int, share: float | None = None) -> Budget | None:
+        """Return the counts for a prompt of one request; None: not compressed.
+
+        Args:
+            prompt: T, in tokens.
+            share: Share of tokens the method asks to keep; None: as configured.
+        """
+        page = self._handles.geometry.page_size
+        body = prompt // page * page
+        if prompt < self._config.min_prompt or body == 0:
+            return None
+        budget = budget_for(
+            body,
+            self._keep if share is None else share,
+            self._config.sink_tokens,
+            max(0, self._config.recent_tokens - (prompt - body)),
+            self._align,
+        )
+        if self._codes is not None:
+            budget = self._codes.complete(budget)
+        return budget if budget.slots < budget.offered else None
+
+    def shared_budget(self, state: RequestState) -> Budget | None:
+        """Return the counts of a prompt of shared segments; None if it has none."""
+        whole = (state.prompt - self._config.recent_tokens) // SEGMENT
+        if not self._segments.active or not self._segments.kept or whole < 1:
+            return None
+        if state.prompt < self._config.min_prompt:
+            return None
+        each = self._each
+        counts = Budget(whole * SEGMENT, whole * each.kept, each.sinks, 0)
+        return counts if self._segments.trusts(self._names(state, counts)) else None
+
+    def known(self, state: RequestState) -> bool:
+        """Return whether the kept tokens of a prompt are already selected."""
+        budget = self.shared_budget(state)
+        if budget is None:
+            return False
+        draft_pool, host = self._segments.draft_pool, self._segments.residuals
+        return all(
+            name in draft_pool or name in host for name in self._names(state, budget)
+        )
+
+    def _names(self, state: RequestState, budget: Budget) -> list[str]:
+        count = budget.offered // SEGMENT
+        req = state.req
+        names: list[str] = getattr(req, "vericache_names", [])
+        if len(names) < count:
+            tokens = (req.origin_input_ids + req.output_ids)[: budget.offered]
+            names = self._segments.names((req.extra_key, req.cache_salt), tokens)
+        return names[:count]
+
+    # -- moves ----------------------------------------------------------------
+
+    def to_host(
+        self,
+        state: RequestState,
+        tree_cache: Any,
+        budget: Budget,
+        look: Look | None = None,
+    ) -> tuple[bool, Transfer | None]:
+        """Compress a prompt, or offload a compressed one: residual KV to the host.
+
+        Args:
+            state: A request whose row lists the full KV and whose prefill was
+                processed.
+            tree_cache: SGLang's prefix cache.
+            budget: Counts of its prompt.
+            look: Observations of its prefill, by layer; None once it is compressed.
+
+        Returns:
+            Whether it was made (False without free slots or host pages; nothing
+            changed then), and the transfer to the host if one was needed.
+
+        Raises:
+            TransferError: The copy could not be made; nothing changed.
+        """
+        req, row = state.req, self._handles.row(state)
+        body = row[: budget.offered].to(torch.int64).clone()
+        owned = req.kv.cache_protected_len
+        before = state.split.head if state.parts else budget.offered
+        pieces = self._pieces(state, budget)
+        names = [each.name for each in pieces if each.name]
+        tail = self._tail(state, budget)
+        with self._segments.kept_back(names):
+            self._find(state, pieces, residuals=True)
+            drafted = sum(each.budget.slots for each in pieces if each.drafted)
+            slots = drafted + tail.slots
+            fresh = allocate(tree_cache, slots)
+            own = budget.offered - owned
+            if fresh is None and not own_slots_cover(req, tree_cache, slots, own):
+                return False, None
+            taken = body[:0] if fresh is None else fresh
+            if not self._open(state, pieces):
+                free(tree_cache, taken)
+                return False, None
+            waiting: list[DraftLayer] = []
+            try:
+                place(pieces, fresh)
+                transfer = self._writer.write(state.rid, pieces, body, look, waiting)
+            except TransferError:
+                self._close(state, pieces)
+                free(tree_cache, taken)
+                raise
+            self._save_scores(state, pieces, body)
+            leave_tree(req, tree_cache)
+            free(tree_cache, body[owned:])
+            if fresh is None:
+                fresh = self._put_waiting(state.rid, tree_cache, pieces, slots, waiting)
+            tail.put(self._handles, self._segments.copies, row, fresh[drafted:])
+            self._share(pieces)
+        self._segments.settle(names)
+        head = self._enter(state, budget, pieces, Residency.HOST)
+        if names:
+            self._refer(state, names)
+        relist(row, req.kv, before, head)
+        req.kv.cache_protected_len = state.split.shared_count
+        return True, transfer
+
+    def on_device(
+        self, state: RequestState, tree_cache: Any, budget: Budget, look: Look
+    ) -> bool:
+        """Compress a prompt; its full KV stays in the pool, beside the draft KV.
+
+        Returns:
+            False where there is no room for the draft KV; nothing changed.
+        """
+        row = self._handles.row(state)
+        body = row[: budget.offered].to(torch.int64).clone()
+        pieces = self._pieces(state, budget)
+        names = [each.name for each in pieces if each.name]
+        with self._segments.kept_back(names):
+            self._find(state, pieces, residuals=False)
+            slots = sum(each.budget.slots for each in pieces if each.drafted)
+            fresh = allocate(tree_cache, slots)
+            if fresh is None:
+                return False
+            place(pieces, fresh)
+            self._writer.write(state.rid, pieces, body, look, [])
+            self._share(pieces)
+        self._segments.settle(names)
+        head = self._enter(state, budget, pieces, Residency.DEVICE)
+        if not names:
+            relist(row, state.req.kv, budget.offered, torch.cat([body, head]))
+        return True
+
+    def _put_waiting(
+        self,
+        rid: str,
+        tree_cache: Any,
+        pieces: list[Piece],
+        slots: int,
+        waiting: list[DraftLayer],
+    ) -> torch.Tensor:
+        """Write draft KV that waited for the slots of its own prompt; return these."""
+        fresh = allocate(tree_cache, slots)
+        if fresh is None:
+            raise InvariantError(f"{rid}: its own prompt's slots are taken")
+        place(pieces, fresh)
+        target = fresh[: sum(each.budget.slots for each in pieces if each.drafted)]
+        for layer, draft in enumerate(waiting):
+            self._writer.put(layer, target, draft)
+        return fresh
+
+    def finish(self, state: RequestState) -> None:
+        """Cache the whole segments that a finished request appended to its prefix.
+
+        The request has no full KV on the device, so the radix tree cannot take it.
+
+        Args:
+            state: With residual KV on the host and shared draft KV.
+        """
+        parts, req = state.split, state.req
+        tokens = (req.origin_input_ids + req.output_ids)[: state.verified]
+        first = parts.budget.offered // SEGMENT
+        if not parts.insertable or len(tokens) // SEGMENT <= first:
+            return
+        names = self._segments.names((req.extra_key, req.cache_salt), tokens)
+        row = self._handles.row(state)
+        added = row[parts.head : parts.head + (len(names) - first) * SEGMENT]
+        self._segments.keep(names, first, added.to(torch.int64))
+
+    def _tail(self, state: RequestState, budget: Budget) -> Tail:
+        """Read the tree-owned KV after the last piece, to copy to request slots."""
+        start, owned = budget.offered, state.req.kv.cache_protected_len
+        if owned <= start:
+            return Tail(start, 0, [], None)
+        pool = self._handles.pool
+        slots = self._handles.row(state)[start:owned].to(torch.int64).clone()
+        blocks = list(gathered(pool.k_buffer, pool.v_buffer, slots))
+        return Tail(start, len(slots), blocks, self._segments.copies.scores_of(slots))
+
+    # -- pieces ---------------------------------------------------------------
+
+    def _pieces(self, state: RequestState, budget: Budget) -> list[Piece]:
+        """Return the pieces of a prompt, with the tokens this request kept before."""
+        parts = state.parts
+        if parts is not None and state.residency is Residency.DEVICE:
+            shared = parts.shared_slots is not None
+        else:
+            shared = budget == self.shared_budget(state)
+        if not shared:
+            found = Piece(0, budget)
+            if parts is not None:
+                found.kept, found.coded = parts.kept, parts.coded
+            return [found]
+        each, n = self._each, self._each.kept
+        others = replace(each, sinks=0)
+        pieces = []
+        for at, name in enumerate(self._names(state, budget)):
+            found = Piece(at * SEGMENT, others if at else each, name)
+            if parts is not None:
+                kept = parts.kept[:, :, at * n : (at + 1) * n]
+                found.kept = kept - found.first
+            pieces.append(found)
+        return pieces
+
+    def _find(
+        self, state: RequestState, pieces: list[Piece], *, residuals: bool
+    ) -> None:
+        """Find the draft KV of pieces, and which parts have to be written."""
+        own = state.parts if state.residency is Residency.DEVICE else None
+        for each in pieces:
+            if not each.name:
+                each.drafted, each.wanted = own is None, residuals
+                if own is not None:
+                    row = self._handles.row(state)[own.budget.offered : own.head]
+                    each.slots = row.to(torch.int64).clone()
+                continue
+            part = self._segments.draft_pool.get(each.name)
+            rest = self._segments.residuals.get(each.name)
+            each.drafted = part is None
+            each.wanted = residuals and rest is None
+            # Both parts must be of one selection, so an existing part decides.
+            if part is not None:
+                each.kept, each.slots = part.kept, part.slots
+            elif rest is not None:
+                # A synchronous copy: the host pages may be reused soon.
+                each.kept = rest.kept.to(self._handles.device, copy=True)
+
+    def _open(self, state: RequestState, pieces: list[Piece]) -> bool:
+        """Allocate host memory for residual KV; all of it or nothing."""
+        if not pieces[0].name:
+            (piece,) = pieces
+            if not self._host.fits_residual(piece.budget):
+                return False
+            piece.residual = self._host.open(state.rid, piece.budget)
+            return True
+        opened = self._segments.open_residuals(
+            [each.name for each in pieces if each.wanted],
+            self._each.dropped,
+            self._each.kept,
+        )
+        if opened is None:
+            return False
+        for each in pieces:
+            each.residual = opened.get(each.name)
+        return True
+
+    def _close(self, state: RequestState, pieces: list[Piece]) -> None:
+        """Free host memory that was not filled."""
+        for each in pieces:
+            if not each.name:
+                self._host.drop(state.rid)
+            elif each.residual is not None:
+                self._segments.residuals.drop(each.name)
+
+    def _save_scores(
+        self, state: RequestState, pieces: list[Piece], body: torch.Tensor
+    ) -> None:
+        """Save token scores beside the new residual KV of segments, for restores."""
+        opened = [each for each in pieces if each.name and each.residual is not None]
+        if not opened:
+            return
+        if state.parts is None:
+            noted = self._segments.copies.scores_of(body)
+        else:
+            known = state.parts.noted
+            noted = torch.stack(known) if known else None
+        if noted is not None:
+            noted = noted.cpu()
+            for each in opened:
+                self._segments.save_scores(each.name, noted[:, :, each.tokens])
+
+    # -- recording the result -------------------------------------------------
+
+    def _share(self, pieces: list[Piece]) -> None:
+        """Add new draft KV of segments to the draft-segment pool."""
+        for each in pieces:
+            if each.name and each.drafted and each.slots is not None:
+                part = DraftPart(each.slots, each.exact.contiguous())
+                self._segments.draft_pool.add(each.name, part)
+
+    def _refer(self, state: RequestState, names: Sequence[str]) -> None:
+        """Make the residual KV of these segments that of the request."""
+        self._segments.refer(state.rid, names)
+        found = [self._segments.residuals.get(name) for name in names]
+        whole = SegmentedResidual([each for each in found if each is not None])
+        # A name is a chained hash: the last one implies all others.
+        self._host.adopt(state.rid, f"segments-{names[-1]}", whole)
+
+    def _enter(
+        self,
+        state: RequestState,
+        budget: Budget,
+        pieces: list[Piece],
+        residency: Residency,
+    ) -> torch.Tensor:
+        """Record the compression; return the slots of the draft KV, [n] int64."""
+        head = torch.cat([each.slots for each in pieces if each.slots is not None])
+        known = state.parts
+        if known is not None and known.residency is not None:
+            known.residency = residency
+            return head
+        names = tuple(each.name for each in pieces if each.name)
+        if names:
+            self._segments.use(state.rid, names)
+        state.parts = Parts(
+            budget,
+            torch.cat([each.exact + each.first for each in pieces], dim=2),
+            torch.cat([each.packed + each.first for each in pieces], dim=2),
+            residency,
+            not state.req.skip_radix_cache_insert,
+            noted=known.noted if known else [],
+            segments=names,
+            shared_slots=head if names else None,
+        )
+        # The row no longer lists token i at position i: the tree must not insert it.
+        state.req.skip_radix_cache_insert = True
+        return head
