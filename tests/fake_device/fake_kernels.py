@@ -24,7 +24,6 @@ from vericache_kernels.board_commit.ref import commit_rows
 from vericache_kernels.head_entries.ref import pick_rows, put_rows
 from vericache_kernels.join_planes.ref import join_rows
 from vericache_kernels.ragged_attention.ref import ragged_attention_ref
-from vericache_kernels.split_segment.ref import join_entries, split_entries
 from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
 
 
@@ -79,8 +78,6 @@ REFERENCES = {
     ),
     ("join_planes", "launch"): join_rows,
     ("packed_attention", "launch"): lambda q, *_: torch.zeros_like(q),
-    ("split_segment", "launch_split"): lambda *args, in_place: split_entries(*args),
-    ("split_segment", "launch_join"): lambda *args, in_place: join_entries(*args),
 }
 """By op and launcher, what computes the same; codes of ``packed_attention`` are decoded
 by nobody, its result is zero."""

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kernel_device import moved, report, run, unsynced
 
 from vericache_kernels.head_entries import bytes_moved, pick_entries, put_entries
-from vericache_kernels.head_entries.ref import pick_rows, put_rows
-from vericache_kernels.split_segment.ref import as_integers
+from vericache_kernels.head_entries.ref import as_integers, pick_rows, put_rows
 from vericache_sglang.kv.split_layers import pick, put
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2]

@@ -30,7 +30,6 @@ def kernels(device):
     """Return modules in the place of our Triton kernels, by name."""
     from vericache_kernels.head_entries import ref as entries
     from vericache_kernels.join_planes import ref as planes
-    from vericache_kernels.split_segment import ref as segments
 
     def put_or_pick(layer, index, rows, slots, *, put):
         where = [] if slots is None else [slots]
@@ -46,13 +45,6 @@ def kernels(device):
                 move(part, own)
 
         device.kernel(does, index, *layer, *rows, *where)
-
-    def join(pool, cut, source, block, *, in_place):
-        def does(keys, values, slots, kept, rest, source, *block):
-            own = SimpleNamespace(slots=slots, kept=kept, rest=rest)
-            segments.join_entries((keys, values), own, source, block)
-
-        device.kernel(does, *pool, cut.slots, cut.kept, cut.rest, source, *block)
 
     def planes_joined(draft, residual, step, target):
         found = draft.tokens.new_empty(len(draft.tokens))
@@ -85,9 +77,6 @@ def kernels(device):
     return {
         "vericache_kernels.head_entries.triton_impl": SimpleNamespace(
             launch=put_or_pick
-        ),
-        "vericache_kernels.split_segment.triton_impl": SimpleNamespace(
-            launch_join=join
         ),
         "vericache_kernels.packed_attention.triton_impl": SimpleNamespace(
             launch=lambda q, *_: torch.zeros_like(q)  # it is timed at boot, no more

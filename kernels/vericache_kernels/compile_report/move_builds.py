@@ -27,12 +27,9 @@ JOINED: dict[str, tuple[SplitPlanesStep, torch.dtype, int]] = {
 def move_builds() -> list[Build]:
     """Return the builds; needs Triton."""
     made = [
-        _move("split segment", "*i16", DIM, listed=True, join=False),
-        _move("split segment in place", "*i16", DIM, listed=False, join=False),
-        _move("join segment", "*i16", DIM, listed=True, join=True),
-        _move("split segment, 1 byte, D 64", "*u8", 64, listed=True, join=False),
-        _move("split segment, D 576", "*i16", 576, listed=True, join=False),
         _entries("pick entries", mapped=False, put=False),
+        _entries("pick entries, 1 byte, D 64", "*u8", 64, mapped=True, put=False),
+        _entries("pick entries, D 576", dim=576, mapped=True, put=False),
         _entries("pick entries of slots", mapped=True, put=False),
         _entries("put entries", mapped=False, put=True),
         _entries("pick entries, one side", mapped=False, put=False, sides=1),
@@ -42,39 +39,25 @@ def move_builds() -> list[Build]:
     return [*made, _commit()]
 
 
-def _move(name: str, kv: str, dim: int, *, listed: bool, join: bool) -> Build:
-    from vericache_kernels.split_segment import triton_impl as impl
-
-    sides = ("k_pool", "v_pool", "k_kept", "v_kept", "k_block", "v_block")
-    strides = (
-        f"{side}{part}_{kind}_stride"
-        for part in ("", "_kept")
-        for side in "kv"
-        for kind in ("slot", "head")
-    )
-    signature = {
-        **dict.fromkeys(sides, kv),
-        **dict.fromkeys(("slots", "listed"), "*i64"),
-        **dict.fromkeys(("kept", "rest"), "*i32"),
-        **dict.fromkeys(("kept_count", "rest_count"), "i32"),
-        **dict.fromkeys(strides, "i32"),
-    }
-    fixed = impl.constants(KV_HEADS, dim, dim)
-    fixed |= {"LISTED": listed, "JOIN": join}
-    return Build(name, impl.move_kernel, signature, fixed, impl.NUM_WARPS)
-
-
-def _entries(name: str, *, mapped: bool, put: bool, sides: int = 2) -> Build:
+def _entries(
+    name: str,
+    kv: str = "*i16",
+    dim: int = DIM,
+    *,
+    mapped: bool,
+    put: bool,
+    sides: int = 2,
+) -> Build:
     from vericache_kernels.head_entries import triton_impl as impl
 
     strides = (f"{side}_{kind}_stride" for side in "kv" for kind in ("entry", "head"))
     signature = {
-        **dict.fromkeys(("k_layer", "v_layer", "k_rows", "v_rows"), "*i16"),
+        **dict.fromkeys(("k_layer", "v_layer", "k_rows", "v_rows"), kv),
         **dict.fromkeys(("slots", "index"), "*i64"),
         **dict.fromkeys(strides, "i32"),
         "count": "i32",
     }
-    fixed = impl.constants(KV_HEADS, DIM, DIM if sides == 2 else 0)
+    fixed = impl.constants(KV_HEADS, dim, dim if sides == 2 else 0)
     fixed |= {"MAPPED": mapped, "PUT": put}
     return Build(name, impl.entries_kernel, signature, fixed, impl.NUM_WARPS)
 

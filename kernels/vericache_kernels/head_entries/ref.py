@@ -6,10 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.split_segment.ref import as_integers
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Element size -> integer dtype; torch's gather rewrites NaN payloads of bfloat16."""
+
+
+def as_integers(entries: torch.Tensor) -> torch.Tensor:
+    """Return a view of entries as integers of the same size.
+
+    Raises:
+        ValueError: No integer dtype has their size.
+    """
+    size = entries.element_size()
+    if size not in INTEGERS:
+        raise ValueError(f"{entries.dtype} has {size} bytes: one of {list(INTEGERS)}")
+    return entries.view(INTEGERS[size])
 
 
 def pick_rows(

@@ -1,4 +1,9 @@
-"""Triton kernel of ``pick_entries`` and ``put_entries``: one program per head tile."""
+"""Triton kernel of ``pick_entries`` and ``put_entries``: one program per head tile.
+
+A program copies the keys and values of TILE entries of one head, so indices are read
+once for both. Lanes run along D: a head's entry is contiguous in the pool and is read
+and written in pieces of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,51 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from vericache_kernels.split_segment.ref import as_integers
-from vericache_kernels.split_segment.triton_impl import copy_entries, tile_of
+from vericache_kernels.head_entries.ref import as_integers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+MOST_TILE = 32
+"""Maximum entries per program: at D = 128 and 2 bytes, 4 x 16 bytes per thread."""
+TILE_ELEMENTS = 8192
+"""Maximum elements of a tile; wider heads get fewer entries."""
 NUM_WARPS = 4
+
+
+@triton.jit
+def copy_entries(
+    pool: tl.tensor,
+    other: tl.tensor,
+    pool_row: tl.tensor,
+    other_row: tl.tensor,
+    there: tl.tensor,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    JOIN: tl.constexpr,
+) -> None:
+    """Copy [TILE, D] from the pool, or to it.
+
+    Args:
+        pool: Pointer to integers.
+        other: As ``pool``.
+        pool_row: [TILE] int64, offset of each entry in ``pool``.
+        other_row: [TILE] int64, offset of each entry in ``other``.
+        there: [TILE] bool mask; False: neither read nor written.
+        WIDTH: D rounded up to a power of two.
+        D: Elements of an entry.
+        JOIN: Copy to the pool.
+    """
+    lane = tl.arange(0, WIDTH)
+    inside = there[:, None] & (lane < D)[None, :]
+    in_pool = pool + pool_row[:, None] + lane[None, :]
+    outside = other + other_row[:, None] + lane[None, :]
+    if JOIN:
+        tl.store(in_pool, tl.load(outside, mask=inside), mask=inside)
+    else:
+        tl.store(outside, tl.load(in_pool, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -86,6 +127,15 @@ def constants(heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
         "WIDTH_V": widths[1],
         "TILE": tile_of(max(widths)),
     }
+
+
+def tile_of(width: int) -> int:
+    """Return the entries per program.
+
+    Args:
+        width: Elements of an entry, a power of two.
+    """
+    return min(MOST_TILE, max(1, TILE_ELEMENTS // width))
 
 
 def launch(
