@@ -251,7 +251,7 @@ ROWS: tuple[MemoryRow, ...] = (
         Phase.PASSING,
         "context * (kv_heads * (5 * number * head_dim + 64) + 4 * head_dim) "
         "+ 256 * MiB",
-        "prefix_cache/pieces.py: KV, residual KV; scores of layers ranked together",
+        "prefix_cache/prompt_pieces.py: KV, residual KV; scores ranked together",
         CONTEXT,
     ),
     MemoryRow(

@@ -21,7 +21,12 @@ from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
 from vericache_sglang.kv.swapped import gathered
 from vericache_sglang.prefix_cache.draft_segments import DraftPart
-from vericache_sglang.prefix_cache.pieces import DraftLayer, Piece, PieceWriter, place
+from vericache_sglang.prefix_cache.prompt_pieces import (
+    DraftLayer,
+    PieceWriter,
+    PromptPiece,
+    place,
+)
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -268,7 +273,7 @@ class PromptCompressor:
         self,
         rid: str,
         tree_cache: Any,
-        pieces: list[Piece],
+        pieces: list[PromptPiece],
         slots: int,
         waiting: list[DraftLayer],
     ) -> torch.Tensor:
@@ -312,7 +317,7 @@ class PromptCompressor:
 
     # -- pieces ---------------------------------------------------------------
 
-    def _pieces(self, state: RequestState, budget: Budget) -> list[Piece]:
+    def _pieces(self, state: RequestState, budget: Budget) -> list[PromptPiece]:
         """Return the pieces of a prompt, with the tokens this request kept before."""
         parts = state.parts
         if parts is not None and state.residency is Residency.DEVICE:
@@ -320,7 +325,7 @@ class PromptCompressor:
         else:
             shared = budget == self.shared_budget(state)
         if not shared:
-            found = Piece(0, budget)
+            found = PromptPiece(0, budget)
             if parts is not None:
                 found.kept, found.coded = parts.kept, parts.coded
             return [found]
@@ -328,7 +333,7 @@ class PromptCompressor:
         others = replace(each, sinks=0)
         pieces = []
         for at, name in enumerate(self._names(state, budget)):
-            found = Piece(at * SEGMENT, others if at else each, name)
+            found = PromptPiece(at * SEGMENT, others if at else each, name)
             if parts is not None:
                 kept = parts.kept[:, :, at * n : (at + 1) * n]
                 found.kept = kept - found.first
@@ -336,7 +341,7 @@ class PromptCompressor:
         return pieces
 
     def _find(
-        self, state: RequestState, pieces: list[Piece], *, residuals: bool
+        self, state: RequestState, pieces: list[PromptPiece], *, residuals: bool
     ) -> None:
         """Find the draft KV of pieces, and which parts have to be written."""
         own = state.parts if state.residency is Residency.DEVICE else None
@@ -358,7 +363,7 @@ class PromptCompressor:
                 # A synchronous copy: the host pages may be reused soon.
                 each.kept = rest.kept.to(self._handles.device, copy=True)
 
-    def _open(self, state: RequestState, pieces: list[Piece]) -> bool:
+    def _open(self, state: RequestState, pieces: list[PromptPiece]) -> bool:
         """Allocate host memory for residual KV; all of it or nothing."""
         if not pieces[0].name:
             (piece,) = pieces
@@ -377,7 +382,7 @@ class PromptCompressor:
             each.residual = opened.get(each.name)
         return True
 
-    def _close(self, state: RequestState, pieces: list[Piece]) -> None:
+    def _close(self, state: RequestState, pieces: list[PromptPiece]) -> None:
         """Free host memory that was not filled."""
         for each in pieces:
             if not each.name:
@@ -386,7 +391,7 @@ class PromptCompressor:
                 self._segments.residuals.drop(each.name)
 
     def _save_scores(
-        self, state: RequestState, pieces: list[Piece], body: torch.Tensor
+        self, state: RequestState, pieces: list[PromptPiece], body: torch.Tensor
     ) -> None:
         """Save token scores beside the new residual KV of segments, for restores."""
         opened = [each for each in pieces if each.name and each.residual is not None]
@@ -404,7 +409,7 @@ class PromptCompressor:
 
     # -- recording the result -------------------------------------------------
 
-    def _share(self, pieces: list[Piece]) -> None:
+    def _share(self, pieces: list[PromptPiece]) -> None:
         """Add new draft KV of segments to the draft-segment pool."""
         for each in pieces:
             if each.name and each.drafted and each.slots is not None:
@@ -423,7 +428,7 @@ class PromptCompressor:
         self,
         state: RequestState,
         budget: Budget,
-        pieces: list[Piece],
+        pieces: list[PromptPiece],
         residency: Residency,
     ) -> torch.Tensor:
         """Record the compression; return the slots of the draft KV, [n] int64."""

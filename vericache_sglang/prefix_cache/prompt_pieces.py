@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class PromptPiece:
     """Consecutive tokens of a prompt that are compressed together.
 
     A segment that prompts share, or the whole pages of a prompt of one request. The
@@ -111,7 +111,7 @@ class PieceWriter:
     def write(
         self,
         rid: str,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PromptPiece],
         body: torch.Tensor,
         look: Look | None,
         waiting: list[DraftLayer],
@@ -158,7 +158,7 @@ class PieceWriter:
     def _select(
         self,
         rid: str,
-        pieces: Sequence[Piece],
+        pieces: Sequence[PromptPiece],
         body: torch.Tensor,
         look: Look | None,
     ) -> None:
@@ -175,7 +175,7 @@ class PieceWriter:
     def _chosen(
         self,
         rid: str,
-        groups: list[list[Piece]],
+        groups: list[list[PromptPiece]],
         body: torch.Tensor,
         look: Look | None,
     ) -> list[torch.Tensor]:
@@ -196,8 +196,8 @@ class PieceWriter:
 
     def _layers(
         self,
-        drafted: list[Piece],
-        opened: list[Piece],
+        drafted: list[PromptPiece],
+        opened: list[PromptPiece],
         body: torch.Tensor,
         waiting: list[DraftLayer],
     ) -> Iterator[Pair]:
@@ -233,7 +233,7 @@ class PieceWriter:
         return self._codes.encode(layer, *entries, positions)
 
 
-def place(pieces: Sequence[Piece], fresh: torch.Tensor | None) -> None:
+def place(pieces: Sequence[PromptPiece], fresh: torch.Tensor | None) -> None:
     """Assign slots, if there are any yet, to the draft KV that has to be written."""
     at = 0
     for each in pieces:
