@@ -19,7 +19,7 @@ from vericache_sglang.kv.row_edit import (
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
 from vericache_sglang.kv.swapped import gathered
-from vericache_sglang.prefix_cache.draft_segments import DraftPart
+from vericache_sglang.prefix_cache.segment_images import DraftPart
 from vericache_sglang.prefix_cache.segment_writer import Missing, SegmentWriter, Tail
 from vericache_sglang.scheduling.plan import Residency
 
@@ -85,9 +85,10 @@ class SegmentCompressor:
         budget = self.budget(state)
         if budget is None:
             return False
-        draft_pool, host = self._segments.draft_pool, self._segments.residuals
+        draft, residual = self._segments.draft, self._segments.residual
         return all(
-            name in draft_pool or name in host for name in self._names(state, budget)
+            draft(name) is not None or residual(name) is not None
+            for name in self._names(state, budget)
         )
 
     def split(
@@ -293,10 +294,9 @@ class SegmentCompressor:
     ) -> list[Missing]:
         """Return the segments that lack a part, in prompt order."""
         found = []
-        draft_pool, host = self._segments.draft_pool, self._segments.residuals
         for at, name in enumerate(names):
-            part = draft_pool.get(name)
-            rest = residuals and name not in host
+            part = self._segments.draft(name)
+            rest = residuals and self._segments.residual(name) is None
             if part is not None and not rest:
                 continue
             kept = self._kept_of(name, part)
@@ -317,7 +317,7 @@ class SegmentCompressor:
         """Return the kept tokens recorded with an existing part, so that both match."""
         if part is not None:
             return part.kept
-        rest = self._segments.residuals.get(name)
+        rest = self._segments.residual(name)
         # A synchronous copy: the host pages may be reused soon.
         return None if rest is None else rest.kept.to(self._handles.device, copy=True)
 
@@ -345,7 +345,7 @@ class SegmentCompressor:
         """Free host memory that was not filled."""
         for each in missing:
             if each.rest is not None:
-                self._segments.residuals.drop(each.name)
+                self._segments.drop_residual(each.name)
 
     def _save_scores(
         self, state: RequestState, missing: list[Missing], body: torch.Tensor
@@ -375,7 +375,7 @@ class SegmentCompressor:
     def _refer(self, state: RequestState, names: Sequence[str]) -> None:
         """Make the residual KV of these segments that of the request."""
         self._segments.refer(state.rid, names)
-        found = [self._segments.residuals.get(name) for name in names]
+        found = [self._segments.residual(name) for name in names]
         whole = SegmentedResidual([each for each in found if each is not None])
         # A name is a chained hash: the last one implies all others.
         self._handles.host.adopt(state.rid, f"segments-{names[-1]}", whole)
@@ -385,7 +385,7 @@ class SegmentCompressor:
         for each in missing:
             if each.drafted and each.slots is not None:
                 part = DraftPart(each.slots, each.chosen.contiguous())
-                self._segments.draft_pool.add(each.name, part)
+                self._segments.add_draft(each.name, part)
 
     def _enter(
         self,
@@ -395,7 +395,7 @@ class SegmentCompressor:
         layout: Layout,
     ) -> torch.Tensor:
         """Record the compression; return the slots of the draft KV, [n] int64."""
-        parts = [self._segments.draft_pool.get(name) for name in names]
+        parts = [self._segments.draft(name) for name in names]
         listed = [part for part in parts if part is not None]
         kept = torch.cat(
             [part.kept + i * SEGMENT for i, part in enumerate(listed)], dim=2
