@@ -12,10 +12,10 @@ from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.draft_segments import DraftPart
 from vericache_sglang.prefix_cache.host_pool import SegmentPool
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
+from vericache_sglang.prefix_cache.segment_images import DraftPart
 from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
 from vericache_sglang.prefix_cache.segment_room import Identity
 from vericache_sglang.prefix_cache.store.keys import Fingerprint

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.prefix_cache.draft_segments import DraftPart, DraftSegmentPool
+from vericache_sglang.prefix_cache.draft_segments import DraftSegmentPool
+from vericache_sglang.prefix_cache.segment_images import DraftPart
 
 NAMES = "abcde"
 

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.residual import RawResidual
     from vericache_sglang.prefix_cache.restore_costs import Prices
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
+    from vericache_sglang.prefix_cache.segment_images import DraftPart
     from vericache_sglang.prefix_cache.segment_room import Identity
     from vericache_sglang.prefix_cache.store.segment_store import Found
 
@@ -137,6 +139,42 @@ class CachedSegments(SegmentRoom):
         while stop < len(names) and self._trusted(names[stop]):
             stop += 1
         return stop * SEGMENT if stop > first else start
+
+    # -- parts of segments ------------------------------------------------------
+
+    def draft(self, name: str) -> DraftPart | None:
+        """Return a segment's draft KV on the device, or None."""
+        return self.draft_pool.get(name)
+
+    def add_draft(self, name: str, part: DraftPart) -> None:
+        """Add draft KV without users, taking ownership of its slots.
+
+        Raises:
+            InvariantError: The segment has draft KV on the device.
+        """
+        self.draft_pool.add(name, part)
+
+    def residual(self, name: str) -> RawResidual | None:
+        """Return a segment's residual KV on the host, or None."""
+        return self.residuals.get(name)
+
+    def drop_residual(self, name: str) -> None:
+        """Free a segment's residual KV.
+
+        Raises:
+            InvariantError: A request uses it, or it is not on the host.
+        """
+        self.residuals.drop(name)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of draft KV that requests use."""
+        return self.draft_pool.used_slots
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots of draft KV that no request uses, which can be evicted."""
+        return self.draft_pool.idle_slots
 
     # -- events of the radix tree ---------------------------------------------
 

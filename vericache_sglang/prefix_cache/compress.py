@@ -20,13 +20,13 @@ from vericache_sglang.kv.row_edit import (
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
 from vericache_sglang.kv.swapped import gathered
-from vericache_sglang.prefix_cache.draft_segments import DraftPart
 from vericache_sglang.prefix_cache.prompt_pieces import (
     DraftLayer,
     PieceWriter,
     PromptPiece,
     place,
 )
+from vericache_sglang.prefix_cache.segment_images import DraftPart
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -161,9 +161,10 @@ class PromptCompressor:
         budget = self.shared_budget(state)
         if budget is None:
             return False
-        draft_pool, host = self._segments.draft_pool, self._segments.residuals
+        draft, residual = self._segments.draft, self._segments.residual
         return all(
-            name in draft_pool or name in host for name in self._names(state, budget)
+            draft(name) is not None or residual(name) is not None
+            for name in self._names(state, budget)
         )
 
     def _names(self, state: RequestState, budget: Budget) -> list[str]:
@@ -352,8 +353,8 @@ class PromptCompressor:
                     row = self._handles.row(state)[own.budget.offered : own.head]
                     each.slots = row.to(torch.int64).clone()
                 continue
-            part = self._segments.draft_pool.get(each.name)
-            rest = self._segments.residuals.get(each.name)
+            part = self._segments.draft(each.name)
+            rest = self._segments.residual(each.name)
             each.drafted = part is None
             each.wanted = residuals and rest is None
             # Both parts must be of one selection, so an existing part decides.
@@ -388,7 +389,7 @@ class PromptCompressor:
             if not each.name:
                 self._host.drop(state.rid)
             elif each.residual is not None:
-                self._segments.residuals.drop(each.name)
+                self._segments.drop_residual(each.name)
 
     def _save_scores(
         self, state: RequestState, pieces: list[PromptPiece], body: torch.Tensor
@@ -414,12 +415,12 @@ class PromptCompressor:
         for each in pieces:
             if each.name and each.drafted and each.slots is not None:
                 part = DraftPart(each.slots, each.exact.contiguous())
-                self._segments.draft_pool.add(each.name, part)
+                self._segments.add_draft(each.name, part)
 
     def _refer(self, state: RequestState, names: Sequence[str]) -> None:
         """Make the residual KV of these segments that of the request."""
         self._segments.refer(state.rid, names)
-        found = [self._segments.residuals.get(name) for name in names]
+        found = [self._segments.residual(name) for name in names]
         whole = SegmentedResidual([each for each in found if each is not None])
         # A name is a chained hash: the last one implies all others.
         self._host.adopt(state.rid, f"segments-{names[-1]}", whole)

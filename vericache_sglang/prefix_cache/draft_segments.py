@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
@@ -10,23 +9,7 @@ from vericache_sglang.errors import InvariantError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
-
-@dataclass(slots=True, eq=False)
-class DraftPart:
-    """Draft KV of one segment: n kept tokens per layer and head.
-
-    Attributes:
-        slots: [n] int64, slots of the KV entries, in whole pages.
-        kept: [L, H, n] int32 on the pool's device, positions of the kept tokens in the
-            segment.
-        users: Number of requests that use the slots.
-    """
-
-    slots: torch.Tensor
-    kept: torch.Tensor
-    users: int = 0
+    from vericache_sglang.prefix_cache.segment_images import DraftPart
 
 
 class DraftSegmentPool:

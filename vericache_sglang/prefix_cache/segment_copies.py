@@ -17,7 +17,7 @@ from vericache_sglang.kv.joined_images import JoinedImages
 from vericache_sglang.kv.split_layers import as_bits, join_layer, rest_of
 from vericache_sglang.kv.stream_transfer import HeldMemory
 from vericache_sglang.kv.swapped import gathered
-from vericache_sglang.prefix_cache.draft_segments import DraftPart, DraftSegmentPool
+from vericache_sglang.prefix_cache.draft_segments import DraftSegmentPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.prefill_observer import PromptWatch
     from vericache_sglang.kv.residual import RawResidual
     from vericache_sglang.prefix_cache.host_pool import SegmentPool
+    from vericache_sglang.prefix_cache.segment_images import DraftPart
     from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
 
     Pair = tuple[torch.Tensor, torch.Tensor]

@@ -170,22 +170,22 @@ class TieredCache(UnifiedRadixCache):
     def evictable_size(self) -> int:
         """See ``BasePrefixCache``; includes draft KV that no request uses."""
         own: int = super().evictable_size()
-        return own + self.segments.draft_pool.idle_slots
+        return own + self.segments.idle_slots
 
     def full_evictable_size(self) -> int:
         """See ``evictable_size``."""
         own: int = super().full_evictable_size()
-        return own + self.segments.draft_pool.idle_slots
+        return own + self.segments.idle_slots
 
     def protected_size(self) -> int:
         """See ``BasePrefixCache``; includes draft KV that requests use."""
         own: int = super().protected_size()
-        return own + self.segments.draft_pool.used_slots
+        return own + self.segments.used_slots
 
     def full_protected_size(self) -> int:
         """See ``protected_size``."""
         own: int = super().full_protected_size()
-        return own + self.segments.draft_pool.used_slots
+        return own + self.segments.used_slots
 
     def _evict(
         self, params: EvictParams, available_size_targets: Any = None
@@ -193,7 +193,7 @@ class TieredCache(UnifiedRadixCache):
         """See ``UnifiedRadixCache``; draft KV is evicted after all full KV."""
         result = super()._evict(params, available_size_targets)
         missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.segments.draft_pool.idle_slots:
+        if missing > 0 and self.segments.idle_slots:
             with self.segments.cache_only():
                 result.num_tokens_evicted += self.segments.evict_drafts(missing)
         return result
