@@ -14,6 +14,7 @@ from vericache_sglang.evaluation.benchmarks.compress_cost import COMPRESS_COST
 from vericache_sglang.evaluation.benchmarks.compressors import COMPRESSORS
 from vericache_sglang.evaluation.benchmarks.divergence import DIVERGENCE
 from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
+from vericache_sglang.evaluation.benchmarks.hardest import HARDEST
 from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
 from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
 from vericache_sglang.evaluation.benchmarks.sampling import SAMPLING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 BENCHMARKS: Mapping[str, Benchmark] = {
     "decode": DECODE,
     "sweep": SWEEP,
+    "hardest": HARDEST,
     "pacing": PACING,
     "shared-prefix": SHARED_PREFIX,
     "chats": CHATS,
