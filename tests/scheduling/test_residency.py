@@ -61,7 +61,6 @@ def track(rid, where=DEVICE, *, split=True, p=0.95, prompt=20_000, **fields):
         prompt=prompt,
         kept=kept,
         dropped=prompt - kept,
-        copies=fields.pop("copies", kept),
         remaining=1000,
     )
     made = Track(shape, Acceptance(Prior(p)), Patience(), remaining=1000, split=split)
@@ -239,8 +238,8 @@ def test_nobody_is_split_or_pinned_before_the_swapped_return():
     ("free", "world", "fields", "forced", "pinned"),
     [
         (10**6, {}, {}, "auto", True),
-        (18_750 + 2 * 35, {}, {}, "auto", True),
-        (18_749 + 2 * 35, {}, {}, "auto", False),
+        (25_000 + 2 * 35, {}, {}, "auto", True),
+        (24_999 + 2 * 35, {}, {}, "auto", False),
         (10**6, {}, {"moved_at": NOW - MIN_STAY + 1}, "auto", False),
         (10**6, {}, {"staged": True}, "auto", False),
         (10**6, {}, {"remaining": 16}, "auto", False),

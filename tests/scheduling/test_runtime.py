@@ -55,7 +55,6 @@ class Executor:
             prompt=prompt,
             kept=prompt // 4,
             dropped=prompt - prompt // 4,
-            copies=prompt // 4,
             remaining=tokens,
         )
         self.shapes[rid], self.left[rid], self.where[rid] = shape, tokens, None

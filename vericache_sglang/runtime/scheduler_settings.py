@@ -51,7 +51,6 @@ def shape_of(
         prompt=state.prompt,
         kept=budget.slots,
         dropped=budget.offered - budget.slots,
-        copies=budget.slots,
         staged=budget.staged,
         carried=placement.carried(budget),
         reads=placement.draft_reads(budget),

@@ -26,9 +26,10 @@ class Shape:
     Attributes:
         rid: Request id.
         prompt: Prompt tokens, T.
-        kept: KV slots of the draft KV once compressed.
-        dropped: KV slots that leave the device with the residual KV.
-        copies: Extra KV slots for compressing the prompt on the device.
+        kept: KV slots of the draft KV once compressed, which are beside the full KV
+            where that stays on the device.
+        dropped: KV slots that an uncompressed prompt frees if its residual KV goes to
+            the host.
         staged: KV slots of the prefetched residual KV; 0: ``dropped``. More where the
             draft KV is packed: a verification reads every token unpacked.
         carried: Bytes of the residual KV on link and host, in KV slots; 0: ``staged``.
@@ -42,7 +43,6 @@ class Shape:
     prompt: int
     kept: int
     dropped: int
-    copies: int = 0
     staged: int = 0
     carried: int = 0
     reads: int = 0

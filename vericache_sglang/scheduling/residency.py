@@ -119,7 +119,7 @@ class ResidencyPolicy:
             split = self._first_split(track, world, spare, now, link_load_s)
             if split is not None:
                 splits.append(split)
-                spare -= track.shape.copies
+                spare -= track.shape.kept
         return tuple(splits)
 
     def drafting_pays(
@@ -179,7 +179,7 @@ class ResidencyPolicy:
             return None
         if forced == "host":
             return Compress(track.rid, Residency.HOST) if fits_host else None
-        fits_device = track.shape.copies <= spare
+        fits_device = track.shape.kept <= spare
         if forced == "device":
             return Compress(track.rid, Residency.DEVICE) if fits_device else None
         where = Residency.DEVICE if fits_device else Residency.HOST

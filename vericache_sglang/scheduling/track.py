@@ -106,18 +106,18 @@ class Track:
     def slots(self) -> int:
         """Device slots of its KV, without residual KV on the host.
 
-        Includes the draft KV's copies of tokens on the device.
+        On the device the draft KV is beside the full KV.
         """
         if not self.split:
             return self.tokens
         if self.residency is Residency.DEVICE:
-            return self.tokens + self.shape.copies
+            return self.tokens + self.shape.kept
         return self.tokens - self.shape.dropped
 
     @property
     def load_slots(self) -> int:
-        """Device slots that loading its residual KV takes."""
-        return self.shape.dropped + self.shape.copies
+        """Device slots that loading takes: the full KV goes beside the draft KV."""
+        return self.shape.dropped + self.shape.kept
 
     def cap(self, draft_length: int) -> int:
         """Most useful drafts: a verification of d drafts emits up to d + 1 tokens."""

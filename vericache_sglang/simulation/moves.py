@@ -28,8 +28,8 @@ class SimulatedMoves:
     """Queues every copy on a link and counts every slot in a ``Room``.
 
     Copies to the host overlap with forwards and free their slots when they end; the
-    next forward waits for loads and swap-ins. A prompt is compressed on the device
-    within its own slots.
+    next forward waits for loads and swap-ins. On the device the draft KV is beside the
+    full KV.
 
     Args:
         machine: Memory and links.
@@ -118,8 +118,13 @@ class SimulatedMoves:
 
     def _split(self, state: Running, residency: Residency) -> bool:
         machine = self._machine
-        if residency is Residency.HOST and not self._offload(state):
+        if residency is Residency.HOST:
+            if not self._offload(state):
+                return False
+        elif machine.pool.free < state.kept:
             return False
+        else:
+            self._take(state, state.kept)
         state.split = True
         if not self._precomputed:
             seconds = machine.costs.split_s(state.base)
@@ -128,7 +133,7 @@ class SimulatedMoves:
         return True
 
     def _unsplit(self, state: Running) -> bool:
-        self._give(state, state.drafts, self._machine.now)
+        self._give(state, state.kept + state.drafts, self._machine.now)
         state.drafts = 0
         state.split = False
         return True
@@ -142,15 +147,16 @@ class SimulatedMoves:
             if not self._precomputed:
                 ready = self._copy_out(self._bytes(state))
             machine.host.ready_at[key] = ready
-        self._give(state, state.dropped, machine.host.ready_at[key])
+        beside = state.kept if state.split else 0
+        self._give(state, state.dropped + beside, machine.host.ready_at[key])
         state.residency = Residency.HOST
         return True
 
     def _pin(self, state: Running) -> bool:
         machine, key = self._machine, self._key(state)
-        if machine.pool.free < state.dropped:
+        if machine.pool.free < state.base:
             return False
-        self._take(state, state.dropped)
+        self._take(state, state.base)
         self._copy_in(self._bytes(state), machine.host.ready_at[key])
         self.unstage(state)
         machine.host.leave(key, state.rid)

@@ -83,7 +83,8 @@ def policies(keep: float, planes_accept: float = PLANES_ACCEPT) -> dict[str, Pol
         ),
         Policy(
             name="sparse-resident",
-            summary="sparse drafts over resident full KV, as SparseSpec",
+            summary="draft KV beside resident full KV; SparseSpec selects in place, "
+            "without further memory",
             residency="device",
             staging="none",
             keep=keep,

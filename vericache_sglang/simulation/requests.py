@@ -85,6 +85,11 @@ class Running:
         return self.tokens - self.dropped + self.drafts
 
     @property
+    def kept(self) -> int:
+        """Slots of its draft KV once compressed, without decoded tokens."""
+        return self.base - self.dropped
+
+    @property
     def remaining(self) -> int:
         """Tokens it has still to emit."""
         return self.request.output - self.emitted

@@ -229,7 +229,7 @@ class SimulatedServer:
                 Shape(
                     rid=state.rid,
                     prompt=state.base,
-                    kept=state.base - state.dropped,
+                    kept=state.kept,
                     dropped=state.dropped,
                     remaining=state.remaining,
                 )
