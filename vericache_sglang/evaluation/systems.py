@@ -97,9 +97,9 @@ BUILT_IN: Mapping[str, System] = {
         ),
         System(
             name="sparse",
-            about="as SparseSpec: the full KV stays on the device, drafts read a copy of "
-            "the selected part (SparseSpec reads it in place); selected once after the "
-            "prompt, not every cycle",
+            about="as SparseSpec: the full KV stays on the device, drafts read a copy "
+            "of the selected part (SparseSpec reads it in place); selected once after "
+            "the prompt, not every cycle",
             flags=("--vericache-residency", "device"),
         ),
         System(
