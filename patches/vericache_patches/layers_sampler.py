@@ -48,6 +48,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="It asserts that no batch has both a min-p and seeds, so one such "
             "request ends the scheduler.",
             remove_when="SGLang samples with min-p and a seed.",
+            body="e293e136fc04",
         ),
         sample,
     ),

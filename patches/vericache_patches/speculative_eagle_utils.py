@@ -34,6 +34,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="It tops every request up to two rounds of slots every iteration; a "
             "request that emits one token at a time needs that once in two rounds.",
             remove_when="SGLang lets a spec algorithm prepare its own decode batch.",
+            body="81ccdd23988a",
         ),
         eagle_prepare_for_decode,
     ),

@@ -10,11 +10,6 @@ from vericache_patches.record import Hook, Patch
 SERVER = "sglang.srt.entrypoints.http_server"
 
 
-def support_triton(backend: str) -> bool:
-    """Return False whatever the backend: there is no Triton without a GPU."""
-    return False
-
-
 def set_uvicorn_logging_configs(server_args: Any = None) -> None:
     """Extend the HTTP server in SGLang's last call before it listens.
 
@@ -27,17 +22,6 @@ def set_uvicorn_logging_configs(server_args: Any = None) -> None:
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
-    (
-        Patch(
-            target="sglang.srt.utils.common.support_triton",
-            kind="replace",
-            args=("backend",),
-            reason="It lists by name the attention backends that run without Triton.",
-            remove_when="SGLang asks the backend object (support_triton()) instead.",
-            where="cpu",
-        ),
-        support_triton,
-    ),
     (
         Patch(
             target="sglang.srt.utils.common.set_uvicorn_logging_configs",
