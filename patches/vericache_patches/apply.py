@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 HOOKED = (
     "utils_common",
-    "layers_radix_attention",
     "layers_sampler",
     "arg_groups_lora_hook",
     "lora_utils",
