@@ -31,7 +31,6 @@ def register() -> None:
     attention_backends.register()
     tiered_cache.register()
     apply.register(_hooks())
-    _extend_http_server()
     config = active_config() or VeriCacheConfig()
     if not is_disabled():
         _check_requests(config.draft_length)
@@ -44,15 +43,6 @@ def _hooks() -> tuple[Any, ...]:
     from vericache_sglang.platforms.cpu import hooks, platform
 
     return (*apply.hooks(), *(hooks.HOOKS if platform.needed() else ()))
-
-
-def _extend_http_server() -> None:
-    """Extend SGLang's HTTP server before it listens (patches: utils_common)."""
-    from sglang.srt.utils import common
-
-    from vericache_sglang.serving.http_server import extend
-
-    common.vericache_extend = extend
 
 
 def _check_requests(draft_length: int) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vericache_patches.record import Hook, Patch
 
 HOOKED = (
-    "utils_common",
     "layers_sampler",
     "arg_groups_lora_hook",
     "lora_utils",
