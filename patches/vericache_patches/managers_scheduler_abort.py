@@ -49,6 +49,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="Upstream aborts every request whose id begins with the given one, "
             "also where a client that chose a short id hangs up.",
             remove_when="SGLang compares whole ids.",
+            body="8dd2e82cffb2",
         ),
         abort_request,
     ),
