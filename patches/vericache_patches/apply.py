@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vericache_patches.ledger import RELIED
 from vericache_patches.record import UpstreamDriftError
 
 if TYPE_CHECKING:
@@ -57,14 +58,16 @@ def register(pairs: Iterable[tuple[Patch, Hook]]) -> None:
         pairs: Records and hooks, in order of use.
 
     Raises:
-        UpstreamDriftError: A target is missing, takes other arguments or has another
-            body than its record says; nothing was registered.
+        UpstreamDriftError: A target, or a function of ``RELIED``, is missing, takes
+            other arguments or has another body than its record says; nothing was
+            registered.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     pairs = tuple(pairs)
-    for patch, _ in pairs:
-        patch.check(sglang_site())
+    site = sglang_site()
+    for symbol in (*RELIED, *(patch for patch, _ in pairs)):
+        symbol.check(site)
     for patch, hook in pairs:
         known = HookRegistry._hooks.get(patch.target, ())  # no public view in 0.5.21
         if all(other is not hook for _, other, _ in known):
