@@ -25,8 +25,8 @@ class Write:
 
     Attributes:
         owner: Dotted path of the class.
-        names: Attributes; those that begin with ``vericache_`` are ours, the others
-            are SGLang's own.
+        names: Attributes; those that begin with ``vericache`` are ours, the others are
+            SGLang's own.
         files: Files that set them, by their names.
         reason: What SGLang, or a hook, does with the value.
         remove_when: The upstream change after which nothing sets them.
@@ -172,6 +172,13 @@ WRITES: tuple[Write, ...] = (
         files=("managers_metrics_reporter.py", "managers_batch_result.py"),
         reason="Counts verifications only; an interval without one repeats the last.",
         remove_when="The hooks go.",
+    ),
+    Write(
+        owner="sglang.srt.entrypoints.openai.protocol.UsageInfo",
+        names=("vericache",),
+        files=("entrypoints_openai_usage_processor.py",),
+        reason="Shows statistics of a request; its class is opened to further fields.",
+        remove_when="SGLang takes per-request values from a spec worker.",
     ),
 )
 """Every attribute that is set; a test finds those that are missing."""

@@ -45,7 +45,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
                 "finish_reason",
             ),
             reason="Upstream makes a list with an entry per token of everything a "
-            "worker adds to meta_info.",
+            "worker adds to meta_info (customized_info).",
             remove_when="SGLang takes per-request values from a spec worker.",
         ),
         update_request_meta_info,

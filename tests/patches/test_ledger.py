@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vericache_patches.__main__ import page
 from vericache_patches.apply import register, sglang_site
 from vericache_patches.ledger import POSES, RELIED, WRITES
 from vericache_patches.record import Symbol, UpstreamDriftError
@@ -15,7 +16,7 @@ pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
 ROOT = Path(__file__).parents[2]
-OURS = "vericache_"
+OURS = "vericache"
 HOLDERS = {
     *("req", "kv", "model_runner", "manager", "layer", "params", "metrics_reporter"),
     *("scheduler", "tree_cache", "runner"),
@@ -39,7 +40,7 @@ def written(code: str) -> set[str]:
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
             continue
         holder = ast.unparse(node.value).rpartition(".")[2]
-        mine = node.attr.startswith(OURS) and holder != "self"
+        mine = node.attr.startswith(f"{OURS}_") and holder != "self"
         if mine or holder in HOLDERS:
             found.add(node.attr)
     return found
@@ -85,6 +86,11 @@ def test_sglang_has_what_is_overwritten(each):
         assert (attribute in has) is not attribute.startswith(OURS), attribute
     assert each.reason.endswith(".")
     assert each.remove_when.endswith(".")
+
+
+def test_the_page_is_what_the_records_say():
+    """Else: python -m vericache_patches > docs/hooks.md."""
+    assert (ROOT / "docs" / "hooks.md").read_text() == page() + "\n"
 
 
 def test_poses_are_names_of_sglang():
