@@ -20,7 +20,7 @@ def register() -> None:
         UpstreamDriftError: A patch no longer fits the installed SGLang.
         ConfigError: The settings in the environment are wrong.
     """
-    from vericache_patches.apply import register_all
+    from vericache_patches import apply
     from vericache_sglang.attention import registry as attention_backends
     from vericache_sglang.config.files import active_config, is_disabled
     from vericache_sglang.config.schema import VeriCacheConfig
@@ -30,21 +30,19 @@ def register() -> None:
     define_missing_ops()
     attention_backends.register()
     tiered_cache.register()
-    register_all()
-    _extend_http_server()
+    apply.register(_hooks())
     config = active_config() or VeriCacheConfig()
     if not is_disabled():
         _check_requests(config.draft_length)
     _register_algorithm(config)
 
 
-def _extend_http_server() -> None:
-    """Extend SGLang's HTTP server before it listens (patches: utils_common)."""
-    from sglang.srt.utils import common
+def _hooks() -> tuple[Any, ...]:
+    """Return the records and hooks that this machine needs."""
+    from vericache_patches import apply
+    from vericache_sglang.platforms.cpu import hooks, platform
 
-    from vericache_sglang.serving.http_server import extend
-
-    common.vericache_extend = extend
+    return (*apply.hooks(), *(hooks.HOOKS if platform.needed() else ()))
 
 
 def _check_requests(draft_length: int) -> None:
@@ -82,5 +80,5 @@ def _register_algorithm(config: Any) -> None:
         from vericache_patches.apply import require_applied
         from vericache_sglang.runtime.worker import VeriCacheWorker
 
-        require_applied()
+        require_applied(_hooks())
         return partial(VeriCacheWorker, config)

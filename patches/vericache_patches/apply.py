@@ -1,4 +1,4 @@
-"""Registers every patch with SGLang and verifies that all were applied."""
+"""Registers hooks with SGLang and verifies that all were applied."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vericache_patches.ledger import RELIED
 from vericache_patches.record import UpstreamDriftError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
     from types import ModuleType
 
     from vericache_patches.record import Hook, Patch
 
 HOOKED = (
-    "utils_common",
-    "mem_cache_allocation",
-    "kernels_ops_sampling_murmur_hash",
-    "layers_radix_attention",
     "layers_sampler",
     "arg_groups_lora_hook",
-    "lora_lora_manager",
     "lora_utils",
-    "model_executor_model_runner",
     "model_executor_decode_cuda_graph",
     "mem_cache_block_table",
     "mem_cache_kv_cache_budget",
@@ -51,47 +46,49 @@ def hooked_modules() -> tuple[ModuleType, ...]:
     return tuple(import_module(f"vericache_patches.{name}") for name in HOOKED)
 
 
-def wanted() -> Iterator[tuple[Patch, Hook]]:
-    """Yield the (record, hook) pairs that apply to this machine."""
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    for module in hooked_modules():
-        for patch, hook in module.HOOKS:
-            if patch.where == "any" or not has_gpu:
-                yield patch, hook
+def hooks() -> tuple[tuple[Patch, Hook], ...]:
+    """Return the (record, hook) pairs that every machine needs."""
+    return tuple(pair for module in hooked_modules() for pair in module.HOOKS)
 
 
-def register_all() -> None:
-    """Register every patch with SGLang's HookRegistry; idempotent.
+def register(pairs: Iterable[tuple[Patch, Hook]]) -> None:
+    """Register hooks with SGLang's HookRegistry; idempotent.
+
+    Args:
+        pairs: Records and hooks, in order of use.
 
     Raises:
-        UpstreamDriftError: A target is missing or takes other arguments; nothing was
+        UpstreamDriftError: A target, or a function of ``RELIED``, is missing, takes
+            other arguments or has another body than its record says; nothing was
             registered.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    pairs = list(wanted())
-    for patch, _ in pairs:
-        patch.check(sglang_site())
+    pairs = tuple(pairs)
+    site = sglang_site()
+    for symbol in (*RELIED, *(patch for patch, _ in pairs)):
+        symbol.check(site)
     for patch, hook in pairs:
         known = HookRegistry._hooks.get(patch.target, ())  # no public view in 0.5.21
         if all(other is not hook for _, other, _ in known):
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
 
 
-def require_applied() -> None:
-    """Verify that SGLang applied every hook of ``register_all``.
+def require_applied(pairs: Iterable[tuple[Patch, Hook]]) -> None:
+    """Verify that SGLang applied every hook that was registered.
 
     SGLang logs a failed hook and continues (0.5.21, ``HookRegistry.apply_hooks``), so
     the speculative-worker factory calls this before it builds anything.
+
+    Args:
+        pairs: As given to ``register``.
 
     Raises:
         UpstreamDriftError: A target is not hooked; the message lists all such targets.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    targets = {patch.target for patch, _ in wanted()}
+    targets = {patch.target for patch, _ in pairs}
     missing = sorted(targets - HookRegistry._patched)  # no public view in 0.5.21
     if missing:
         raise UpstreamDriftError(f"not hooked: {', '.join(missing)}")

@@ -24,7 +24,8 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="around",
             args=("server_args",),
             reason="It names the algorithms that may serve adapters; ours drafts with "
-            "the request's own adapter and says how long each row is.",
+            "the request's own adapter and says how long each row is. No resolution "
+            "hook wraps the check.",
             remove_when="SGLang asks a registered algorithm whether it serves LoRA.",
         ),
         check_lora_speculative_compatibility,

@@ -1,29 +1,24 @@
-"""Hooks on ``entrypoints/openai/usage_processor.py``: statistics in ``usage``."""
+"""Hook on ``entrypoints/openai/usage_processor.py``: statistics in ``usage``."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from vericache_patches.managers_tokenizer_manager import KEY
 from vericache_patches.record import Hook, Patch
+from vericache_sglang.observability.request_stats import KEY
 
-SUMMED = ("rounds", "drafted", "accepted", "staged_bytes")
 
-
-def usage_of(original: Hook, *args: Any, **kwargs: Any) -> Any:
-    """Add statistics summed over a response's choices, or over a stream's counts."""
-    if isinstance(args[0], dict):  # a stream: its counts carry the statistics
-        found = [getattr(count, KEY, None) for count in args[2].values()]
-    else:
-        found = [each["meta_info"].get(KEY) for each in args[0]]
-    known = [each for each in found if each and each["reported"]]
-    if known:
-        _open_usage()  # instances created earlier do not allow extra fields
-    usage = original(*args, **kwargs)
-    if known:
-        sums = {name: sum(each[name] for each in known) for name in SUMMED}
-        setattr(usage, KEY, sums)
+def usage_of(
+    original: Hook, prompt_tokens: int, completion_tokens: int, *args: Any, **more: Any
+) -> Any:
+    """Add the statistics that come with the count of completion tokens, if any."""
+    stats = getattr(completion_tokens, KEY, None)
+    if stats is None:
+        return original(prompt_tokens, completion_tokens, *args, **more)
+    _open_usage()  # instances created earlier do not allow extra fields
+    usage = original(prompt_tokens, int(completion_tokens), *args, **more)
+    setattr(usage, KEY, stats)
     return usage
 
 
@@ -40,20 +35,21 @@ def _open_usage() -> None:
         chunk.model_rebuild(force=True)
 
 
-_TARGET = "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor.calculate_"
-_MORE = ("enable_cache_report", "image_tokens", "audio_tokens", "video_tokens")
-_COUNTS = ("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens")
-
-HOOKS: tuple[tuple[Patch, Hook], ...] = tuple(
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
-            target=_TARGET + name,
+            target=(
+                "sglang.srt.entrypoints.openai.usage_processor."
+                "UsageProcessor.calculate_token_usage"
+            ),
             kind="around",
-            args=(*args, "n_choices", *_MORE),
+            args=(
+                *("prompt_tokens", "completion_tokens", "reasoning_tokens"),
+                *("cached_tokens", "image_tokens", "audio_tokens", "video_tokens"),
+            ),
             reason="Usage holds counts of tokens only, and is declared closed.",
             remove_when="SGLang takes per-request values from a spec worker.",
         ),
         usage_of,
-    )
-    for name, args in (("response_usage", ("responses",)), ("streaming_usage", _COUNTS))
+    ),
 )

@@ -26,7 +26,8 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             ),
             kind="before",
             args=("self",),
-            reason="Upstream expands n to that many requests without a bound.",
+            reason="Upstream expands n to that many requests without a bound, before "
+            "any of them is checked.",
             remove_when="SGLang bounds n.",
         ),
         normalize_batch_and_arguments,

@@ -49,6 +49,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             ),
             reason="It divides by the verifications since the last report.",
             remove_when="SGLang reports intervals without a verification.",
+            body="e31099fa84b1",
         ),
         report_decode_stats,
     ),

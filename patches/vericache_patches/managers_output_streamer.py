@@ -41,6 +41,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="It streams when len(output_ids) % interval == 1: an empty chunk in "
             "every drafting iteration, and silence where a run jumps over that.",
             remove_when="SGLang counts the tokens since the last chunk.",
+            body="a4e99238a5c8",
         ),
         accept,
     ),

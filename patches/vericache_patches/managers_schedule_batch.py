@@ -46,6 +46,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="Its result depends on how many tokens arrive at once, and an empty "
             "run costs O(output) per drafting request and iteration.",
             remove_when="SGLang checks accepted runs token by token.",
+            body="0d617abe1589",
         ),
         update_finish_state,
     ),

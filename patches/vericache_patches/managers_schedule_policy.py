@@ -21,8 +21,9 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             ),
             kind="around",
             args=("self", "req"),
-            reason="Admission counts what running requests will still take; a parked "
-            "one takes all of its slots again, or newcomers would starve it.",
+            reason="Admission counts what running requests will still take; a swapped-"
+            "out one takes all of its slots again, or newcomers would starve it. The "
+            "free slots that the cache reports must add up, so it cannot hide some.",
             remove_when="SGLang asks its spec worker what running requests need.",
         ),
         running_request_offset,

@@ -47,8 +47,10 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="around",
             args=("self", "recv_req"),
             reason="Upstream aborts every request whose id begins with the given one, "
-            "also where a client that chose a short id hangs up.",
+            "also where a client that chose a short id hangs up, and where the "
+            "scheduler itself aborts one: a check of what clients send is too early.",
             remove_when="SGLang compares whole ids.",
+            body="8dd2e82cffb2",
         ),
         abort_request,
     ),

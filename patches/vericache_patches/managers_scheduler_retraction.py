@@ -39,6 +39,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             reason="A speculative worker cannot ask for a request to be prefilled "
             "again when its host copy turns out damaged.",
             remove_when="SGLang lets a worker retract a request.",
+            body="8cacdb9cc78d",
         ),
         update_running_batch,
     ),

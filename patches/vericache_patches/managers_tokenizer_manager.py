@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vericache_patches.record import Hook, Patch
-
-KEY = "vericache"
-
-
-class Tokens(int):
-    """A token count that carries the statistics to a stream's ``usage``."""
-
-    vericache: dict[str, Any]
+from vericache_sglang.observability.request_stats import KEY, TokenCount
 
 
 def update_request_meta_info(
@@ -31,9 +24,9 @@ def update_request_meta_info(
     original(manager, meta_info, state, others, *rest, **more)
     if stats is not None and stats[index] and stats[index][-1] is not None:
         meta_info[KEY] = stats[index][-1]
-        tokens = Tokens(meta_info.get("completion_tokens", 0))
-        tokens.vericache = meta_info[KEY]
-        meta_info["completion_tokens"] = tokens
+        if meta_info[KEY]["reported"]:
+            tokens = meta_info.get("completion_tokens", 0)
+            meta_info["completion_tokens"] = TokenCount.of(tokens, meta_info[KEY])
     finished = getattr(manager, "vericache_finished", None)
     if finished is not None:  # the consistency check's
         finished(state, meta_info)
@@ -52,7 +45,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
                 "finish_reason",
             ),
             reason="Upstream makes a list with an entry per token of everything a "
-            "worker adds to meta_info.",
+            "worker adds to meta_info (customized_info).",
             remove_when="SGLang takes per-request values from a spec worker.",
         ),
         update_request_meta_info,

@@ -30,7 +30,8 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="before",
             args=("self", "obj", "input_ids"),
             reason="Request fields are checked in the HTTP process, where no spec "
-            "algorithm is asked; the scheduler does not survive all of them.",
+            "algorithm is asked; the scheduler does not survive all of them. With "
+            "--tokenizer-worker-num a subclass of the manager would miss processes.",
             remove_when="SGLang lets a plugin check a request.",
         ),
         validate_one_request,

@@ -35,6 +35,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             "builds on its table before a worker could enlarge it. Its free() is also "
             "all that is called when a request is retracted or aborted.",
             remove_when="SGLang takes the pool class from a registry.",
+            body="f2c65ecda4df",
         ),
         build_default_req_pool,
     ),

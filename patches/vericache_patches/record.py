@@ -1,8 +1,9 @@
-"""Record of a patch, with a check that it still matches SGLang's source."""
+"""Records of what VeriCache needs of SGLang's source, with a check that it is there."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,30 +15,28 @@ Hook = Callable[..., Any]
 
 
 class UpstreamDriftError(RuntimeError):
-    """SGLang no longer has the symbol, or the arguments, a patch was written for."""
+    """SGLang no longer has a symbol, arguments or a body that VeriCache depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
-    """One hooked SGLang symbol.
+class Symbol:
+    """A function or method of SGLang as VeriCache knows it.
 
     Attributes:
         target: Dotted path, as ``HookRegistry.register`` takes it.
-        kind: How the hook runs (``sglang.srt.plugins.hook_registry.HookType``).
         args: Argument names of the target in the SGLang this was written against,
             in order, ``self`` included, ``*args`` and ``**kwargs`` with their stars.
         reason: Why no registry or subclass of SGLang can do it.
-        remove_when: The upstream change after which this file is deleted.
-        where: ``cpu`` if the hook replaces a kernel that needs a GPU; such a patch is
-            skipped on machines with a GPU.
+        remove_when: The upstream change after which this record is deleted.
+        body: ``body_hash`` of the target where correctness depends on what it does
+            inside; "" where arguments and result are all that matters.
     """
 
     target: str
-    kind: Literal["before", "after", "around", "replace"]
     args: tuple[str, ...]
     reason: str
     remove_when: str
-    where: Literal["any", "cpu"] = "any"
+    body: str = ""
 
     def check(self, site: Path) -> None:
         """Compare ``target`` with SGLang's source under ``site``; imports nothing.
@@ -46,17 +45,38 @@ class Patch:
             site: Folder that holds the ``sglang`` package.
 
         Raises:
-            UpstreamDriftError: The symbol is missing or takes other arguments.
+            UpstreamDriftError: The symbol is missing, takes other arguments, or does
+                something else inside.
         """
-        found = find_args(site, self.target)
-        if found != self.args:
+        source, function = find_function(site, self.target)
+        args = _names(function.args)
+        if args != self.args:
             raise UpstreamDriftError(
-                f"{self.target}: expected {self.args}, found {found}"
+                f"{self.target}: expected {self.args}, found {args}"
+            )
+        body = body_hash(source, function)
+        if self.body not in ("", body):
+            raise UpstreamDriftError(
+                f"{self.target}: expected the body {self.body}, found {body}"
             )
 
 
-def find_args(site: Path, target: str) -> tuple[str, ...]:
-    """Read the argument names of a function or method from source.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch(Symbol):
+    """One hooked symbol.
+
+    Attributes:
+        kind: How the hook runs (``sglang.srt.plugins.hook_registry.HookType``).
+    """
+
+    kind: Literal["before", "after", "around", "replace"]
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def find_function(site: Path, target: str) -> tuple[str, Function]:
+    """Return the source of a module and the function or method ``target`` in it.
 
     Args:
         site: Folder that holds the top package of ``target``.
@@ -66,11 +86,33 @@ def find_args(site: Path, target: str) -> tuple[str, ...]:
         UpstreamDriftError: No such module, class or function.
     """
     file, names = _split(site, target)
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+    source = file.read_text(encoding="utf-8")
+    body = ast.parse(source).body
     for name in names[:-1]:
         body = _defined(body, name, target, ast.ClassDef).body
     function = _defined(body, names[-1], target, ast.FunctionDef, ast.AsyncFunctionDef)
-    return _names(function.args)
+    return source, function
+
+
+def body_hash(source: str, function: Function) -> str:
+    """Hash the statements of a function; comments and docstring do not count.
+
+    Args:
+        source: The module's source.
+        function: A function of it.
+
+    Returns:
+        12 hexadecimal digits, the same under every version of Python.
+    """
+    statements = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        statements = statements[1:]
+    if not statements:
+        return hashlib.sha256().hexdigest()[:12]
+    last = statements[-1].end_lineno
+    lines = source.splitlines()[statements[0].lineno - 1 : last]
+    code = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
 
 
 def _split(site: Path, target: str) -> tuple[Path, list[str]]:

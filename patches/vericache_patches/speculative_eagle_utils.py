@@ -32,8 +32,11 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="around",
             args=("batch",),
             reason="It tops every request up to two rounds of slots every iteration; a "
-            "request that emits one token at a time needs that once in two rounds.",
+            "request that emits one token at a time needs that once in two rounds, and "
+            "a swapped-out one must get none. Only algorithms built in prepare their "
+            "own decode batch.",
             remove_when="SGLang lets a spec algorithm prepare its own decode batch.",
+            body="81ccdd23988a",
         ),
         eagle_prepare_for_decode,
     ),

@@ -61,6 +61,8 @@ SGLANG_FILES = {
     *("prefix_cache/tiered_cache.py", "prefix_cache/assembly.py"),
     *("observability/sinks.py", "observability/consistency_check.py"),
 }
+HOOKING = {"plugin.py", "platforms/cpu/hooks.py"}
+"""Files that may import the records of hooks."""
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -88,7 +90,7 @@ def may_import(room: str, path: str, name: str) -> bool:
     if head == "torch":
         return room not in NO_TORCH and path not in NO_TORCH_FILES
     if head == "vericache_patches":
-        return path == "plugin.py"
+        return path in HOOKING
     return True
 
 
@@ -166,6 +168,7 @@ def test_each_kind_of_fault_is_seen(tmp_path, path, code):
         ("kv/sglang_pools.py", "from sglang.srt.mem_cache import memory_pool"),
         ("runtime/x.py", "import torch, sglang\nimport vericache_kernels.copy"),
         ("plugin.py", "import vericache_patches.apply"),
+        ("platforms/cpu/hooks.py", "from vericache_patches.record import Patch"),
         ("launch_server.py", "from vericache_sglang.serving.launch import main"),
         ("evaluation/x.py", "import vericache_sglang.config, torch"),
         ("evaluation/x.py", "from vericache_sglang.evaluation import y"),

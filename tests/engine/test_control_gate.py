@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 
+from vericache_patches.managers_scheduler_abort import abort_request
 from vericache_sglang.observability.consistency_check import REPLAY_PREFIX
 from vericache_sglang.runtime.control_requests import (
     MOST_ITERATIONS,
@@ -95,9 +96,30 @@ def test_a_replay_is_aborted_once_and_waited_for(gate, place):
     for _ in range(3):
         assert list(gate.admit(busy, [])) == []
         assert list(gate.admit(busy, [FLUSH])) == []
-    assert busy.aborted == [REPLAY_PREFIX]
+    assert busy.aborted == [replay.rid]
     assert len(list(gate.admit(Scheduling(), []))) == 3
     assert gate.epoch == 0, "a flush changes no answer"
+
+
+def test_replays_are_aborted_through_the_hook_that_compares_whole_ids(gate):
+    """SGLang compares beginnings; the hook hides what only begins with an id."""
+
+    class Hooked(Scheduling):
+        """A scheduler with SGLang's comparison below our hook."""
+
+        draft_worker, chunked_req = object(), None
+
+        def abort_request(self, given):
+            abort_request(Hooked.compare, self, given)
+
+        def compare(self, given):
+            rids = [req.rid for req in self.batch if req.rid.startswith(given.rid)]
+            self.aborted.append(rids)
+
+    replays = [Request(f"{REPLAY_PREFIX}{i}") for i in (1, 12)]
+    busy = Hooked(*replays)
+    assert list(gate.admit(busy, [WEIGHTS])) == []
+    assert sorted(busy.aborted) == [[req.rid] for req in replays]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from vericache_patches.layers_radix_attention import forward
 from vericache_sglang.compression.base import Needs, Selector
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.geometry import KVGeometry
-from vericache_sglang.kv.prefill_observer import PromptWatch, attention_parents
+from vericache_sglang.kv.prefill_observer import (
+    PromptWatch,
+    attention_parents,
+    observed,
+)
 
 pytestmark = pytest.mark.sglang
 
@@ -122,11 +125,21 @@ class Attention(nn.Module):
     def forward(self, positions, hidden_states, batch):
         queries = hidden_states.new_ones(len(hidden_states), QUERY_HEADS * DIM)
         keys = hidden_states.new_ones(len(hidden_states), HEADS * DIM)
-        return forward(lambda *args: args[1], self.attn, queries, keys, keys, batch)
+        return self.attn(queries, keys, keys, batch)
 
 
 def model():
     return nn.ModuleList([Attention(0), nn.Linear(2, 2), Attention(1)])
+
+
+@pytest.fixture
+def unattended(monkeypatch):
+    """Let attention return the arguments it was called with."""
+
+    def attend(*args, **kwargs):
+        return args, kwargs
+
+    monkeypatch.setattr(RadixAttention, "forward", attend)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +158,12 @@ def test_layers_are_watched_only_where_somebody_asks(needs, watched, inputs):
     watch_of(None if needs is None else Recorder(**needs)).watch(made)
     layers = [layer for layer, _ in attention_parents(made)]
     assert [layer.layer_id for layer in layers] == [0, 1]
-    assert {hasattr(layer, "vericache_observer") for layer in layers} == {watched}
+    assert {"forward" in vars(layer) for layer in layers} == {watched}
     hooked = {bool(parent._forward_pre_hooks) for _, parent in attention_parents(made)}
     assert hooked == {inputs}
 
 
+@pytest.mark.usefixtures("unattended")
 @pytest.mark.parametrize("by_name", [True, False])
 def test_attention_inputs_are_those_of_the_layer(by_name):
     """Models of SGLang pass them by position or by name."""
@@ -178,7 +192,9 @@ def test_attention_inputs_are_those_of_the_layer(by_name):
     [("EXTEND", True), ("DECODE", False), ("TARGET_VERIFY", False), ("MIXED", True)],
 )
 @pytest.mark.parametrize("needs", [{"q_tail": 4}, {"q_stream": True}])
-def test_the_hook_shows_the_queries_of_prefills_alone(mode, seen, needs):
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.usefixtures("unattended")
+def test_queries_of_prefills_alone_are_shown(mode, seen, needs, direct):
     selector = Recorder(**needs)
     watch, layer = watch_of(selector), RadixAttention(QUERY_HEADS, DIM, 1.0, HEADS, 1)
     watch.watch(nn.ModuleList([nn.ModuleList([layer])]))
@@ -186,10 +202,8 @@ def test_the_hook_shows_the_queries_of_prefills_alone(mode, seen, needs):
     rows = torch.randn(len(batch.positions), QUERY_HEADS * DIM)
     keys = torch.randn(len(rows), HEADS * DIM)
 
-    def original(*args, **kwargs):
-        return args, kwargs
-
-    args, kwargs = forward(original, layer, rows, keys, 2, batch, False, extra=3)
+    attend = layer.forward if direct else layer  # some models call it themselves
+    args, kwargs = attend(rows, keys, 2, batch, False, extra=3)
     assert args[0] is layer
     assert args[1] is rows
     assert (args[3:], kwargs) == ((2, batch, False), {"extra": 3})
@@ -202,11 +216,9 @@ def test_the_hook_shows_the_queries_of_prefills_alone(mode, seen, needs):
 
 def test_layers_that_share_kv_have_no_keys_to_show():
     layer = RadixAttention(QUERY_HEADS, DIM, 1.0, HEADS, 0)
-    layer.vericache_observer = lambda *args: pytest.fail("it was shown")
-    rows = torch.zeros(1, QUERY_HEADS * DIM)
-    assert (
-        forward(lambda *args: "attended", layer, rows, None, None, None) == "attended"
-    )
+    layer.forward = lambda *args: "attended"
+    attend = observed(layer, lambda *args: pytest.fail("it was shown"))
+    assert attend(torch.zeros(1, QUERY_HEADS * DIM), None, None, None) == "attended"
 
 
 def test_a_warm_up_without_requests_is_passed_over():

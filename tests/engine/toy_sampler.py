@@ -18,10 +18,10 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
 from vericache_sglang.evaluation.distribution import exact_distribution
 from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.platforms.cpu.murmur_hash import murmur_hash32
 from vericache_sglang.sampling import profile
 from vericache_sglang.sampling.query import Query, RowQueries
 from vericache_sglang.sampling.sampler import RowSampler

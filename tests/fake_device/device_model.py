@@ -10,7 +10,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from torch import nn
 
-from vericache_patches.layers_radix_attention import forward
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.compression.codecs import kvquant_tables, rotatekv_tables
 from vericache_sglang.compression.kvzap_weights import (
@@ -23,12 +22,19 @@ from vericache_sglang.runtime.model_services import ModelServices
 QUERY_HEADS, WIDTH, LENGTH = 2 * HEADS, 24, 1024
 
 
+class QueriesOnly(RadixAttention):
+    """Attention that computes nothing."""
+
+    def forward(self, q, k, v, forward_batch):
+        return q
+
+
 class Attention(nn.Module):
     """An attention module as SGLang's models have it; queries are its input's."""
 
     def __init__(self, layer, rotary):
         super().__init__()
-        self.attn = RadixAttention(QUERY_HEADS, DIM, DIM**-0.5, HEADS, layer)
+        self.attn = QueriesOnly(QUERY_HEADS, DIM, DIM**-0.5, HEADS, layer)
         self.rotary_emb = rotary
         self.o_proj = nn.Linear(QUERY_HEADS * DIM, WIDTH, bias=False, device="cuda")
 
@@ -36,11 +42,7 @@ class Attention(nn.Module):
         count = len(hidden_states)
         queries = torch.randn(count, QUERY_HEADS * DIM, device="cuda")
         keys = torch.randn(count, HEADS * DIM, device="cuda")
-
-        def attend(attention, q, k, v, *rest):
-            return q
-
-        return forward(attend, self.attn, queries, keys, keys, batch)
+        return self.attn(queries, keys, keys, batch)
 
 
 class DeviceModel(nn.Module):

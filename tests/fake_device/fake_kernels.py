@@ -24,7 +24,7 @@ from vericache_kernels.board_commit.ref import commit_rows
 from vericache_kernels.head_entries.ref import pick_rows, put_rows
 from vericache_kernels.join_planes.ref import join_rows
 from vericache_kernels.ragged_attention.ref import ragged_attention_ref
-from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
+from vericache_sglang.platforms.cpu.murmur_hash import murmur_hash32
 
 
 def move_entries(layer, index, rows, slots, *, put):

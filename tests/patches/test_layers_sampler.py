@@ -7,8 +7,8 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers import sampler as upstream
 
-from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
 from vericache_patches.layers_sampler import sample
+from vericache_sglang.platforms.cpu.murmur_hash import murmur_hash32
 
 VOCABULARY = 16
 ROWS = 4000

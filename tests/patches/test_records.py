@@ -4,20 +4,22 @@ import pytest
 
 from vericache_patches.apply import (
     hooked_modules,
-    register_all,
+    hooks,
+    register,
     require_applied,
     sglang_site,
-    wanted,
 )
-from vericache_patches.record import Patch, UpstreamDriftError, find_args
+from vericache_patches.record import Patch, UpstreamDriftError
+from vericache_sglang import plugin
+from vericache_sglang.platforms.cpu.hooks import HOOKS as CPU_HOOKS
 
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
+ALL = (*hooks(), *CPU_HOOKS)
 RECORDS = [
     pytest.param(patch, hook, id=patch.target.removeprefix("sglang.srt."))
-    for module in hooked_modules()
-    for patch, hook in module.HOOKS
+    for patch, hook in ALL
 ]
 
 SOURCE = '''
@@ -33,8 +35,15 @@ def free(slots, pages): ...
 '''
 
 
-def patch_of(target, args):
-    return Patch(target=target, kind="around", args=args, reason="r", remove_when="w")
+def patch_of(target, args, body=""):
+    return Patch(
+        target=target,
+        kind="around",
+        args=args,
+        reason="r",
+        remove_when="w",
+        body=body,
+    )
 
 
 @pytest.fixture
@@ -57,6 +66,15 @@ def test_record_says_why_and_until_when(patch, hook):
     assert patch.remove_when.endswith(".")
 
 
+def test_a_replaced_function_is_known_inside():
+    assert [p.target for p, _ in ALL if p.kind == "replace" and not p.body] == []
+
+
+def test_each_function_is_hooked_once():
+    targets = [patch.target for patch, _ in ALL]
+    assert len(targets) == len({*targets})
+
+
 def test_patch_files_stay_thin():
     for module in hooked_modules():
         with open(module.__file__, encoding="utf-8") as file:
@@ -76,8 +94,9 @@ def test_patch_files_stay_thin():
     ],
 )
 def test_arguments_are_read_from_source(site, target, args):
-    assert find_args(site, target) == args
     patch_of(target, args).check(site)
+    with pytest.raises(UpstreamDriftError, match="expected"):
+        patch_of(target, (*args, "more")).check(site)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +115,40 @@ def test_drift_is_caught(site, target, message):
         patch_of(target, ("self", "batch")).check(site)
 
 
+TARGET = "sglang.srt.core.free"
+
+
+def body_of(site, lines):
+    """Write ``free`` with these lines; return the hash that a failed check tells."""
+    code = "\n".join(f"    {line}" for line in lines)
+    (site / "sglang" / "srt" / "core.py").write_text(f"def free(slots):\n{code}\n")
+    with pytest.raises(UpstreamDriftError, match="expected the body other, found") as e:
+        patch_of(TARGET, ("slots",), "other").check(site)
+    return str(e.value).rpartition(" ")[2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "same"),
+    [
+        (["return slots"], True),
+        (['"""Say something."""', "", "# and more", "return slots"], True),
+        (["return slots + 1"], False),
+        (["x = slots", "return slots"], False),
+        (['"""Say something."""'], False),
+    ],
+)
+def test_another_body_is_caught_and_other_comments_are_not(site, lines, same):
+    known = body_of(site, ["return slots"])
+    found = body_of(site, lines)
+    assert (found == known) is same
+    patch_of(TARGET, ("slots",), found).check(site)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_cpu_patches_stay_away_from_a_gpu(monkeypatch, has_gpu):
+def test_hooks_of_the_cpu_stay_away_from_a_gpu(monkeypatch, has_gpu):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    places = {patch.where for patch, _ in wanted()}
-    assert ("cpu" in places) is not has_gpu
+    assert (CPU_HOOKS[0] in plugin._hooks()) is not has_gpu
+    assert {*hooks()} <= {*plugin._hooks()}
 
 
 @pytest.fixture
@@ -113,34 +161,33 @@ def registry(monkeypatch):
 
 
 def test_registering_twice_hooks_once(registry):
-    register_all()
-    register_all()
-    targets = [patch.target for patch, _ in wanted()]
-    for target in targets:
-        assert len(registry._hooks[target]) == targets.count(target)
+    register(ALL)
+    register(ALL)
+    for patch, _ in ALL:
+        assert len(registry._hooks[patch.target]) == 1
 
 
 def test_a_hook_that_did_not_take_is_reported(registry):
-    targets = {patch.target for patch, _ in wanted()}
+    targets = {patch.target for patch, _ in ALL}
     lost = min(targets)
     registry._patched |= targets - {lost}
     with pytest.raises(UpstreamDriftError, match=f"not hooked: {lost}"):
-        require_applied()
+        require_applied(ALL)
     registry._patched.add(lost)
-    require_applied()
+    require_applied(ALL)
 
 
 def test_one_drifted_record_registers_nothing(registry, monkeypatch, site):
     monkeypatch.setattr("vericache_patches.apply.sglang_site", lambda: site)
     with pytest.raises(UpstreamDriftError):
-        register_all()
+        register(ALL)
     assert not any(registry._hooks.values())
 
 
 def test_rows_are_written_as_the_kernel_would():
     import torch
 
-    from vericache_patches.mem_cache_allocation import assign_req_to_token_pool_func
+    from vericache_sglang.platforms.cpu.allocation import assign_req_to_token_pool_func
 
     table = torch.full((5, 12), -1, dtype=torch.int32)
     rows, start, end = [3, 0, 4], [2, 0, 5], [6, 0, 7]
@@ -164,7 +211,7 @@ def test_rows_are_written_as_the_kernel_would():
 def test_seeded_noise_is_hashed_as_the_kernel_would():
     import torch
 
-    from vericache_patches.kernels_ops_sampling_murmur_hash import murmur_hash32
+    from vericache_sglang.platforms.cpu.murmur_hash import murmur_hash32
 
     def by_hand(words):
         h = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -21,26 +22,39 @@ def extend(monkeypatch):
     define_missing_ops()
     from sglang.srt.entrypoints import http_server
 
-    from vericache_sglang.serving.http_server import extend as add
+    from vericache_sglang.serving.http_server import extend_at_start
 
     async def state():
         return [{"model_path": "m", "vericache": {"rounds": 3}}]
 
-    def run(rate=0.0, algorithm="VERICACHE", single=True, page="on"):
+    def run(rate=0.0, algorithm="VERICACHE", page="on"):
         settings = {"consistency_check_rate": rate, "live_page": page}
         monkeypatch.setenv(ENV, json.dumps(settings))
         active_config.cache_clear()
-        app = FastAPI()
-        app.is_single_tokenizer_mode = single
+        managers = []
+
+        @asynccontextmanager
+        async def started(app):
+            """Make what SGLang has made by then."""
+            managers.append(SimpleNamespace(get_internal_state=state))
+            managers[0].enable_metrics = False
+            held = SimpleNamespace(tokenizer_manager=managers[0])
+            monkeypatch.setattr(http_server, "_global_state", held)
+            yield {"name": "kept"}
+
+        app = FastAPI(lifespan=started)
         app.server_args = SimpleNamespace(speculative_algorithm=algorithm)
-        manager = SimpleNamespace(get_internal_state=state, enable_metrics=False)
-        held = SimpleNamespace(tokenizer_manager=manager)
-        monkeypatch.setattr(http_server, "_global_state", held)
-        add(app)
-        return app, manager
+        extend_at_start(app)
+        asyncio.run(start(app))
+        return app, managers[0]
 
     yield run
     active_config.cache_clear()
+
+
+async def start(app):
+    async with app.router.lifespan_context(app) as held:
+        assert held == {"name": "kept"}
 
 
 def get(app):
@@ -69,12 +83,6 @@ def test_another_algorithm_is_not_checked(extend):
     app, manager = extend(rate=0.5, algorithm=None)
     assert "shadow_checks" not in get(app)[0]["report"]
     assert not hasattr(manager, "vericache_finished")
-
-
-def test_several_tokenizer_processes_are_told_what_they_lack(extend, caplog):
-    app, _ = extend(single=False)
-    assert "--tokenizer-worker-num 1" in caplog.text
-    assert "/vericache" not in [route.path for route in app.routes]
 
 
 def test_without_the_page_the_check_is_left(extend):

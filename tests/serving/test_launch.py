@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -261,3 +262,25 @@ def test_the_names_in_the_tables_are_the_registered_ones():
 
     assert algorithm.NAME == refused_flags.ALGORITHM
     assert attention_layer.BACKEND_NAME == refused_flags.BACKEND
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_tokenizer_processes_are_told_what_they_lack(
+    monkeypatch, capsys, workers
+):
+    """The launcher extends its own process's application; others import theirs."""
+    define_missing_ops()
+    from sglang import launch_server
+    from sglang.srt import utils
+    from sglang.srt.entrypoints import http_server
+
+    served, router = [], http_server.app.router
+    before = router.lifespan_context
+    monkeypatch.setattr(launch_server, "run_server", served.append)
+    monkeypatch.setattr(utils, "kill_process_tree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(router, "lifespan_context", before)
+    arguments = SimpleNamespace(tokenizer_worker_num=workers)
+    launch._run(arguments)
+    assert served == [arguments]
+    assert (router.lifespan_context is before) is (workers > 1)
+    assert ("--tokenizer-worker-num 1" in capsys.readouterr().err) is (workers > 1)

@@ -57,9 +57,9 @@ class PromptWatch:
     def watch(self, model: torch.nn.Module) -> None:
         """Hook the layers of ``model`` for what the selector needs, if anything.
 
-        The hook on ``RadixAttention.forward`` (patches: layers_radix_attention) calls
-        the attribute set here; torch's forward pre-hook captures the input of the
-        attention module.
+        ``forward`` of each attention layer is wrapped in the instance: torch's forward
+        pre-hook, which captures the input of the layer's parent, can neither leave out
+        the attention nor see a model that calls ``forward`` itself.
         """
         if self._selector is None:
             return
@@ -67,7 +67,7 @@ class PromptWatch:
         if not (needs.q_tail or needs.q_stream or needs.hidden or needs.probes):
             return
         for layer, parent in attention_parents(model):
-            layer.vericache_observer = self.observe
+            layer.forward = observed(layer, self.observe)
             if needs.hidden:
                 parent.register_forward_pre_hook(
                     self._input_of(layer.layer_id), with_kwargs=True
@@ -201,6 +201,31 @@ class PromptWatch:
             shape = (self._geometry.layers, self._geometry.kv_heads, len(keys))
             self._noted = torch.full(shape, torch.nan, device=keys.device)
         return self._noted
+
+
+def observed(layer: Any, observe: Callable[..., bool]) -> Callable[..., Any]:
+    """Return ``layer.forward``, which first shows ``observe`` queries and keys.
+
+    A layer without keys, one that shares another layer's KV, is not shown. Where
+    ``observe`` returns False the attention is left out and its output is zeros.
+
+    Args:
+        layer: SGLang's ``RadixAttention``.
+        observe: See ``PromptWatch.observe``.
+    """
+    attend = layer.forward
+
+    def forward(
+        q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if k is not None:
+            queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            if not observe(layer.layer_id, queries, keys, forward_batch):
+                return v.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        return attend(q, k, v, forward_batch, *args, **kwargs)
+
+    return forward
 
 
 def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module]]:

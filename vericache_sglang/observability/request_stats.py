@@ -66,3 +66,34 @@ class RequestStats:
 
     def __getitem__(self, tokens: slice) -> list[dict[str, Any]]:
         return [self.report()]
+
+
+SUMMED = ("rounds", "drafted", "accepted", "staged_bytes")
+"""Statistics that add up over the choices of a response."""
+
+
+class TokenCount(int):
+    """A count of completion tokens that carries statistics to ``usage``.
+
+    SGLang makes ``usage`` of counts of tokens only. The sum of counts carries the sums
+    of their statistics.
+    """
+
+    vericache: dict[str, int]
+
+    @classmethod
+    def of(cls, tokens: int, stats: dict[str, Any]) -> TokenCount:
+        """Return the count of a request with such statistics (``report``)."""
+        count = cls(tokens)
+        count.vericache = {name: stats[name] for name in SUMMED}
+        return count
+
+    def __add__(self, other: int) -> TokenCount:
+        if not isinstance(other, int):
+            return NotImplemented
+        more = getattr(other, KEY, {})
+        total = TokenCount(int(self) + int(other))
+        total.vericache = {k: n + more.get(k, 0) for k, n in self.vericache.items()}
+        return total
+
+    __radd__ = __add__

@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-from vericache_sglang.observability.consistency_check import REPLAY_PREFIX, is_replay
+from vericache_sglang.observability.consistency_check import is_replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -105,8 +105,10 @@ class ControlGate:
         left = [req for req in (*running, *grammars) if not req.finished()]
         if any(not is_replay(req.rid) for req in left):
             return False
-        if left and not self._iterations:
-            scheduler.abort_request(AbortReq(rid=REPLAY_PREFIX))
+        if not self._iterations:
+            # By whole ids: our hook lets an abort match nothing else.
+            for req in left:
+                scheduler.abort_request(AbortReq(rid=req.rid))
         self._iterations += 1
         if self._iterations > MOST_ITERATIONS:
             logger.warning("VeriCache: control requests wait no longer for idleness")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.config.files import active_config
@@ -15,29 +15,37 @@ from vericache_sglang.serving.live_page import add_routes
 from vericache_sglang.serving.refused_flags import ALGORITHM
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 
-logger = logging.getLogger(__name__)
+def extend_at_start(app: Any) -> None:
+    """Let an application call ``extend`` when it starts, before it listens.
+
+    With several tokenizer processes (``--tokenizer-worker-num``) SGLang serves from
+    processes that import an application of their own, so nothing is added there.
+
+    Args:
+        app: ``sglang.srt.entrypoints.http_server.app`` of the launcher's process.
+    """
+    start = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(started: Any) -> AsyncIterator[Any]:
+        async with start(started) as state:
+            extend(started)
+            yield state
+
+    app.router.lifespan_context = lifespan
 
 
 def extend(app: Any) -> None:
-    """Add the routes and the check that the settings ask for, before SGLang listens.
-
-    With several tokenizer processes (``--tokenizer-worker-num``) SGLang serves from
-    processes in which this is not called, so neither is available.
+    """Add the routes and the check that the settings ask for.
 
     Args:
-        app: ``sglang.srt.entrypoints.http_server.app``.
+        app: A started ``sglang.srt.entrypoints.http_server.app``.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    if not app.is_single_tokenizer_mode:
-        logger.warning(
-            "VeriCache: GET /vericache and the consistency check need "
-            "--tokenizer-worker-num 1"
-        )
-        return
     guard, manager = Guard(), get_global_state().tokenizer_manager
     guard.call("live page", lambda: _extend(app, manager, guard), None)
 

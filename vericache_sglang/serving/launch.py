@@ -65,6 +65,12 @@ OPEN = (
 )
 """Warning printed below the boot line of a server for which ``is_open`` holds."""
 
+SEVERAL = (
+    "VeriCache: warning: GET /vericache and the consistency check need "
+    "--tokenizer-worker-num 1"
+)
+"""Warning of a server whose HTTP processes the launcher cannot extend."""
+
 
 def own_parser() -> argparse.ArgumentParser:
     """Build the parser of VeriCache's flags; SGLang's flags are unknown to it."""
@@ -297,8 +303,15 @@ def _load_plugins() -> None:
 
 def _run(server_args: Any) -> None:
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
+    from vericache_sglang.serving.http_server import extend_at_start
+
+    if server_args.tokenizer_worker_num == 1:
+        extend_at_start(http_server.app)
+    else:
+        print(SEVERAL, file=sys.stderr, flush=True)
     try:
         run_server(server_args)
     finally:

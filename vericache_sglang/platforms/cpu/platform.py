@@ -14,11 +14,16 @@ def activate() -> str | None:
     Returns:
         Path of the platform class, or None if a CUDA device is present.
     """
-    import torch
-
     from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
-    if torch.cuda.is_available():
+    if not needed():
         return None
     define_missing_ops()
     return "vericache_sglang.platforms.cpu.device:VeriCacheCpuPlatform"
+
+
+def needed() -> bool:
+    """Return whether the platform serves this machine: no CUDA device is present."""
+    import torch
+
+    return not torch.cuda.is_available()

@@ -1,17 +1,21 @@
-"""What the hook on a layer's attention shows, and when it leaves the attention out."""
+"""What a layer's attention shows, and when it is left out."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vericache_patches.layers_radix_attention import forward
+pytest.importorskip("sglang")
+
+from vericache_sglang.kv.prefill_observer import observed
+
+pytestmark = pytest.mark.sglang
 
 TOKENS, HEADS, KV_HEADS, DIM = 3, 4, 2, 8
 
 
 def asked(answer, keys=True):
-    """Run the hook over an observer that answers so; return result, calls, shown."""
+    """Attend under an observer that answers so; return result, calls, shown."""
     calls, shown = [], []
 
     def original(*args, **kwargs):
@@ -28,11 +32,11 @@ def asked(answer, keys=True):
         tp_k_head_num=KV_HEADS,
         qk_head_dim=DIM,
         v_head_dim=DIM,
-        vericache_observer=observer,
+        forward=original,
     )
     q = torch.randn(TOKENS, HEADS * DIM)
     k = torch.randn(TOKENS, KV_HEADS * DIM, dtype=torch.bfloat16) if keys else None
-    result = forward(original, layer, q, k, k, "batch", save_kv_cache=True)
+    result = observed(layer, observer)(q, k, k, "batch", save_kv_cache=True)
     return result, calls, shown
 
 

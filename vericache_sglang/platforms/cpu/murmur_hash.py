@@ -1,10 +1,8 @@
-"""Hook on ``sglang/kernels/ops/sampling/murmur_hash.py``: torch for sgl_kernel."""
+"""SGLang's hash of (seed, position, column) in torch, without sgl_kernel."""
 
 from __future__ import annotations
 
 import torch
-
-from vericache_patches.record import Hook, Patch
 
 _LOW = 0xFFFFFFFF
 
@@ -40,18 +38,3 @@ def murmur_hash32(
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _LOW
     return (h ^ (h >> 16)).to(torch.uint32)
-
-
-HOOKS: tuple[tuple[Patch, Hook], ...] = (
-    (
-        Patch(
-            target="sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
-            kind="replace",
-            args=("seed", "positions", "col_indices"),
-            reason="On CPU tensors it needs sgl_kernel, which has no plain CPU build.",
-            remove_when="SGLang hashes CPU tensors without sgl_kernel.",
-            where="cpu",
-        ),
-        murmur_hash32,
-    ),
-)

@@ -1,0 +1,218 @@
+"""What VeriCache does to objects of SGLang besides hooks, and relies on in its source.
+
+``HOOKS`` of the sibling modules and of the CPU platform list the hooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vericache_patches.record import Symbol
+
+REQ = "sglang.srt.managers.schedule_batch.Req"
+KV = "sglang.srt.managers.schedule_batch.ReqKvInfo"
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+REPORTER = (
+    "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+)
+TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+SCHEDULING = "SGLang lets a spec worker say what its requests need next."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Attributes of one class of SGLang that VeriCache sets on its objects.
+
+    Attributes:
+        owner: Dotted path of the class.
+        names: Attributes; those that begin with ``vericache`` are ours, the others are
+            SGLang's own.
+        files: Files that set them, by their names.
+        reason: What SGLang, or a hook, does with the value.
+        remove_when: The upstream change after which nothing sets them.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    files: tuple[str, ...]
+    reason: str
+    remove_when: str
+
+
+WRITES: tuple[Write, ...] = (
+    Write(
+        owner=REQ,
+        names=("vericache_room", "vericache_swapped_slots"),
+        files=("placement.py", "worker.py"),
+        reason="Hooks read the slots a request uses before its next allocation, and "
+        "those it needs to be swapped in.",
+        remove_when=SCHEDULING,
+    ),
+    Write(
+        owner=REQ,
+        names=("vericache_lost", "vericache_distrusted", "vericache_errors"),
+        files=("recovery.py", "worker.py", "managers_scheduler_retraction.py"),
+        reason="A request that lost its KV is prefilled again by the hook on "
+        "update_running_batch; the marks outlast our own record of it.",
+        remove_when="SGLang lets a worker retract a request.",
+    ),
+    Write(
+        owner=REQ,
+        names=("vericache_names",),
+        files=("tiered_cache.py",),
+        reason="The names of a prompt's segments are hashed once.",
+        remove_when="SGLang names the blocks of a prompt for its cache.",
+    ),
+    Write(
+        owner=REQ,
+        names=("customized_info",),
+        files=("arrival.py",),
+        reason="Carries the statistics of a request to meta_info; made for workers.",
+        remove_when="SGLang takes per-request values from a spec worker.",
+    ),
+    Write(
+        owner=REQ,
+        names=("skip_radix_cache_insert",),
+        files=(
+            *("compress.py", "compress_segments.py", "offload.py", "recovery.py"),
+            "worker.py",
+        ),
+        reason="A row that does not list a request's full KV must not be cached.",
+        remove_when="SGLang asks a spec worker whether a row may be cached.",
+    ),
+    Write(
+        owner=REQ,
+        names=("last_node", "lock_receipt", "prefix_indices"),
+        files=("row_edit.py", "tiered_cache.py"),
+        reason="A compressed request no longer lists slots of the tree, so it gives up "
+        "its lock; a cached chunk's slots are those of its row.",
+        remove_when="SGLang lets a worker take over the slots of a request.",
+    ),
+    Write(
+        owner=REQ,
+        names=("to_finish",),
+        files=("recovery.py",),
+        reason="A request whose KV is lost again and again ends with an error.",
+        remove_when="SGLang lets a worker abort a request.",
+    ),
+    Write(
+        owner=KV,
+        names=("kv_committed_len", "kv_allocated_len", "cache_protected_len"),
+        files=("compress_segments.py", "departure.py", "offload.py", "row_edit.py"),
+        reason="They are the lengths of a row, which compressing shortens; SGLang "
+        "frees, counts and allocates by them.",
+        remove_when="SGLang lets a worker replace the slots of a row.",
+    ),
+    Write(
+        owner="sglang.srt.managers.schedule_batch.ScheduleBatch",
+        names=("batch_is_full",),
+        files=("iteration.py",),
+        reason="A move has freed slots: SGLang tries admission again.",
+        remove_when=SCHEDULING,
+    ),
+    Write(
+        owner=RUNNER,
+        names=("shared_read_done_event",),
+        files=("iteration.py",),
+        reason="Moves edit rows after the event at which SGLang considers them read; "
+        "without it the scheduler's stream waits for all that was launched.",
+        remove_when="SGLang takes that event from the worker's result.",
+    ),
+    Write(
+        owner=RUNNER,
+        names=("spec_algorithm",),
+        files=("graphs.py",),
+        reason="Set to NONE while graphs of one token per row are captured.",
+        remove_when="SGLang captures decode graphs beside those of verifications.",
+    ),
+    Write(
+        owner="sglang.srt.layers.radix_attention.RadixAttention",
+        names=("forward",),
+        files=("prefill_observer.py",),
+        reason="Layers that a selector asks about show queries and keys first.",
+        remove_when="SGLang lets a worker observe a layer's queries.",
+    ),
+    Write(
+        owner="sglang.srt.managers.io_struct.GenerateReqInput",
+        names=("vericache_check",),
+        files=("plugin.py",),
+        reason="The hook on its normalization calls it.",
+        remove_when="SGLang lets a plugin check a request.",
+    ),
+    Write(
+        owner=TOKENIZER,
+        names=("vericache_check", "vericache_finished"),
+        files=("plugin.py", "http_server.py"),
+        reason="Hooks call them for every request, and for every answer.",
+        remove_when="SGLang lets a plugin check a request and see its answer.",
+    ),
+    Write(
+        owner=REQ,
+        names=(
+            *("grammar", "finished_len", "reasoning_tokens"),
+            *("spec_verify_ct", "spec_num_correct_drafts", "decode_batch_idx", "rid"),
+        ),
+        files=(
+            *("managers_schedule_batch.py", "managers_batch_result.py"),
+            *("speculative_eagle_utils.py", "managers_scheduler_abort.py"),
+        ),
+        reason="Hooks correct figures, or hide a value while the original runs.",
+        remove_when="The hooks go.",
+    ),
+    Write(
+        owner="sglang.srt.sampling.sampling_params.SamplingParams",
+        names=("stream_interval",),
+        files=("managers_output_streamer.py",),
+        reason="Set to 1 while the original decides whether a request is streamed.",
+        remove_when="The hook goes.",
+    ),
+    Write(
+        owner=REPORTER,
+        names=("vericache_interval", "spec_num_correct_drafts", "spec_num_forward_ct"),
+        files=("managers_metrics_reporter.py", "managers_batch_result.py"),
+        reason="Counts verifications only; an interval without one repeats the last.",
+        remove_when="The hooks go.",
+    ),
+    Write(
+        owner="sglang.srt.entrypoints.openai.protocol.UsageInfo",
+        names=("vericache",),
+        files=("entrypoints_openai_usage_processor.py",),
+        reason="Shows statistics of a request; its class is opened to further fields.",
+        remove_when="SGLang takes per-request values from a spec worker.",
+    ),
+)
+"""Every attribute that is set; a test finds those that are missing."""
+
+POSES: dict[str, str] = {
+    "SpecInputType.NGRAM_VERIFY": "VeriCacheSpecInput (spec_input.py): the enum cannot "
+    "be extended, and this member has the fewest special cases."
+}
+"""SGLang's name under which something of ours passes -> what, and why that one."""
+
+RELAY = "sglang.srt.managers.overlap_utils.FutureMap"
+
+RELIED: tuple[Symbol, ...] = (
+    Symbol(
+        target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+        args=(
+            *("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
+            *("key_value_num_tokens", "**kwargs"),
+        ),
+        reason="Wrapped in observed layers, which get all rows of q and k.",
+        remove_when="SGLang lets a worker observe a layer's queries.",
+        body="3b8027570254",
+    ),
+    Symbol(
+        target=f"{RELAY}.stash",
+        args=("self", "future_indices", "payload"),
+        reason="EmptyRelay overrides it: nothing is relayed.",
+        remove_when="SGLang lets an algorithm do without a relay.",
+    ),
+    Symbol(
+        target=f"{RELAY}._resolve_spec_extras",
+        args=("self", "batch"),
+        reason="EmptyRelay overrides it: nothing is relayed.",
+        remove_when="SGLang lets an algorithm do without a relay.",
+    ),
+)
+"""Functions that nothing hooks and that must be as they were; checked at the start."""
