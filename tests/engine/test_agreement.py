@@ -48,7 +48,7 @@ def ranks(tmp_path_factory):
 
 
 def agreed(group, measured=None, **more):
-    return TensorParallelSync(measured or Estimates(), group, most_prefetches=8, **more)
+    return TensorParallelSync(measured or Estimates(), group, **more)
 
 
 # -- what is agreed on ----------------------------------------------------------

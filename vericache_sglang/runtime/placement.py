@@ -214,13 +214,15 @@ class KVPlacement:
         """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 
+    def joins(self, state: RequestState | None) -> bool:
+        """See ``TensorParallelHost.joins``."""
+        return self._common.joins(state)
+
     def join(self, state: RequestState, tree_cache: Any) -> None:
         """Restore a finished request for the prefix tree; see ``KVOffloader.join``."""
         if state.parts is not None and state.parts.shared_count:
             if state.layout is Layout.KEPT:
                 self.shared.finish(state)
-            return
-        if state.layout is Layout.KEPT and not self._common.joins(state):
             return
         if not self._offloader.join(state, tree_cache):
             return
