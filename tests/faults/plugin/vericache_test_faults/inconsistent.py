@@ -1,12 +1,14 @@
 """One of the engine's calls raises now and then, as if its accounting did not add up.
 
 The file that ``VERICACHE_TEST_WHERE`` names says which, a row of ``WHERE``; it is read
-at every call, so that one server sees them all.
+at every call, so that one server sees them all. ``row@1`` raises on rank 1 only.
 """
 
 import os
 from collections import Counter
 from pathlib import Path
+
+from torch import distributed
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.host_store import HostStore
@@ -48,6 +50,12 @@ WHERE = {
 """Name: class, call, every how many calls, how often in all."""
 
 
+def injected(text, row):
+    """Return whether the file's text names this row and this process's rank."""
+    named, _, rank = text.partition("@")
+    return named == row and (not rank or distributed.get_rank() == int(rank))
+
+
 def install():
     """Have the calls raise, behind what they make where they make anything."""
     where, calls, failures = Path(os.environ[ENV]), Counter(), Counter()
@@ -57,7 +65,7 @@ def install():
         right = getattr(owner, name)
 
         def faulty(self, *given, **named):
-            if where.read_text() != row:
+            if not injected(where.read_text(), row):
                 return right(self, *given, **named)
             calls[row] += 1
             if calls[row] % every or failures[row] >= times:
