@@ -157,7 +157,7 @@ def extended(*rows):
         # On one rank: in its choice of rows, before the forward; in its sampling, after
         # it; in what concerns one request, which the other rank knows nothing of.
         *("rows@1", "sampling@1", "prefetch@1"),
-        *extended("plan@0", "split@1", "move", "move@1", "outcome@1", "outcome"),
+        *extended("plan@0", "compress@1", "move", "move@1", "outcome@1", "outcome"),
         *extended("arrival@1", "end@1", "release@1", "rows@0", "sampling@0"),
     ],
 )

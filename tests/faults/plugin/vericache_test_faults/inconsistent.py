@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import distributed
 
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.kv.compress import PromptCompressor
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.ledger import Ledger
 from vericache_sglang.kv.offload import KVOffloader
@@ -37,6 +38,7 @@ WHERE = {
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
     "split": (SegmentCompressor, "split", 2, 1),
+    "compress": (PromptCompressor, "to_host", 2, 2),
     "move": (TensorParallelHost, "settles", 4, 2),
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
@@ -65,13 +67,14 @@ def install():
         right = getattr(owner, name)
 
         def faulty(self, *given, **named):
-            if not injected(where.read_text(), row):
+            text = where.read_text()
+            if not injected(text, row):
                 return right(self, *given, **named)
-            calls[row] += 1
-            if calls[row] % every or failures[row] >= times:
+            calls[text] += 1
+            if calls[text] % every or failures[text] >= times:
                 return right(self, *given, **named)
-            failures[row] += 1
-            if name in ("split", "start"):
+            failures[text] += 1
+            if name in ("split", "start", "to_host"):
                 right(self, *given, **named)
             raise InvariantError(f"injected: {owner.__name__}.{name}")
 
