@@ -4,6 +4,7 @@ Without SGLang's strict memory checks while busy, with which every error ends th
 process; those of an idle server stay on, so what is left over ends it.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from urllib.error import HTTPError
 
@@ -64,7 +65,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("ranks"), "--tp-size", "2") as live:
+    flags = ("--tp-size", "2", "--chunked-prefill-size", "256")
+    with served(tmp_path_factory.mktemp("ranks"), *flags) as live:
         yield live
 
 
@@ -171,6 +173,29 @@ def test_ranks_recover_together(ranks, prompts, wanted, row):
 )
 def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, row):
     expect_recovery(ranks_in_turn, prompts, wanted, row, ALL)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("which", ["server", "ranks", "ranks_in_turn"])
+def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
+    """A request is prefilled again, or aborted after its second error."""
+    server = request.getfixturevalue(which)
+    before = inject(server, "anywhere")
+
+    def ask(i):
+        try:
+            return (
+                server.generate(prompts[i % 4], **LONG)["output_ids"] == wanted[i % 4]
+            )
+        except HTTPError as error:
+            return error.code
+
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(ask, range(60)))
+    assert set(told) <= {True, 500}
+    assert told.count(True) > 20
+    assert grown(before, server.settle())[ALL] > 5
+    expect_sound(server, prompts, wanted)
 
 
 @pytest.mark.extended
