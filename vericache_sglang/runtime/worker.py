@@ -389,24 +389,21 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         if not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
-                self._arrive_all(batch, result)
+                requests = batch.req_pool_indices.to(torch.int64)
+                self._draft_tokens.start(requests, result.next_token_ids)
+                lengths, rows = batch.seq_lens_cpu.tolist(), []
+                for i, (req, length) in enumerate(
+                    zip(batch.reqs, lengths, strict=True)
+                ):
+                    with self._recovery.of_arrival(req):
+                        state = self._arrive(req, length)
+                        rows.append(PendingRow(state, i, 0, state.round))
+                self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
+                if not all(row.state.late for row in rows):
+                    self._in_flight.land_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1
         return result
-
-    def _arrive_all(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        """Create the states of a prefill's requests."""
-        requests = batch.req_pool_indices.to(torch.int64)
-        self._draft_tokens.start(requests, result.next_token_ids)
-        lengths = batch.seq_lens_cpu.tolist()
-        pending_rows = []
-        for i, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
-            with self._recovery.of_arrival(req):
-                state = self._arrive(req, length)
-                pending_rows.append(PendingRow(state, i, 0, state.round))
-        self._in_flight.launch(InFlightForward(result, 1, pending_rows, decode=False))
-        if not all(pending_row.state.late for pending_row in pending_rows):
-            self._in_flight.land_all()
 
     def _arrive(self, req: Req, length: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
