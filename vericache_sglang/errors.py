@@ -21,6 +21,14 @@ class InvariantError(VeriCacheError, RuntimeError):
     """An internal invariant does not hold: a bug in VeriCache, not a user error."""
 
 
+class RankError(VeriCacheError, RuntimeError):
+    """A tensor-parallel rank failed; every rank raises it, at the same exchange."""
+
+
+class LostRankError(VeriCacheError, RuntimeError):
+    """This rank left a forward that the other ranks may wait in; it cannot go on."""
+
+
 class CompressionError(VeriCacheError, RuntimeError):
     """A compressor broke its contract: wrong shape, wrong type, not a Selector."""
 

@@ -19,12 +19,12 @@ def get_internal_state(original: Hook, scheduler: Any, recv_req: Any) -> Any:
 def process_input_requests(original: Hook, scheduler: Any, recv_reqs: Any) -> None:
     """Let the worker's gate hold control requests until the scheduler is idle.
 
-    If the accounting is unreliable, it and all caches are reset first.
+    What an error of the last iteration has made unreliable is reset first.
     """
     worker = scheduler.draft_worker
-    if getattr(worker, "doubts", False) and scheduler.is_fully_idle():
-        worker.forget_all()
-        scheduler.flush_cache(empty_cache=False)
+    begin_iteration = getattr(worker, "begin_iteration", None)
+    if begin_iteration is not None:
+        begin_iteration(scheduler)
     gate = getattr(worker, "control_gate", None)
     if gate is not None:
         recv_reqs = gate.admit(scheduler, recv_reqs or ())

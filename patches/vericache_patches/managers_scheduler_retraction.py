@@ -9,9 +9,6 @@ from vericache_patches.record import Hook, Patch
 
 def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
     """Send requests whose KV was lost back to prefill, as a retraction does."""
-    worker = scheduler.draft_worker
-    if getattr(worker, "forgets_all", False) and scheduler.chunked_req is None:
-        worker.take_back(scheduler, batch)
     lost = [
         i
         for i, req in enumerate(batch.reqs)

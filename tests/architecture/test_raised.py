@@ -9,7 +9,7 @@ PACKAGE = ROOT / "vericache_sglang"
 LEFT_OUT = ("calibrate", "simulation", "evaluation")
 """Rooms no server runs."""
 
-KINDS = {"cache", "request", "all", "start", "ranks"}
+KINDS = {"cache", "request", "all", "start"}
 ROW = re.compile(r"\| `(\S+\.py)` \| (\d+) \| (\w+) \|")
 
 

@@ -15,8 +15,9 @@ from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.prefetch import Progress
+from vericache_sglang.kv.request import Layout
 from vericache_sglang.runtime.tp_host import TensorParallelHost
-from vericache_sglang.runtime.tp_sync import TensorParallelSync
+from vericache_sglang.runtime.tp_sync import WIDTH, TensorParallelSync
 from vericache_sglang.sampling.profile import Profile, SamplingRule
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
@@ -48,7 +49,7 @@ def ranks(tmp_path_factory):
 
 
 def agreed(group, measured=None, **more):
-    return TensorParallelSync(measured or Estimates(), group, most_prefetches=8, **more)
+    return TensorParallelSync(measured or Estimates(), group, **more)
 
 
 # -- what is agreed on ----------------------------------------------------------
@@ -141,6 +142,17 @@ def test_single_values_are_combined(ranks):
 def test_ranks_with_other_prefetches_are_found_out(ranks):
     answers = ranks.call(hear, (1, 1, 1), ([ARRIVED], [ARRIVED], []))
     assert all(isinstance(answer, InvariantError) for answer in answers)
+
+
+def hear_many(group, rank, count):
+    """More prefetches than fit one message; each is least on another rank."""
+    own = [100 + (i + rank) % 3 for i in range(count)]
+    return agreed(group).hear(1, own).prefetches
+
+
+@pytest.mark.parametrize("count", [0, WIDTH - 12, WIDTH - 11, 3 * WIDTH])
+def test_any_number_of_prefetches_is_synchronised(ranks, count):
+    assert ranks.call(hear_many, count) == [(100,) * count] * 3
 
 
 def compare_plans(group, rank, lengths, strict):
@@ -284,7 +296,13 @@ def ask(group, rank, kind, fault_on):
     full = store(budget=64) if kind == "room" and rank == fault_on else store()
     common = TensorParallelHost(agreed(group), full, lambda state: SIZE)
     state = SimpleNamespace(
-        rid="a", parts=None, row_length=10, pending_max=0, drafted=0
+        rid="a",
+        parts=None,
+        row_length=10,
+        pending_max=0,
+        drafted=0,
+        layout=Layout.KEPT,
+        split=SimpleNamespace(shared_count=0),
     )
     if kind == "room":
         moves = Compress("a", Residency.HOST), Offload("a"), SwapOut("a")

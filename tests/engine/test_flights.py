@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +136,25 @@ def test_a_report_of_what_has_landed_lands_nothing_newer():
     assert [tokens for _, tokens in told] == [[1]]
     in_flight.land_reported()
     assert [tokens for _, tokens in told] == [[1], [2]]
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_decode_that_is_withdrawn_is_replaced_in_its_report(landed):
+    in_flight, told, _ = recorded()
+    in_flight.launch(entry([1]))
+    in_flight.launch(entry([2], decode=False))
+    before = in_flight.launched
+    in_flight.withdraw(before)
+    assert len(in_flight) == 2, "nothing was launched since"
+    in_flight.launch(entry([3]))
+    if landed:
+        in_flight.land_all()
+    in_flight.withdraw(before)
+    in_flight.launch(entry([4]))
+    in_flight.land_reported()
+    in_flight.land_reported()
+    dropped = [[3]] if landed else []
+    assert [tokens for _, tokens in told] == [[1], [2], *dropped, [4]]
 
 
 @settings(deadline=None, max_examples=60)

@@ -105,6 +105,7 @@ class World:
             engine.placement.handles,
             self.runner,
             self.row,
+            engine.placement._tp_sync,
         )
         self.state = engine.admit("a", "x", tokens)
         self.batch = SimpleNamespace(tree_cache=engine.tree)
@@ -236,8 +237,9 @@ def test_selectors_that_ask_nothing_are_done_at_once():
     with opened() as engine:
         state = engine.admit("a", "x", 20)
         for selector in (None, engine.selector):
+            placement = engine.placement
             made = probing.Probing(
-                selector, engine.placement.watch, engine.placement.handles, None, 0
+                selector, placement.watch, placement.handles, None, 0, None
             )
             assert made.done(state)
         world = World(engine, [])

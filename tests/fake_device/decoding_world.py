@@ -154,14 +154,13 @@ class Server:
     def __init__(self, device, made, graphs=False):
         self.device, self.engine = device, made
         config, placement = made.config, made.placement
+        tp_sync = placement._tp_sync
         runner = model_runner(made, sampler())
         self.target, self.states = Target(runner, graphs), {}
-        self.runtime = Runtime(
-            runtime_settings(config, placement), placement._tp_sync.estimates
-        )
+        self.runtime = Runtime(runtime_settings(config, placement), tp_sync.estimates)
         rows = placement.verify_rows
         probing = Probing(
-            made.selector, placement.watch, placement.handles, runner, rows[0]
+            made.selector, placement.watch, placement.handles, runner, rows[0], tp_sync
         )
         self.draft_tokens = DraftTokenBuffer(
             len(placement.table), config.draft_length, "cuda"
@@ -174,7 +173,8 @@ class Server:
             target_worker=self.target,
             placement=placement,
             runtime=self.runtime,
-            tp_sync=placement._tp_sync,
+            tp_sync=tp_sync,
+            overlap=True,
             entrance=Entrance(placement, probing, self.runtime, overlap=True),
             mixed=MixedForward(
                 placement,
@@ -187,7 +187,9 @@ class Server:
             draft_tokens=self.draft_tokens,
             in_flight=self.in_flight,
             recorder=recorder,
-            recovery=Recovery(self.states, self.runtime, placement, strict=True),
+            recovery=Recovery(
+                self.states, self.runtime, placement, tp_sync, strict=True
+            ),
             watch=reporter,
             max_running=6,
         )

@@ -93,6 +93,7 @@ def probed(made, device):
         made.placement.handles,
         runner,
         made.placement.verify_rows[0],
+        made.placement._tp_sync,
     )
     state = made.requests["a"].state
     batch = SimpleNamespace(tree_cache=made.tree, device="cuda")

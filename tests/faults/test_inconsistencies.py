@@ -4,6 +4,8 @@ Without SGLang's strict memory checks while busy, with which every error ends th
 process; those of an idle server stay on, so what is left over ends it.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from urllib.error import HTTPError
 
 import pytest
@@ -38,9 +40,8 @@ def wanted(prompts):
     return [answer["ids"] for answer in run(PLAIN, MODEL, [wave])["waves"][0]]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inconsistent")
+@contextmanager
+def served(folder, *flags):
     where = folder / "where"
     where.write_text("")
     environment = {
@@ -48,7 +49,7 @@ def server(tmp_path_factory):
         "VERICACHE_TEST_WHERE": str(where),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0",
     }
-    live = LiveServer(folder, *FLAGS, environment=environment)
+    live = LiveServer(folder, *FLAGS, *flags, environment=environment)
     live.where = where
     try:
         yield live.wait()
@@ -56,18 +57,33 @@ def server(tmp_path_factory):
         live.close()
 
 
-@pytest.fixture
-def injected(server):
-    """Return a function that has calls fail; it returns the counters of before."""
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("inconsistent")) as live:
+        yield live
 
-    def begin(row):
-        server.flush()
-        before = server.settle()
-        server.where.write_text(row)
-        return before
 
-    yield begin
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    flags = ("--tp-size", "2", "--chunked-prefill-size", "256")
+    with served(tmp_path_factory.mktemp("ranks"), *flags) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def ranks_in_turn(tmp_path_factory):
+    flags = ("--tp-size", "2", "--disable-overlap-schedule")
+    with served(tmp_path_factory.mktemp("in_turn"), *flags) as live:
+        yield live
+
+
+def inject(server, row):
+    """Have calls fail; return the counters of before."""
     server.where.write_text("")
+    server.flush()
+    before = server.settle()
+    server.where.write_text(row)
+    return before
 
 
 def grown(before, after):
@@ -102,9 +118,13 @@ def expect_sound(server, prompts, wanted):
     ],
 )
 def test_no_request_is_lost_and_every_answer_is_right(
-    server, injected, prompts, wanted, row, kind
+    server, prompts, wanted, row, kind
 ):
-    before = injected(row)
+    expect_recovery(server, prompts, wanted, row, kind)
+
+
+def expect_recovery(server, prompts, wanted, row, kind):
+    before = inject(server, row)
     for _ in range(2):
         answers = server.generate(prompts, **LONG)
         assert [answer["output_ids"] for answer in answers] == wanted
@@ -114,8 +134,8 @@ def test_no_request_is_lost_and_every_answer_is_right(
     expect_sound(server, prompts, wanted)
 
 
-def test_a_request_without_a_state_is_aborted_alone(server, injected, prompts, wanted):
-    before, ended = injected("arrival"), []
+def test_a_request_without_a_state_is_aborted_alone(server, prompts, wanted):
+    before, ended = inject(server, "arrival"), []
     for prompt, ids in zip(prompts, wanted, strict=True):
         try:
             assert server.generate(prompt, **LONG)["output_ids"] == ids
@@ -126,10 +146,70 @@ def test_a_request_without_a_state_is_aborted_alone(server, injected, prompts, w
     expect_sound(server, prompts, wanted)
 
 
-def test_what_fails_every_time_ends_no_server(server, injected, prompts, wanted):
+def test_what_fails_every_time_ends_no_server(server, prompts, wanted):
     """A request is prefilled again, and not planned then."""
-    before = injected("always")
+    before = inject(server, "always")
     for prompt, ids in zip(prompts, wanted, strict=True):
         assert server.generate(prompt, **LONG)["output_ids"] == ids
     assert grown(before, server.settle())[ALL] >= len(prompts)
     expect_sound(server, prompts, wanted)
+
+
+def extended(*rows):
+    return [pytest.param(row, marks=pytest.mark.extended) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "plan",  # on all ranks alike
+        # On one rank: in its choice of rows, before the forward; in its sampling, after
+        # it; in what concerns one request, which the other rank knows nothing of.
+        *("rows@1", "sampling@1", "prefetch@1"),
+        *extended("plan@0", "compress@1", "move", "move@1", "outcome@1", "outcome"),
+        *extended("arrival@1", "end@1", "release@1", "rows@0", "sampling@0"),
+    ],
+)
+def test_ranks_recover_together(ranks, prompts, wanted, row):
+    expect_recovery(ranks, prompts, wanted, row, ALL)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "row", ["plan", "rows@1", "sampling@1", "outcome@1", "move@1", "arrival@1", "end@1"]
+)
+def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, row):
+    expect_recovery(ranks_in_turn, prompts, wanted, row, ALL)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("which", ["server", "ranks", "ranks_in_turn"])
+def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
+    """A request is prefilled again, or aborted after its second error."""
+    server = request.getfixturevalue(which)
+    before = inject(server, "anywhere")
+
+    def ask(i):
+        try:
+            return (
+                server.generate(prompts[i % 4], **LONG)["output_ids"] == wanted[i % 4]
+            )
+        except HTTPError as error:
+            return error.code
+
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(ask, range(60)))
+    assert set(told) <= {True, 500}
+    assert told.count(True) > 20
+    assert grown(before, server.settle())[ALL] > 5
+    expect_sound(server, prompts, wanted)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("row", ["always", "always@1"])
+def test_what_fails_every_time_ends_no_rank(ranks, prompts, wanted, row):
+    before = inject(ranks, row)
+    for prompt, ids in zip(prompts, wanted, strict=True):
+        assert ranks.generate(prompt, **LONG)["output_ids"] == ids
+    assert grown(before, ranks.settle())[ALL] >= len(prompts)
+    expect_sound(ranks, prompts, wanted)

@@ -86,7 +86,6 @@ class InFlightQueue:
 
     Attributes:
         launched: Number of forwards launched so far.
-        last: The newest forward.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class InFlightQueue:
         self._decodes = 0
         self._reported = 0
         self.launched = 0
-        self.last: InFlightForward | None = None
 
     def __len__(self) -> int:
         return len(self._air)
@@ -108,10 +106,20 @@ class InFlightQueue:
     def launch(self, entry: InFlightForward) -> None:
         """Append a forward that was just launched."""
         self.launched += 1
-        self.last = entry
         # A prefill is recorded with the next decode: by then SGLang has its result.
         self._air.append((self._decodes + 1, entry))
         self._decodes += entry.decode
+
+    def withdraw(self, launched: int) -> None:
+        """Drop the decode that was launched after the first ``launched``, if any.
+
+        Its results are not recorded, and SGLang will report another one in its place.
+        """
+        if self.launched > launched:
+            self.launched -= 1
+            self._decodes -= 1
+            if self._air:  # not recorded yet
+                self._air.pop()
 
     def land_reported(self) -> None:
         """Record the next decode, which SGLang has reported, and all before it."""

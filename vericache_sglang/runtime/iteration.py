@@ -63,6 +63,7 @@ class Decoding:
         placement: Holds the requests' KV and carries out moves.
         runtime: Plans iterations.
         tp_sync: Tensor-parallel sync; its measurements observe iteration times.
+        overlap: SGLang runs its overlap schedule.
         entrance: Admits requests to the runtime.
         mixed: Runs planned rows.
         draft_tokens: Tokens of all requests.
@@ -78,6 +79,7 @@ class Decoding:
     placement: KVPlacement
     runtime: Runtime
     tp_sync: TensorParallelSync
+    overlap: bool
     entrance: Entrance
     mixed: MixedForward
     draft_tokens: DraftTokenBuffer
@@ -97,18 +99,20 @@ class Decoding:
         """Run one iteration of SGLang's decode batch.
 
         After an error every request of the batch is prefilled again, because a
-        partially executed plan leaves the placement of KV unknown.
+        partially executed plan leaves the placement of KV unknown. A forward that was
+        launched is dropped, as it may have been launched on some ranks only.
         """
         launched = self.in_flight.launched
+        self.tp_sync.begin()
         try:
-            return self._run(batch)
+            result = self._run(batch)
+            if self.tp_sync.expected:
+                self.tp_sync.agree(last=True)
+            return result
         except Exception as error:  # noqa: BLE001 (raised again where it has to be)
             self.recovery.all_lost(error)
-        last = self.in_flight.last
-        if last is None or self.in_flight.launched == launched:
-            result = self.mixed.nothing(batch)
-        else:
-            result = last.result
+        self.in_flight.withdraw(launched)
+        result = self.mixed.nothing(batch)
         self._work = None
         # Unused: no request of the batch is decoded from these lengths.
         result.new_seq_lens = batch.seq_lens
@@ -133,7 +137,7 @@ class Decoding:
         if as_sglang and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: as fast as plain SGLang.
             self.watch.begin(requests, None)
-            result = self._run_plain(batch, states)
+            result = self._run_plain(batch, states, last=self.overlap)
             self.watch.end(())
             return result
         plan = self._plan(batch, len(states))
@@ -147,10 +151,14 @@ class Decoding:
         ):  # the draft token buffer keeps one unreported emission per request
             self.in_flight.land_all()
         self.watch.begin(requests, actions)
+        # Under overlap the ranks meet before SGLang processes this result. Moves
+        # communicate, so ranks that make them would not be at that meeting.
+        last = self.overlap and not plan.moves
         if as_sglang and all(isinstance(action, Plain) for action in actions.values()):
-            result = self._run_plain(batch, states)
+            result = self._run_plain(batch, states, last=last)
         else:
-            result, self._work = self.mixed.run(batch, requests, actions)
+            ready = self.tp_sync.forward(last=last)
+            result, self._work = self.mixed.run(batch, requests, actions, ready)
             if self._work is None:
                 time.sleep(IDLE_SECONDS)
         moves = self._make_moves(plan, batch)
@@ -245,7 +253,7 @@ class Decoding:
         self._launched = now
 
     def _run_plain(
-        self, batch: ScheduleBatch, states: list[RequestState]
+        self, batch: ScheduleBatch, states: list[RequestState], *, last: bool
     ) -> GenerationBatchResult:
         """Decode every request autoregressively; sample its time periodically."""
         counted = self.placement.counters.iterations
@@ -254,7 +262,12 @@ class Decoding:
             self._work = Work(len(states), reads, reads)
         self.placement.counters.plain_rows += len(states)
         launched = run_plain(
-            batch, states, self.target_worker, self.draft_tokens, self.recorder
+            batch,
+            states,
+            self.target_worker,
+            self.draft_tokens,
+            self.recorder,
+            self.tp_sync.forward(last=last),
         )
         self.in_flight.launch(launched)
         if not all(state.late for state in states):

@@ -222,13 +222,15 @@ class KVPlacement:
         """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 
+    def joins(self, state: RequestState | None) -> bool:
+        """See ``TensorParallelHost.joins``."""
+        return self._common.joins(state)
+
     def restore(self, state: RequestState, tree_cache: Any) -> None:
         """Restore a finished request for the prefix tree; see ``KVMoves.restore``."""
         if state.parts is not None and state.parts.shared_count:
             if state.residency is Residency.HOST:
                 self.compressor.finish(state)
-            return
-        if state.residency is Residency.HOST and not self._common.joins(state):
             return
         if not self._moves.restore(state, tree_cache):
             return

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.prefill_observer import PromptWatch
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Probing:
         handles: KV pool and block table.
         model_runner: The target's runner.
         row: Block-table row that is unused outside a forward.
+        tp_sync: Synchronises the ranks before a probe.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Probing:
         handles: KVHandles,
         model_runner: Any,
         row: int,
+        tp_sync: TensorParallelSync,
     ) -> None:
         wanted = selector is not None and selector.needs.probes
         self._selector = selector if wanted else None
@@ -56,6 +59,7 @@ class Probing:
         self._handles = handles
         self._runner = model_runner
         self._row = row
+        self._tp_sync = tp_sync
         self._waiting: dict[str, deque[Probe]] = {}
         self.forwards = 0
 
@@ -137,7 +141,8 @@ class Probing:
         body = own.to(torch.int64)
         self._watch.probe = self._observer(state.rid, probe, body)
         try:
-            self._runner.forward(forward)
+            with self._tp_sync.forward(last=False):
+                self._runner.forward(forward)
         finally:
             self._watch.probe = None
 

@@ -3,6 +3,9 @@
 Emitted tokens were verified, so a request whose KV is unreliable loses only time: it is
 sent back to prefill and then decodes autoregressively. After a second error the request
 is aborted, with an error to its client.
+
+Tensor-parallel ranks recover together, so there an error in one request is one in all:
+the other ranks have no error of that request.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from vericache_sglang.errors import quoted
+from vericache_sglang.errors import LostRankError, RankError, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.placement import KVPlacement
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
     from vericache_sglang.scheduling.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -41,13 +45,14 @@ class Recovery:
         states: rid -> running request.
         runtime: Schedules the requests.
         placement: Holds their KV.
+        tp_sync: Tells the other ranks of an error.
         strict: Raise every error, as SGLang's strict memory checks require.
 
     Attributes:
-        pending: Block-table rows are unreliable: the KV of every request must be freed
-            and all accounting reset (patches: managers_scheduler_retraction).
+        pending: The error after which block-table rows are unreliable: the KV of every
+            request must be freed and all accounting reset.
         doubtful: Resources may have leaked: all accounting must be reset once no
-            request runs (patches: managers_scheduler).
+            request runs. Never with several ranks.
     """
 
     def __init__(
@@ -55,14 +60,16 @@ class Recovery:
         states: Mapping[str, RequestState],
         runtime: Runtime,
         placement: KVPlacement,
+        tp_sync: TensorParallelSync,
         *,
         strict: bool,
     ) -> None:
         self._states = states
         self._runtime = runtime
         self._memory = placement
+        self._tp_sync = tp_sync
         self._strict = strict
-        self.pending = False
+        self.pending: Exception | None = None
         self.doubtful = False
 
     @contextmanager
@@ -71,10 +78,15 @@ class Recovery:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (``_admit`` raises what it must)
+            if not self._tp_sync.alone:
+                self.all_lost(error)
+                return
             self._admit(error, f"request {quoted(state.rid)}")
             self._memory.counters.request_errors += 1
             self.doubtful = True
-            self._lose(state, error)
+            self.lose(state)
+            if self.charge(state.req, error):
+                state.req.vericache_lost = False
 
     @contextmanager
     def of_arrival(self, req: Req) -> Iterator[None]:
@@ -82,6 +94,9 @@ class Recovery:
         try:
             yield
         except Exception as error:  # noqa: BLE001
+            if not self._tp_sync.alone:
+                self.all_lost(error)
+                return
             self._admit(error, f"request {quoted(req.rid)}")
             self._memory.counters.request_errors += 1
             _abort(req, error)
@@ -103,13 +118,18 @@ class Recovery:
         Raises:
             Exception: ``error``, if it is not recoverable.
         """
+        if self.pending is not None and isinstance(error, RankError):
+            return  # of this error
         self._admit(error, "every running request")
-        self._memory.counters.iteration_errors += 1
-        self.pending = True
-        self._memory.segments.abandon()
+        self._reset_later(error)
         for state in list(self._states.values()):
-            if not state.lost:
-                self._lose(state, error)
+            self.lose(state)
+
+    def meet(self) -> Exception | None:
+        """Return the error after which all ranks must reset all accounting now."""
+        if self._tp_sync.meet(self.pending is not None) and self.pending is None:
+            self.all_lost(RankError("another rank failed"))
+        return self.pending
 
     def lose(self, state: RequestState) -> None:
         """Mark a request to be sent back to prefill; its emitted tokens are correct.
@@ -135,27 +155,33 @@ class Recovery:
                 step()
             except Exception as error:  # noqa: BLE001
                 self._admit(error, "what a request gives back")
-                self._memory.counters.iteration_errors += 1
-                if not self.pending:
-                    self.pending = True
-                    self._memory.segments.abandon()
+                self._reset_later(error)
 
     def complete(self) -> None:
         """Clear the flags after all accounting was reset and no request runs."""
-        self.pending = self.doubtful = False
+        self.pending, self.doubtful = None, False
+        self._tp_sync.recovered()
 
-    def _lose(self, state: RequestState, error: Exception) -> None:
-        req = state.req
-        seen = getattr(req, "vericache_errors", 0) + 1
-        req.vericache_errors = seen
-        self.lose(state)
-        if seen > MOST_ERRORS:
-            req.vericache_lost = False
+    def charge(self, req: Req, error: Exception) -> bool:
+        """Count an error that costs a request its KV; return whether it is aborted."""
+        req.vericache_distrusted = True
+        req.vericache_errors = getattr(req, "vericache_errors", 0) + 1
+        aborted: bool = req.vericache_errors > MOST_ERRORS
+        if aborted:
             _abort(req, error)
+        return aborted
+
+    def _reset_later(self, error: Exception) -> None:
+        """Schedule a reset of all accounting."""
+        self._memory.counters.iteration_errors += 1
+        if self.pending is None:
+            self.pending = error
+            self._memory.segments.abandon()
+        self._tp_sync.fail()
 
     def _admit(self, error: Exception, costs: str) -> None:
         """Log a recoverable error; raise any other."""
-        if self._strict or isinstance(error, torch.AcceleratorError):
+        if self._strict or isinstance(error, (torch.AcceleratorError, LostRankError)):
             raise error
         counters = self._memory.counters
         if counters.request_errors + counters.iteration_errors < MOST_LOGGED:

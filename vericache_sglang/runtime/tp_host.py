@@ -89,11 +89,22 @@ class TensorParallelHost:
             raise LostKVError("a copy of its KV could not be made on every rank")
         return made
 
-    def joins(self, state: RequestState) -> bool:
-        """Return whether every rank can restore a finished request; True if alone."""
+    def joins(self, state: RequestState | None) -> bool:
+        """Return whether every rank can restore a finished request; True if alone.
+
+        The ranks ask for every request that finishes, so that one of them that has
+        lost it since they last met can say so.
+
+        Args:
+            state: The request; None if it has no state or has lost its KV.
+        """
         if self._tp_sync.alone:
             return True
-        return self._tp_sync.every(_intact(self._host.residual(state.rid)))
+        intact = True
+        if state is not None and state.residency is Residency.HOST:
+            own = not state.split.shared_count
+            intact = not own or _intact(self._host.residual(state.rid))
+        return self._tp_sync.every(intact)
 
     def share(self, rid: str) -> None:
         """Share an equal residual KV of another request, if every rank has one.

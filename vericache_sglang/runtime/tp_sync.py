@@ -3,12 +3,18 @@
 Every rank runs the same scheduler over the same requests and tokens. Only measured
 times, completed copies, host memory and the scores of KV heads differ between ranks;
 these are synchronised here. A single rank communicates nothing.
+
+Errors are synchronised too. All messages have one width and begin with a flag, so a
+rank that failed answers the others' next exchange, whichever it is, and all ranks
+raise ``RankError`` from it. After that no rank communicates until ``meet``, which every
+rank calls at the begin of every scheduler iteration.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +22,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.environ import envs
 
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import InvariantError, LostRankError, RankError
 from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.estimates import (
     START_COEFFICIENTS,
@@ -27,13 +33,16 @@ from vericache_sglang.scheduling.iteration_model import IterationModel
 from vericache_sglang.scheduling.link import LinkEstimate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.scheduling.plan import Plan, World
 
 EXACT = 1 << 52
 """Integers below this are exact in float64."""
+
+WIDTH = 64
+"""Values of a message; more values are sent in several messages."""
 
 COEFFICIENTS = slice(0, 4)
 ITERATION = 4
@@ -83,13 +92,14 @@ class TensorParallelSync:
     Args:
         measured: This rank's measurements; the caller keeps updating them.
         group: The ranks' gloo group; None for a single rank.
-        most_prefetches: Maximum concurrent prefetches.
         strict: Also compare the ranks' plans.
 
     Attributes:
         alone: There is one rank: nothing is sent and it plans by its own measurements.
         leads: This is rank 0, which reports for all ranks.
         estimates: Planning inputs: rank 0's measurements as of the last ``hear``.
+        expected: The other ranks will exchange again in this call of the worker, so
+            they must be told of an error at once (``begin``, ``agree``).
     """
 
     def __init__(
@@ -97,7 +107,6 @@ class TensorParallelSync:
         measured: Estimates,
         group: dist.ProcessGroup | None = None,
         *,
-        most_prefetches: int = 0,
         strict: bool = False,
     ) -> None:
         self.measured = measured
@@ -106,9 +115,11 @@ class TensorParallelSync:
         self.estimates = measured
         self._group = group
         self._ranks = 1 if group is None else dist.get_world_size(group)
-        self._width = PREFETCHES + most_prefetches
         self._strict = strict
         self._drawn = 0
+        self.expected = False
+        self._failed = False  # and the other ranks do not know
+        self._known = False  # by all ranks: one of them failed
         if self.alone:
             return
         self._iteration = ToldIteration(START_COEFFICIENTS)
@@ -120,13 +131,105 @@ class TensorParallelSync:
         """Return each rank's values in rank order, as float64; blocks on all ranks.
 
         Every rank passes the same number of values.
+
+        Raises:
+            RankError: A rank failed, this one included; raised on all ranks.
         """
-        if self._group is None:
+        if self.alone:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64)
+        rows: list[list[float]] = [[] for _ in range(self._ranks)]
+        for start in range(0, max(1, len(values)), WIDTH):
+            if self._known:
+                raise RankError("a rank failed in this iteration")
+            part = values[start : start + WIDTH]
+            received = self._exchange(self._failed, part)
+            failed = [rank for rank, row in enumerate(received) if row[0]]
+            if failed:
+                self._known, self._failed, self.expected = True, False, False
+                raise RankError(f"ranks {failed} failed")
+            for row, more in zip(rows, received, strict=True):
+                row.extend(more[1 : 1 + len(part)])
+        return rows
+
+    def _exchange(self, failed: bool, values: Sequence[float]) -> list[list[float]]:
+        """Return each rank's flag and values, at most ``WIDTH``, padded."""
+        mine = torch.zeros(1 + WIDTH, dtype=torch.float64)
+        mine[: 1 + len(values)] = torch.tensor([failed, *values], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(parts, mine, group=self._group)
         return [part.tolist() for part in parts]
+
+    # -- errors -------------------------------------------------------------------
+
+    def meet(self, failed: bool) -> bool:
+        """Return whether any rank failed since the last call.
+
+        Called at the begin of every scheduler iteration, whatever the ranks' states
+        are, before SGLang selects requests: what was not exchanged by then is now.
+
+        Args:
+            failed: This rank must recover from an error.
+        """
+        if self.alone:
+            return failed
+        rows = self._exchange(failed or self._failed or self._known, [self._drawn])
+        self._drawn = int(max(row[1] for row in rows))
+        self._known = any(row[0] for row in rows)
+        self._failed = self.expected = False
+        return self._known
+
+    def recovered(self) -> None:
+        """Communicate again; all ranks have recovered from the error."""
+        self._known = self._failed = False
+
+    def begin(self) -> None:
+        """Begin a call of the worker that ends with an ``agree(last=True)``."""
+        self.expected = not self.alone
+
+    def agree(self, *, last: bool) -> None:
+        """Wait until every rank has come here without an error.
+
+        Args:
+            last: No further exchange follows in this call of the worker. An error
+                after it is exchanged by the next one, ``meet`` at the latest.
+
+        Raises:
+            RankError: A rank failed; raised on all ranks.
+        """
+        self.gather(())
+        if last:
+            self.expected = False
+
+    @contextmanager
+    def forward(self, *, last: bool) -> Iterator[None]:
+        """Run a forward of the model once all ranks are ready for it.
+
+        Args:
+            last: See ``agree``.
+
+        Raises:
+            RankError: A rank failed; no rank runs the forward.
+            LostRankError: The forward failed on this rank of several; the other ranks
+                may wait in its collectives.
+        """
+        self.agree(last=last)
+        try:
+            yield
+        except Exception as error:
+            if self.alone or isinstance(error, torch.AcceleratorError):
+                raise
+            raise LostRankError(f"a forward failed: {error}") from error
+
+    def fail(self) -> None:
+        """Note an error of this rank, and tell the other ranks if they wait for it."""
+        if self.alone or self._known:
+            return
+        self._failed = True
+        if self.expected:
+            with suppress(RankError):
+                self.gather(())
+
+    # -- values -------------------------------------------------------------------
 
     def first(self, value: float) -> float:
         """Return rank 0's value."""
@@ -173,17 +276,17 @@ class TensorParallelSync:
             float(len(prefetches)),
             *map(float, prefetches),
         ]
-        message += [0.0] * (self._width - len(message))
-        rows = self.gather(message)
+        rows = self.gather(message[:WIDTH])
         self._iteration.tell(rows[0][COEFFICIENTS], rows[0][ITERATION])
         self._link.tell(rows[0][LINK])
         self.estimates.split_s.value = rows[0][SPLIT]
         if any(row[COUNT] != len(prefetches) for row in rows):
             raise InvariantError(f"{len(prefetches)} reloads here, others elsewhere")
+        if len(message) > WIDTH:  # on all ranks
+            for row, more in zip(rows, self.gather(message[WIDTH:]), strict=True):
+                row.extend(more)
         least = [int(min(each)) for each in zip(*rows, strict=True)]
-        return Agreed(
-            least[HOST_SLOTS], tuple(least[PREFETCHES : PREFETCHES + len(prefetches)])
-        )
+        return Agreed(least[HOST_SLOTS], tuple(least[PREFETCHES:]))
 
     def check(self, world: World, plan: Plan) -> None:
         """Compare the ranks' plans if SGLang's strict memory checks are on.
@@ -215,15 +318,12 @@ class TensorParallelSync:
         state.profile = replace(state.profile, seed=seed)
 
 
-def open_tp_sync(
-    measured: Estimates, tp_size: int, most_prefetches: int
-) -> TensorParallelSync:
+def open_tp_sync(measured: Estimates, tp_size: int) -> TensorParallelSync:
     """Create the sync of SGLang's tensor-parallel ranks.
 
     Args:
         measured: This rank's measurements.
         tp_size: Number of ranks.
-        most_prefetches: Maximum concurrent prefetches.
     """
     if tp_size == 1:
         return TensorParallelSync(measured)
@@ -231,9 +331,7 @@ def open_tp_sync(
 
     group: Any = get_tp_group().cpu_group
     strict = bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
-    return TensorParallelSync(
-        measured, group, most_prefetches=most_prefetches, strict=strict
-    )
+    return TensorParallelSync(measured, group, strict=strict)
 
 
 def _digest(text: str) -> int:

@@ -116,7 +116,7 @@ class VeriCacheWorker(BaseSpecWorker):
         start = starting_coefficients(pool, layers, self._config.draft_length)
         self._measured = Estimates(iteration=IterationModel(start))
         tp_size = self._server_args.tp_size
-        self._tp_sync = open_tp_sync(self._measured, tp_size, req_to_token_pool.size)
+        self._tp_sync = open_tp_sync(self._measured, tp_size)
         services = ModelServices(self.model_runner, self._server_args)
         compressor = create_compressor(self._config.compressor, self._config.seed)
         compressor = compressor.bind(services)
@@ -139,8 +139,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self._states,
             self.runtime,
             self.placement,
-            # If ranks recovered independently, their plans would diverge.
-            strict=strict or not self._tp_sync.alone,
+            self._tp_sync,
+            strict=strict,
         )
         probing = Probing(
             compressor.selector,
@@ -148,6 +148,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.handles,
             self.model_runner,
             self.placement.verify_rows[0],
+            self._tp_sync,
         )
         self._entrance = Entrance(
             self.placement, probing, self.runtime, overlap=self._overlap
@@ -178,6 +179,7 @@ class VeriCacheWorker(BaseSpecWorker):
             placement=self.placement,
             runtime=self.runtime,
             tp_sync=self._tp_sync,
+            overlap=self._overlap,
             entrance=self._entrance,
             mixed=mixed,
             draft_tokens=self._draft_tokens,
@@ -232,13 +234,15 @@ class VeriCacheWorker(BaseSpecWorker):
         if is_replay(req.rid):
             req.skip_radix_cache_insert = True
         state = self._states.get(req.rid)
-        if state is None or state.lost:
-            return
+        if state is not None and state.lost:
+            state = None
         known = False
         with self._recovery.of_all():
-            if state.parts is not None:
-                self.placement.restore(state, self._tree_cache)
-            keep_last_token(state)
+            restorable = self.placement.joins(state)
+            if state is not None:
+                if state.parts is not None and restorable:
+                    self.placement.restore(state, self._tree_cache)
+                keep_last_token(state)
             known = True
         if not known:  # the contents of its block-table row
             req.skip_radix_cache_insert = True
@@ -265,33 +269,58 @@ class VeriCacheWorker(BaseSpecWorker):
         if not self._states:
             self._watch.idle()
 
-    @property
-    def forgets_all(self) -> bool:
-        """Whether the KV of every request must be freed and all accounting reset.
+    def begin_iteration(self, scheduler: Any) -> None:
+        """Reset what an error has made unreliable, on all ranks at once.
 
-        Read by the hook on the scheduler (patches: managers_scheduler_retraction).
+        Called at the begin of every scheduler iteration, before it receives requests
+        (patches: managers_scheduler).
+
+        Args:
+            scheduler: SGLang's ``Scheduler``.
         """
-        return self._recovery.pending
+        error = self._recovery.meet()
+        if error is not None:
+            self._take_back(scheduler, error)
+        doubts = self._recovery.doubtful or self.placement.segments.abandoned
+        if doubts and scheduler.is_fully_idle():
+            self._forget_all()
+            scheduler.flush_cache(empty_cache=False)
 
-    def take_back(self, scheduler: Any, batch: ScheduleBatch) -> None:
+    def _take_back(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
 
         Nothing is freed individually, because the accounting is unreliable.
 
         Args:
             scheduler: SGLang's ``Scheduler``; the requests return to its queue.
-            batch: Its running batch; empty afterwards.
+            error: Why.
         """
         from sglang.srt.managers.scheduler import _make_abort_req
 
-        back = [req for req in batch.reqs if not req.finished()]
-        batch.filter_batch(keep_indices=[])
+        running, last = scheduler.running_batch, scheduler.last_batch
+        held = [*running.reqs]
+        if last is not None and last.forward_mode.is_extend():
+            held += last.reqs
+        if scheduler.chunked_req is not None:
+            held.append(scheduler.chunked_req)
+        back = [
+            req for req in {id(req): req for req in held}.values() if not req.finished()
+        ]
+        running.filter_batch(keep_indices=[])
+        running.batch_is_full = False
         for req in back:
             scheduler.req_to_token_pool.free(req)
             req.kv.mark_kv_released()
             req.reset_for_retract()
             req.vericache_lost = False
-        self.forget_all()
+            if req.to_finish is None:
+                self._recovery.charge(req, error)
+        if scheduler.enable_overlap:
+            # Results are ignored of requests that were retracted.
+            while scheduler.result_queue:
+                scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        scheduler.last_batch = scheduler.chunked_req = None
+        self._forget_all()
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
         scheduler.token_to_kv_pool_allocator.clear()
@@ -302,15 +331,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 told = _make_abort_req(req, finished_reason=req.to_finish.to_json())
                 scheduler.ipc_channels.send_to_tokenizer.send_output(told, req)
 
-    @property
-    def doubts(self) -> bool:
-        """Whether all accounting must be reset once no request runs.
-
-        Read by the hook on the scheduler (patches: managers_scheduler).
-        """
-        return self._recovery.doubtful or self.placement.segments.abandoned
-
-    def forget_all(self) -> None:
+    def _forget_all(self) -> None:
         """Reset all accounting; SGLang resets its slots and cache at the same time."""
         self._in_flight.land_all()
         for state in list(self._states.values()):
@@ -367,19 +388,19 @@ class VeriCacheWorker(BaseSpecWorker):
             len(batch.reqs), dtype=torch.int32, device=self.device
         )
         if not batch.is_prefill_only and batch.reqs:
-            requests = batch.req_pool_indices.to(torch.int64)
-            self._draft_tokens.start(requests, result.next_token_ids)
-            lengths = batch.seq_lens_cpu.tolist()
-            pending_rows = []
-            for i, (req, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
-                with self._recovery.of_arrival(req):
-                    state = self._arrive(req, length)
-                    pending_rows.append(PendingRow(state, i, 0, state.round))
-            self._in_flight.launch(
-                InFlightForward(result, 1, pending_rows, decode=False)
-            )
-            if not all(pending_row.state.late for pending_row in pending_rows):
-                self._in_flight.land_all()
+            with self._recovery.of_all():
+                requests = batch.req_pool_indices.to(torch.int64)
+                self._draft_tokens.start(requests, result.next_token_ids)
+                lengths, rows = batch.seq_lens_cpu.tolist(), []
+                for i, (req, length) in enumerate(
+                    zip(batch.reqs, lengths, strict=True)
+                ):
+                    with self._recovery.of_arrival(req):
+                        state = self._arrive(req, length)
+                        rows.append(PendingRow(state, i, 0, state.round))
+                self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
+                if not all(row.state.late for row in rows):
+                    self._in_flight.land_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1
         return result

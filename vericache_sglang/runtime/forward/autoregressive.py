@@ -11,6 +11,8 @@ from vericache_sglang.sampling.logprobs import one_token_logprobs
 from vericache_sglang.sampling.profile import SamplingRule
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -46,6 +48,7 @@ def run_plain(
     target_worker: Any,
     draft_tokens: DraftTokenBuffer,
     recorder: ResultRecorder,
+    ready: AbstractContextManager[None],
 ) -> InFlightForward:
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
@@ -55,6 +58,7 @@ def run_plain(
         target_worker: SGLang's ``TpModelWorker``.
         draft_tokens: Provides the pending tokens and receives the new ones.
         recorder: Records the launch of every row.
+        ready: Entered around the forward (``TensorParallelSync.forward``).
     """
     requests = batch.req_pool_indices.to(torch.int64)
     batch.input_ids = draft_tokens.pending(requests)
@@ -66,7 +70,8 @@ def run_plain(
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.spec_info = None
-    result = target_worker.forward_batch_generation(batch)
+    with ready:
+        result = target_worker.forward_batch_generation(batch)
     draft_tokens.start(requests, result.next_token_ids)
     one_token_logprobs(result.logits_output)
     result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)

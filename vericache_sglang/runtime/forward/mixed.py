@@ -20,6 +20,7 @@ from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -72,6 +73,7 @@ class MixedForward:
         batch: ScheduleBatch,
         requests: dict[int, RequestState],
         actions: dict[int, RowAction],
+        ready: AbstractContextManager[None],
     ) -> tuple[GenerationBatchResult, Work | None]:
         """Draft, verify and decode autoregressively in one ragged forward.
 
@@ -79,6 +81,7 @@ class MixedForward:
             batch: The decode batch.
             requests: Batch index -> request, in order.
             actions: Batch index -> action of its request.
+            ready: Entered around the forward (``TensorParallelSync.forward``).
 
         Returns:
             The result, whose ``accept_lens`` are exact on the device; and the work
@@ -99,9 +102,10 @@ class MixedForward:
         else:
             forward.spec_info.coded = draft_codes.of(rows.rows)
         present(forward, self._worker.model_runner)
-        run = self._worker.forward_batch_generation(
-            batch=None, forward_batch=forward, is_verify=True
-        )
+        with ready:
+            run = self._worker.forward_batch_generation(
+                batch=None, forward_batch=forward, is_verify=True
+            )
         # The remaining rows belong to the padding of a graph.
         logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
         asked = _queries(rows, requests, actions)

@@ -1,12 +1,16 @@
 """One of the engine's calls raises now and then, as if its accounting did not add up.
 
 The file that ``VERICACHE_TEST_WHERE`` names says which, a row of ``WHERE``; it is read
-at every call, so that one server sees them all.
+at every call, so that one server sees them all. ``row@1`` raises on rank 1 only,
+``anywhere`` in one of 300 calls of any row, on each rank at times of its own.
 """
 
 import os
+import random
 from collections import Counter
 from pathlib import Path
+
+from torch import distributed
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.host_store import HostStore
@@ -34,7 +38,7 @@ WHERE = {
     "arrival": (Arrivals, "state_of", 3, 1),
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
-    "compress": (PromptCompressor, "to_host", 2, 1),
+    "compress": (PromptCompressor, "to_host", 2, 2),
     "move": (TensorParallelHost, "settles", 4, 2),
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
@@ -48,6 +52,12 @@ WHERE = {
 """Name: class, call, every how many calls, how often in all."""
 
 
+def injected(text, row):
+    """Return whether the file's text names this row and this process's rank."""
+    named, _, rank = text.partition("@")
+    return named == row and (not rank or distributed.get_rank() == int(rank))
+
+
 def install():
     """Have the calls raise, behind what they make where they make anything."""
     where, calls, failures = Path(os.environ[ENV]), Counter(), Counter()
@@ -57,13 +67,16 @@ def install():
         right = getattr(owner, name)
 
         def faulty(self, *given, **named):
-            if where.read_text() != row:
+            text = where.read_text()
+            if text == "anywhere" and random.random() < 1 / 300:
+                raise InvariantError(f"injected somewhere: {owner.__name__}.{name}")
+            if not injected(text, row):
                 return right(self, *given, **named)
-            calls[row] += 1
-            if calls[row] % every or failures[row] >= times:
+            calls[text] += 1
+            if calls[text] % every or failures[text] >= times:
                 return right(self, *given, **named)
-            failures[row] += 1
-            if name in ("to_host", "start"):
+            failures[text] += 1
+            if name in ("start", "to_host"):
                 right(self, *given, **named)
             raise InvariantError(f"injected: {owner.__name__}.{name}")
 
