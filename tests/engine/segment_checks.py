@@ -5,11 +5,11 @@ from itertools import chain
 import torch
 from arriving import until
 from known_kv import HEADS, LAYERS, in_order
-from segment_world import SHORT
+from segment_world import SHORT, tiers_of
 from tiny_checks import TinyChecks
 
 from vericache_sglang.kv.split_layers import as_bits
-from vericache_sglang.prefix_cache.segment import Tier
+from vericache_sglang.prefix_cache.segment import Form, Tier, Use
 from vericache_sglang.scheduling.plan import Residency
 
 
@@ -44,15 +44,15 @@ class SegmentChecks(TinyChecks):
             assert row[: parts.shared_count].tolist() == parts.shared_slots.tolist()
             super().row(request)
         kv.holds(parts.shared_slots, text, parts.kept)
-        draft_pool = engine.segments.draft_pool
-        listed = [draft_pool.get(name).slots.tolist() for name in parts.segments]
+        drafts = [engine.segments.draft(name) for name in parts.segments]
+        listed = [draft.slots.tolist() for draft in drafts]
         assert list(chain(*listed)) == parts.shared_slots.tolist(), (
             "as the shelf has it"
         )
 
     def draft_pool(self):
         """Every slot of the shelf is nobody else's; users are those who list it."""
-        engine, draft_pool = self._engine, self._engine.segments.draft_pool
+        engine, segments = self._engine, self._engine.segments
         states = [request.state for request in engine.requests.values()]
         users = [
             name
@@ -74,18 +74,19 @@ class SegmentChecks(TinyChecks):
             others |= pages
         used = idle = 0
         for name in engine.truths:
-            part = draft_pool.get(name)
+            part = segments.draft(name)
             count = users.count(name)
             if part is None:
                 assert not count, "a row lists what is not on the shelf"
                 continue
-            assert part.users == count
+            users_here = segments.copies.index.find(name).users.values()
+            assert sum(bool(use & Use.DRAFT) for use in users_here) == count
             pages = {slot // engine.page for slot in part.slots.tolist()}
             assert not pages & others, "slots of the shelf are somebody else's"
             others |= pages
             used += len(part.slots) if count else 0
             idle += 0 if count else len(part.slots)
-        assert (used, idle) == (draft_pool.used_slots, draft_pool.idle_slots)
+        assert (used, idle) == (segments.used_slots, segments.idle_slots)
 
     def contents(self):
         """Every part of a segment is what it should be, wherever it lies."""
@@ -99,7 +100,7 @@ class SegmentChecks(TinyChecks):
         for each in segments._slots.all():
             yield each.name, engine.kv.at(each.slots), _every(len(each.slots))
         for name in engine.truths:
-            part, rest = segments.draft_pool.get(name), segments.residuals.get(name)
+            part, rest = segments.draft(name), segments.residual(name)
             if part is not None:
                 yield name, engine.kv.at(part.slots), part.kept.cpu()
             if rest is not None:
@@ -109,22 +110,23 @@ class SegmentChecks(TinyChecks):
                 away = _others(rest.kept, rest.slots + rest.kept.shape[2])
                 yield name, _stacked(rest.keys, rest.values), away
                 assert part is None or torch.equal(part.kept.cpu(), rest.kept)
-            for form in ("whole", "draft"):
-                copy = engine.pool_of_host.get(f"{name}.{form}")
+            for form in (Form.WHOLE, Form.DRAFT):
+                copy = segments.copies.images_of(name, form)
                 if copy is not None:
                     copy = {field: found.read() for field, found in copy.items()}
                     where = copy.get("kept", _every(copy["keys"].shape[1]))
                     yield name, _stacked(copy["keys"], copy["values"]), where
-                    if form == "draft":
+                    if form is Form.DRAFT:
                         assert torch.equal(where, rest.kept), "of one split"
 
     def host_bytes(self):
         """Every page in use is a request's, a complement's or a copy's."""
         engine, segments = self._engine, self._engine.segments
-        engine.pool_of_host.check()
-        found = [segments.residuals.get(name) for name in engine.truths]
-        held = sum(each.held_bytes for each in found if each is not None)
-        total = engine.placement.host.held_bytes + held + engine.pool_of_host.used_bytes
+        segments.check()
+        index = segments.copies.index
+        found = [index.find(name) for name in engine.truths]
+        held = sum(segment.host_bytes for segment in found)
+        total = engine.placement.host.held_bytes + held
         page_pool = engine.placement.page_pool
         assert total == page_pool.used_bytes - page_pool.leaving_bytes
         states = [request.state for request in engine.requests.values()]
@@ -134,10 +136,9 @@ class SegmentChecks(TinyChecks):
             if self._refers(state)
             for name in state.parts.segments
         }
-        assert set(segments._referring) <= set(engine.requests)
-        assert set(segments._listing) <= set(engine.requests)
-        for name in engine.truths:
-            assert segments.residuals.is_held(name) == (name in referring)
+        assert set(index.users()) <= set(engine.requests)
+        for segment in found:
+            assert segment.is_used(Use.RESIDUAL) == (segment.name in referring)
 
     def _refers(self, state):
         """Say whether a request's complement is that of its segments."""
@@ -150,19 +151,20 @@ class SegmentChecks(TinyChecks):
         engine, segments = self._engine, self._engine.segments
         for name in engine.truths:
             known = segments._index.get(name)
-            rest = name in segments.residuals
-            whole = segments.copies.has_whole(name)
-            pending_max = rest and not segments.residuals.is_held(name)
+            rest = segments.residual(name) is not None
+            whole = segments.copies.index.find(name).has(Form.WHOLE)
+            held = rest and segments.copies.index.find(name).is_used(Use.RESIDUAL)
+            pending_max = rest and not held
             if pending_max or whole:
                 assert known is not None, "bytes of the host that nobody finds"
-                assert known.content.is_in(Tier.HOST), known
+                assert Tier.HOST in tiers_of(known), known
             if known is not None and known.content.draft is not None:
                 assert rest, "a split segment without a complement"
-                host = segments.copies.has_draft_on_host(name)
+                host = segments.copies.index.find(name).has(Form.DRAFT)
                 below = Tier.HOST if host else Tier.GONE
-                where = Tier.DEVICE if name in segments.draft_pool else below
+                where = Tier.DEVICE if segments.draft(name) is not None else below
                 assert known.content.draft.tier is where, "a draft part elsewhere"
-            elif known is not None and known.content.is_in(Tier.HOST):
+            elif known is not None and Tier.HOST in tiers_of(known):
                 assert whole, "a copy that is not there"
 
 

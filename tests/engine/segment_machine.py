@@ -8,9 +8,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from segment_world import KEPT, SHORT, SegmentWorld, attach_store, fetched
+from segment_world import KEPT, SHORT, SegmentWorld, attach_store, fetched, tiers_of
 
-from vericache_sglang.prefix_cache.segment import Tier
+from vericache_sglang.prefix_cache.segment import Form, Tier, Use
 
 SLOTS = 96
 
@@ -81,7 +81,7 @@ class SegmentMachine(RuleBasedStateMachine):
         stop = self.segments.reach(names, start)
         assert start <= stop <= len(names) * SHORT
         for name in names[start // SHORT : stop // SHORT]:
-            assert self.world.copies.restorable(name)
+            assert self.world.index.find(name).restorable
         fresh = self.world.take(stop - start) if stop > start else None
         if fresh is None:
             return
@@ -106,10 +106,12 @@ class SegmentMachine(RuleBasedStateMachine):
         names, world = named(text), self.world
         if self.in_tree(names) < len(names) or self.damaged & set(names):
             return
-        parts = {n: world.draft(n) for n in names if n not in world.copies.draft_pool}
+        parts = {n: world.draft(n) for n in names if world.segments.draft(n) is None}
         drafts = [part for part in parts.values() if part is not None]
         with self.segments.kept_back(names):
-            rests = [n for n in names if residuals and n not in world.residuals]
+            rests = [
+                n for n in names if residuals and world.segments.residual(n) is None
+            ]
             opened = {}
             if len(drafts) == len(parts):
                 opened = self.segments.open_residuals(rests, SHORT - KEPT, KEPT)
@@ -121,7 +123,7 @@ class SegmentMachine(RuleBasedStateMachine):
                 world.fill(name, residual)
                 self.segments.save_scores(name, world.truth_scores(name))
             for name, part in parts.items():
-                world.copies.draft_pool.add(name, part)
+                self.segments.add_draft(name, part)
         self.requests += 1
         rid = f"r{self.requests}"
         self.segments.settle(names)
@@ -196,7 +198,7 @@ class SegmentMachine(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 30))
     def evict_drafts(self, slots):
-        idle, free = self.world.copies.draft_pool.idle_slots, len(self.world.free)
+        idle, free = self.segments.idle_slots, len(self.world.free)
         freed = self.segments.evict_drafts(slots)
         assert freed >= min(slots, idle)
         assert len(self.world.free) - free >= freed
@@ -223,27 +225,25 @@ class SegmentMachine(RuleBasedStateMachine):
         assert self.segments.report()["cache_segments"] == 0
 
     def on_host(self, name):
-        copies = self.world.copies
-        held = copies.has_whole(name) or copies.has_draft_on_host(name)
-        return held or name in self.world.residuals
+        segment = self.world.index.find(name)
+        return any(segment.has(f) for f in (Form.WHOLE, Form.DRAFT, Form.RESIDUAL))
 
     @invariant()
     def nothing_leaks(self):
         world = self.world
         self.segments.check()
         world.page_pool.check()
-        world.pool.check()
-        rests = [world.residuals.get(name) for name in self.seen]
-        held = sum(rest.held_bytes for rest in rests if rest is not None)
-        assert world.page_pool.used_bytes == world.pool.used_bytes + held
-        draft_pool = world.copies.draft_pool
-        parts = {n: draft_pool.get(n) for n in self.seen if n in draft_pool}
+        assert world.page_pool.used_bytes == world.copies.held_bytes
+        found = {name: world.index.find(name) for name in self.seen}
+        assert world.copies.held_bytes == sum(s.host_bytes for s in found.values())
+        parts = {n: s.draft for n, s in found.items() if s.draft is not None}
         owned = [slot for part in parts.values() for slot in part.slots.tolist()]
         owned += [slot for slots in self.tree.values() for slot in slots.tolist()]
         assert sorted([*owned, *world.free]) == list(range(SLOTS))
-        for name, part in parts.items():
-            users = sum(name in names for names in self.listing.values())
-            assert part.users == users
+        for use, held in ((Use.DRAFT, self.listing), (Use.RESIDUAL, self.referring)):
+            for name, segment in found.items():
+                users = {rid for rid, each in segment.users.items() if each & use}
+                assert users == {rid for rid, names in held.items() if name in names}
 
     @invariant()
     def every_bit_is_in_place(self):
@@ -252,7 +252,7 @@ class SegmentMachine(RuleBasedStateMachine):
             assert torch.equal(world.at(slots), world.truth(name))
         self.damaged = {n for n in self.damaged if self.on_host(n)}
         for name in self.seen:
-            part = world.copies.draft_pool.get(name)
+            part = world.segments.draft(name)
             if part is not None:
                 found = world.at(part.slots)
                 assert torch.equal(found, world.of(name, world.kept(name)))
@@ -263,17 +263,17 @@ class SegmentMachine(RuleBasedStateMachine):
     def whole_on_host(self, name):
         """What the host has is the truth."""
         world = self.world
-        rest = world.residuals.get(name)
+        rest = world.segments.residual(name)
         if rest is not None:
             both = (rest.keys.view(world.bits), rest.values.view(world.bits))
             wanted = world.of(name, world.away(name))
             assert torch.equal(torch.stack(both, 1), wanted)
-        for form in ("whole", "draft"):
-            copy = world.pool.get(f"{name}.{form}")
+        for form in (Form.WHOLE, Form.DRAFT):
+            copy = world.copies.images_of(name, form)
             if copy is not None:
                 both = [copy[f].read().view(world.bits) for f in ("keys", "values")]
                 wanted = world.truth(name)
-                if form == "draft":
+                if form is Form.DRAFT:
                     wanted = world.of(name, world.kept(name))
                 assert torch.equal(torch.stack(both, 1), wanted)
 
@@ -283,12 +283,12 @@ class SegmentMachine(RuleBasedStateMachine):
         world = self.world
         referred = {name for names in self.referring.values() for name in names}
         for name in self.seen:
-            assert world.residuals.is_held(name) == (name in referred)
-            pending_max = name in world.residuals and name not in referred
-            if pending_max or world.copies.has_whole(name):
+            rest = world.segments.residual(name) is not None
+            pending_max = rest and name not in referred
+            if pending_max or world.index.find(name).has(Form.WHOLE):
                 known = self.segments._index.get(name)
                 assert known is not None
-                assert known.content.is_in(Tier.HOST)
+                assert Tier.HOST in tiers_of(known)
 
     def teardown(self):
         for rid in sorted({*self.listing, *self.referring}):
@@ -297,4 +297,4 @@ class SegmentMachine(RuleBasedStateMachine):
         assert self.world.page_pool.used_bytes == 0
         assert self.segments.evictable_bytes == 0
         self.segments.evict_drafts(SLOTS)
-        assert len(self.world.copies.draft_pool) == 0
+        assert self.world.index.drafts() == []

@@ -9,15 +9,12 @@ from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.host_store import HostStore
-from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.host_pool import SegmentPool
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_images import DraftPart
-from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
-from vericache_sglang.prefix_cache.segment_room import Identity
+from vericache_sglang.prefix_cache.segment_tiers import Identity
 from vericache_sglang.prefix_cache.store.keys import Fingerprint
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
@@ -35,7 +32,7 @@ NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
 """Signalling NaNs: whoever computes with one gets another."""
 
 
-MODULES = ("segment_slots", "segment_room", "cached_segments")
+MODULES = ("segment_slots", "segment_tiers", "cached_segments")
 """Modules of the engine that know how long a segment is, and not of SGLang."""
 
 IDENTITY = Identity(
@@ -80,6 +77,11 @@ class Scores:
             self.table[:, :, slots] = torch.stack(scores)
 
 
+def tiers_of(segment):
+    """Return the tiers in which a segment has parts, as the index has it."""
+    return {held.tier for _, held in segment.content.parts}
+
+
 def shorten_segments(monkeypatch, more=()):
     """Make segments short, in the modules that took the constant over."""
     for module in (*MODULES, *more):
@@ -120,12 +122,8 @@ class SegmentWorld:
         store = HostStore(geometry, dtype, self.page_pool)
         transfers = ThreadTransfers(pool.k_buffer, pool.v_buffer, 0.0)
         self.handles = KVHandles(geometry, pool, torch.zeros(1, 1), store, transfers)
-        self.pool = SegmentPool(self.page_pool)
-        self.residuals = SegmentResiduals(
-            lambda *counts: RawResidual(geometry, *counts, dtype, self.page_pool),
-            RawResidual.free,
-        )
-        self.copies = SegmentCopies(self.handles, self.pool, self.residuals)
+        self.copies = SegmentCopies(self.handles)
+        self.index = self.copies.index
         self.scores = self.copies.scores = Scores(slots)
         self.free = set(range(slots))
         self.segments = CachedSegments(
@@ -233,18 +231,21 @@ class SegmentWorld:
 
     def split(self, name):
         """Put a segment's draft part on the shelf, and its complement on the host."""
-        self.copies.draft_pool.add(name, self.draft(name))
-        self.fill(name, self.residuals.open(name, SHORT - KEPT, KEPT))
+        self.index.add_draft(name, self.draft(name))
+        self.fill(name, self.copies.open_residual(name, SHORT - KEPT, KEPT))
         assert self.copies.save_scores(name, self.truth_scores(name))
 
     def damage(self, name):
         """Flip a bit of what the host has of a segment."""
-        rest = self.residuals.get(name)
-        if rest is not None:
-            rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
-        for copy in self.pool.names():
-            if copy.startswith(f"{name}.") and rest is None:
-                self.pool.get(copy)["keys"].raw(LAYERS - 1)[0][0] ^= 1
+        segment = self.index.find(name)
+        for image in (
+            [segment.residual] if segment.residual else segment.images.values()
+        ):
+            image.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
+
+    def forms(self, name):
+        """Return the names of the host images of a segment."""
+        return {form.name for form in self.index.find(name).images}
 
 
 def attach_store(segments, storage=None, better=()):

@@ -15,7 +15,6 @@ from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.prefetch import Progress
-from vericache_sglang.kv.request import Layout
 from vericache_sglang.runtime.tp_host import TensorParallelHost
 from vericache_sglang.runtime.tp_sync import WIDTH, TensorParallelSync
 from vericache_sglang.sampling.profile import Profile, SamplingRule
@@ -301,7 +300,7 @@ def ask(group, rank, kind, fault_on):
         row_length=10,
         pending_max=0,
         drafted=0,
-        layout=Layout.KEPT,
+        residency=Residency.HOST,
         split=SimpleNamespace(shared_count=0),
     )
     if kind == "room":

@@ -8,6 +8,7 @@ from segment_machine import SegmentMachine
 from segment_world import KEPT, SHORT, SegmentWorld, shorten_segments
 
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.prefix_cache.segment import Form, Use
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_a_damaged_segment_is_named_and_not_trusted():
     assert world.segments.counters.checksum_failures == 1
     world.segments.forget("ab")
     world.segments.check()
-    assert not world.copies.restorable("ab")
+    assert not world.index.find("ab").restorable
 
 
 def test_the_least_used_leave_the_host_first_and_no_segment_before_its_followers():
@@ -82,9 +83,11 @@ def test_the_least_used_leave_the_host_first_and_no_segment_before_its_followers
         registered(world, ["c", "cd"])  # used again
     left = []
     for _ in range(4):
-        before = {n for n in ("a", "ab", "c", "cd") if world.copies.has_whole(n)}
+        before = {
+            n for n in ("a", "ab", "c", "cd") if world.index.find(n).has(Form.WHOLE)
+        }
         world.segments.make_room(1)
-        after = {n for n in before if world.copies.has_whole(n)}
+        after = {n for n in before if world.forms(n)}
         left += sorted(before - after)
     assert left == ["ab", "a", "cd", "c"]
     assert world.segments.counters.evicted_host_tokens == 4 * SHORT
@@ -95,7 +98,7 @@ def test_a_kept_back_segment_does_not_give_way():
     world.segments.leaving(registered(world, ["a"]))
     with world.segments.kept_back(["a"]):
         world.segments.make_room(10**9)
-        assert world.copies.restorable("a")
+        assert world.index.find("a").restorable
     world.segments.make_room(10**9)
     assert world.page_pool.used_bytes == 0
 
@@ -103,16 +106,16 @@ def test_a_kept_back_segment_does_not_give_way():
 def test_without_room_for_all_residuals_none_is_opened():
     world = SegmentWorld(host=1500)
     assert world.segments.open_residuals(["a", "b", "c"], 5, 3) is None
-    assert (len(world.residuals), world.page_pool.used_bytes) == (0, 0)
+    assert (world.index.residual_bytes, world.page_pool.used_bytes) == (0, 0)
     assert len(world.segments.open_residuals(["a", "b"], 5, 3)) == 2
 
 
 def test_older_segments_give_way_to_new_residuals():
-    world = SegmentWorld(host=2200)
+    world = SegmentWorld(host=2400)
     world.segments.leaving(registered(world, ["a", "ab"]))
-    assert world.copies.restorable("ab")
+    assert world.index.find("ab").restorable
     assert world.segments.open_residuals(["c", "cd", "cde"], 5, 3) is not None
-    assert not world.copies.restorable("ab")
+    assert not world.index.find("ab").restorable
     world.segments.check()
 
 
@@ -131,13 +134,27 @@ def test_a_segment_that_nothing_leads_to_takes_no_room():
     """Its parent found no room; it would, since its draft part holds some of it."""
     world = SegmentWorld(host=1000)
     slots = registered(world, ["a", "ab"])
-    world.copies.draft_pool.add("ab", world.draft("ab"))
+    world.segments.add_draft("ab", world.draft("ab"))
     world.segments.use("r", ["ab"])
     world.segments.leaving(slots)
     assert world.segments.reach(["a", "ab"], 0) == 0
     world.segments.release("r")
     world.segments.make_room(10**9)
     assert world.page_pool.used_bytes == 0
+
+
+def test_a_segment_that_leaves_the_device_does_not_push_out_what_it_follows():
+    """Its residual KV would be where no request for room finds it."""
+    world = SegmentWorld(host=1800)  # room for one segment and a half
+    slots = registered(world, ["a", "ab"])
+    world.segments.add_draft("ab", world.draft("ab"))
+    world.segments.leaving(slots)
+    assert world.index.find("a").restorable
+    assert world.segments.report()["cache_host_tokens"] >= SHORT
+    world.segments.evict_drafts(99)
+    world.segments.make_room(10**9)
+    assert world.page_pool.used_bytes == 0
+    world.segments.check()
 
 
 def test_draft_parts_leave_the_device_but_not_those_somebody_lists():
@@ -150,8 +167,8 @@ def test_draft_parts_leave_the_device_but_not_those_somebody_lists():
     free = len(world.free)
     assert world.segments.evict_drafts(100) == 2 * KEPT
     assert len(world.free) == free + 2 * KEPT
-    assert "b" in world.copies.draft_pool
-    assert world.copies.has_draft_on_host("a")
+    assert world.segments.draft("b") is not None
+    assert world.index.find("a").has(Form.DRAFT)
     world.segments.release("r")
     assert world.segments.evict_drafts(1) == KEPT
     assert world.segments.report()["cache_draft_slots"] == 0
@@ -164,7 +181,7 @@ def test_what_the_tree_keeps_is_not_kept_twice():
     slots = registered(world, ["a"])
     world.segments.keep(["a"], 0, slots)
     world.segments.leaving(slots)
-    assert world.copies.restorable("a")
+    assert world.index.find("a").restorable
     world.segments.make_room(10**9)
     assert world.page_pool.used_bytes == 0
 
@@ -199,9 +216,19 @@ def test_what_a_user_of_a_draft_part_needs_is_no_room():
     assert world.segments.evictable_bytes == world.page_pool.used_bytes > 0
 
 
+@pytest.mark.parametrize("how", ["use", "refer"])
+def test_kv_that_a_segment_does_not_have_is_used_by_none(how):
+    world = SegmentWorld()
+    world.split("a")
+    with pytest.raises(InvariantError, match="KV that segments do not have"):
+        getattr(world.segments, how)("r", ["a", "b"])
+    assert (world.segments.used_slots, world.index.users()) == (0, [])
+    world.segments.check()
+
+
 def test_a_wrong_count_is_noticed():
     world = SegmentWorld()
     world.split("a")
-    world.residuals.hold(["a"])
-    with pytest.raises(InvariantError, match="1 holders for 0 uses"):
+    world.index.find("a").users["r"] = Use.RESIDUAL
+    with pytest.raises(InvariantError, match="other users"):
         world.segments.check()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from segment_world import KEPT, SHORT, SegmentWorld
 
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.prefix_cache.segment import Form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["whole", "split", "split, all on the host"]
@@ -31,9 +32,9 @@ def test_every_form_comes_back_bit_by_bit(dtype, form):
     @given(st.text("ab", min_size=1, max_size=6), st.integers(0, SHORT - 1))
     def round_trips(name, skip):
         world = SegmentWorld(dtype=dtype)
-        assert not world.copies.restorable(name)
+        assert not world.index.find(name).restorable
         brought(world, name, form)
-        assert world.copies.restorable(name)
+        assert world.index.find(name).restorable
         target = world.take(SHORT - skip).flip(0)  # any order of slots
         world.copies.restore(name, skip, target)
         assert torch.equal(world.at(target), world.truth(name)[:, :, skip:])
@@ -60,19 +61,37 @@ def test_a_damaged_form_is_not_brought_back(form):
 def test_a_damaged_draft_part_on_the_host_is_not_brought_back():
     world = SegmentWorld()
     brought(world, "a", "split, all on the host")
-    world.pool.get("a.draft")["values"].raw(0)[0][0] ^= 1
-    with pytest.raises(TransferError, match=r"the host copy a\.draft is damaged"):
+    world.copies.images_of("a", Form.DRAFT)["values"].raw(0)[0][0] ^= 1
+    with pytest.raises(TransferError, match="draft KV of segment a is damaged"):
         world.copies.restore("a", 0, world.take(SHORT))
+
+
+def test_damage_is_warned_of_once_and_an_image_in_use_goes_with_its_last_user(caplog):
+    world = SegmentWorld()
+    brought(world, "a", "whole")
+    with world.segments.kept_back(["a"]):
+        with world.segments.kept_back(["a"]):
+            world.damage("a")
+            found = [world.copies.images_of("a", Form.WHOLE) for _ in range(3)]
+            assert found == [None, None, None]
+            assert not world.index.find("a").restorable
+        assert world.page_pool.used_bytes > 0, "a copy may still read it"
+    assert world.page_pool.used_bytes == 0
+    assert [record.message for record in caplog.records] == [
+        "VeriCache: segment a was damaged in host memory"
+    ]
+    brought(world, "a", "whole")
+    assert world.index.find("a").restorable
 
 
 def test_what_a_draft_part_lacks_is_saved_for_it():
     world = SegmentWorld()
     slots = world.write_text(["a"])
     part = world.draft("a")
-    world.copies.draft_pool.add("a", part)
-    assert not world.copies.restorable("a")
+    world.index.add_draft("a", part)
+    assert not world.index.find("a").restorable
     assert world.copies.save_rest("a", part, slots)
-    rest = world.residuals.get("a")
+    rest = world.segments.residual("a")
     assert torch.equal(rest.kept, world.kept("a"))
     both = torch.stack([rest.keys.view(world.bits), rest.values.view(world.bits)], 1)
     assert torch.equal(both, world.of("a", world.away("a")))
@@ -87,7 +106,7 @@ def test_parts_that_were_stored_are_taken_in():
     draft, rest = world.copies.read_parts("a")
     other = SegmentWorld()
     assert other.copies.take_split("a", draft, rest)
-    assert other.copies.has_draft_on_host("a")
+    assert other.index.find("a").has(Form.DRAFT)
     target = other.take(SHORT)
     other.copies.restore("a", 0, target)
     assert torch.equal(other.at(target), world.truth("a"))
@@ -100,7 +119,7 @@ def test_what_is_read_does_not_change_with_what_it_was_read_from():
     before = [each.clone() for each in (draft["keys"], draft["kept"], rest["keys"])]
     world.put(torch.arange(96), torch.zeros(2, 2, 96, 2, 4))
     world.damage("a")
-    world.copies.draft_pool.get("a").kept.zero_()
+    world.segments.draft("a").kept.zero_()
     after = (draft["keys"], draft["kept"], rest["keys"])
     for was, now in zip(before, after, strict=True):
         bits = torch.int32
@@ -115,34 +134,34 @@ def test_without_room_for_both_parts_neither_is_taken_in(room):
     other = SegmentWorld(host=room)
     assert not other.copies.take_split("a", *parts)
     assert other.page_pool.used_bytes == 0
-    assert not other.copies.restorable("a")
-    assert "a" not in other.residuals
+    assert not other.index.find("a").restorable
+    assert other.segments.residual("a") is None
 
 
 def test_without_room_nothing_is_saved_and_nothing_lost():
     world = SegmentWorld(host=600)
     slots = world.write_text(["a"])
     part = world.draft("a")
-    world.copies.draft_pool.add("a", part)
+    world.index.add_draft("a", part)
     hog = world.page_pool.take(500)
     assert not world.copies.save_whole("a", slots)
     assert not world.copies.save_rest("a", part, slots)
     assert world.copies.save_draft("a") is None
-    assert world.copies.draft_pool.get("a") is part
-    assert "a" not in world.residuals
+    assert world.segments.draft("a") is part
+    assert world.segments.residual("a") is None
     assert world.page_pool.used_bytes == hog.nbytes
 
 
 def test_a_residual_that_is_still_being_filled_is_nothing_to_read():
     """On CUDA it is sealed once the copy has arrived."""
     world = SegmentWorld()
-    world.copies.draft_pool.add("a", world.draft("a"))
-    opened = world.residuals.open("a", SHORT - KEPT, KEPT)
+    world.index.add_draft("a", world.draft("a"))
+    opened = world.copies.open_residual("a", SHORT - KEPT, KEPT)
     assert world.copies.read_parts("a") is None
-    assert not world.copies.restorable("a")
+    assert not world.index.find("a").restorable
     world.fill("a", opened)
     assert world.copies.read_parts("a") is not None
-    assert world.copies.restorable("a")
+    assert world.index.find("a").restorable
 
 
 def test_what_is_kept_back_stays_where_it_is():
@@ -150,36 +169,36 @@ def test_what_is_kept_back_stays_where_it_is():
     world.split("a")
     brought(world, "b", "whole")
     brought(world, "c", "split, all on the host")
-    before = world.page_pool.used_bytes, world.copies.evictable_bytes
-    with world.copies.kept_back(["a", "b", "c", "unknown"]):
-        assert world.copies.evictable_bytes == 0
-        assert world.copies.draft_pool.idle_slots == 0
+    before = world.page_pool.used_bytes, world.segments.evictable_bytes
+    with world.segments.kept_back(["a", "b", "c", "unknown"]):
+        assert world.segments.evictable_bytes == 0
+        assert world.segments.idle_slots == 0
         world.copies.drop_host("a")
-        assert "a" in world.residuals
+        assert world.segments.residual("a") is not None
         for name in "bc":
-            with pytest.raises(InvariantError, match="dropped while it is pinned"):
+            with pytest.raises(InvariantError, match="is not idle"):
                 world.copies.drop_host(name)
-    assert (world.page_pool.used_bytes, world.copies.evictable_bytes) == before
-    assert world.copies.draft_pool.used_slots == 0
-    assert not any(world.residuals.is_held(name) for name in "abc")
+    assert (world.page_pool.used_bytes, world.segments.evictable_bytes) == before
+    assert world.segments.used_slots == 0
+    assert world.index.users() == []
 
 
 def test_what_is_kept_back_is_let_go_when_its_user_fails():
     world = SegmentWorld()
     world.split("a")
-    with pytest.raises(TransferError), world.copies.kept_back(["a"]):
+    with pytest.raises(TransferError), world.segments.kept_back(["a"]):
         raise TransferError("the link broke")
-    assert world.copies.draft_pool.idle() == ["a"]
-    assert not world.residuals.is_held("a")
+    assert world.segments.idle_slots == KEPT
+    assert world.index.users() == []
 
 
 def test_a_held_residual_outlives_what_the_host_forgets():
     world = SegmentWorld()
     world.split("a")
-    world.residuals.hold(["a"])
+    world.segments.refer("r", ["a"])
     world.copies.drop_host("a")
-    assert "a" in world.residuals
-    world.residuals.let_go(["a"])
+    assert world.segments.residual("a") is not None
+    world.index.let_go("r")
     world.copies.drop_host("a")
     assert world.page_pool.used_bytes == 0
 
@@ -188,9 +207,9 @@ def test_a_cleared_host_holds_nothing():
     world = SegmentWorld()
     for name, form in zip("abc", FORMS, strict=True):
         brought(world, name, form)
-    world.copies.clear()
+    world.index.clear()
     assert world.page_pool.used_bytes == 0
-    assert not any(world.copies.restorable(name) for name in "abc")
+    assert not any(world.index.find(name).restorable for name in "abc")
 
 
 # -- scores of tokens -------------------------------------------------------------
@@ -212,7 +231,8 @@ def test_without_scores_restored_tokens_are_as_nobody_scored_them(form):
     world = SegmentWorld()
     world.copies.scores = None
     brought(world, "a", form)
-    world.pool.drop("a.scores")
+    if "SCORES" in world.forms("a"):
+        world.index.drop_image("a", Form.SCORES)
     world.copies.scores = world.scores
     target = world.take(SHORT)
     world.scores.table[:, :, target] = 77.0
@@ -223,7 +243,7 @@ def test_without_scores_restored_tokens_are_as_nobody_scored_them(form):
 def test_damaged_scores_are_no_scores_and_cost_no_kv():
     world = SegmentWorld()
     world.split("a")
-    world.pool.get("a.scores")["noted"].raw(0)[0][0] ^= 1
+    world.copies.images_of("a", Form.SCORES)["noted"].raw(0)[0][0] ^= 1
     target = world.take(SHORT)
     world.copies.restore("a", 0, target)
     assert torch.equal(world.at(target), world.truth("a"))
@@ -234,22 +254,22 @@ def test_where_nobody_scores_nothing_is_kept_or_noted():
     world = SegmentWorld()
     world.copies.scores = None
     slots = world.write_text(["a"])
-    world.copies.draft_pool.add("a", part := world.draft("a"))
+    world.index.add_draft("a", part := world.draft("a"))
     assert world.copies.save_rest("a", part, slots)
     world.copies.restore("a", 0, world.take(SHORT))
-    assert world.pool.names() == []
+    assert world.forms("a") == {"RESIDUAL"}
 
 
 def test_scores_go_with_their_residual():
     world = SegmentWorld()
     world.split("a")
-    world.residuals.hold(["a"])
+    world.segments.refer("r", ["a"])
     world.copies.drop_host("a")
-    assert world.pool.names() == ["a.scores"]
-    world.residuals.let_go(["a"])
-    with world.copies.kept_back(["a"]):
+    assert world.forms("a") == {"RESIDUAL", "SCORES"}
+    world.index.let_go("r")
+    with world.segments.kept_back(["a"]):
         world.copies.drop_host("a")
-        assert world.pool.names() == ["a.scores"]
+        assert world.forms("a") == {"RESIDUAL", "SCORES"}
     world.copies.drop_host("a")
     assert world.page_pool.used_bytes == 0
 
@@ -257,7 +277,7 @@ def test_scores_go_with_their_residual():
 def test_scores_are_stored_with_a_draft_part_and_taken_in():
     world = SegmentWorld()
     slots = world.write_text(["a"])
-    world.copies.draft_pool.add("a", part := world.draft("a"))
+    world.index.add_draft("a", part := world.draft("a"))
     assert world.copies.save_rest("a", part, slots)
     draft, rest = world.copies.read_parts("a")
     other = SegmentWorld()

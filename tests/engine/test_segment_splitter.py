@@ -13,6 +13,7 @@ from test_mover import drafts_on_a_row, moves_of
 from tiny_segments import tiered
 
 from vericache_sglang.kv.row_edit import room
+from vericache_sglang.prefix_cache.segment import Form
 from vericache_sglang.scheduling.plan import (
     Compress,
     Load,
@@ -230,10 +231,10 @@ def test_a_draft_part_that_comes_back_is_on_the_device():
         engine.finish("a")
         engine.evict()
         (first, *_) = engine.names(engine.ids("x", 30))
-        assert engine.segments.copies.has_draft_on_host(first)
+        assert engine.segments.copies.index.find(first).has(Form.DRAFT)
         on_host(engine, "b")
         engine.checks.all()
-        assert not engine.segments.copies.has_draft_on_host(first)
+        assert not engine.segments.copies.index.find(first).has(Form.DRAFT)
         left_behind(engine)
 
 
@@ -349,7 +350,7 @@ def test_a_split_without_slots_or_host_memory_changes_nothing(where):
             before = engine.checks.held()
             assert not engine.move(to("a", where), "a")
             assert engine.checks.held() == before
-            assert len(engine.segments.residuals) == 0
+            assert engine.segments.copies.index.residual_bytes == 0
 
 
 def test_every_segment_keeps_the_best_of_its_own_tokens():

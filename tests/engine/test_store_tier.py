@@ -12,10 +12,11 @@ from segment_world import (
     SegmentWorld,
     fetched,
     shorten_segments,
+    tiers_of,
     with_segments,
 )
 
-from vericache_sglang.prefix_cache.segment import Tier
+from vericache_sglang.prefix_cache.segment import Form, Tier
 
 COMPRESSOR = IDENTITY.compressor
 
@@ -93,14 +94,14 @@ def test_what_is_in_the_store_leaves_before_what_is_nowhere_else():
         world.segments.leaving(world.segments._slots.all()[0].slots)
     world.segments.make_room(1)
     assert tokens_by_tier(world) == (SHORT, SHORT)
-    assert world.copies.has_whole("b")
+    assert world.index.find("b").has(Form.WHOLE)
     world.segments.make_room(1)
     assert tokens_by_tier(world) == (0, SHORT)
 
 
 def test_a_store_slower_than_a_prefill_is_nothing_to_remember():
     world, store = with_segments()
-    world.segments._prices = lambda: replace(PRICES, store_s_per_byte=1.0)
+    world.segments._tiers._prices = lambda: replace(PRICES, store_s_per_byte=1.0)
     left_device(world, store, ["a"])
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 0)
@@ -120,13 +121,13 @@ def test_what_the_store_alone_has_comes_back_by_a_fetch(split):
     world.segments.leaving(slots)
     world.give(slots)
     world.segments.make_room(10**9)
-    assert len(world.copies.draft_pool) == world.page_pool.used_bytes == 0
+    assert (world.index.drafts(), world.page_pool.used_bytes) == ([], 0)
     assert tokens_by_tier(world) == (0, 2 * SHORT)
     world.segments.stored.fetch("r", ["a", "ab"], 0)
     store.arrive()
     assert fetched(world.segments, "r")
     assert tokens_by_tier(world) == (2 * SHORT, 0)
-    assert world.copies.has_draft_on_host("a") is split
+    assert world.index.find("a").has(Form.DRAFT) is split
     for name in ("a", "ab"):
         assert torch.equal(restored_scores(world, name), world.truth_scores(name))
     world.segments.check()
@@ -151,14 +152,14 @@ def test_a_text_computed_again_is_on_the_device_and_written_no_more():
     slots = world.write_text(["a"])
     world.segments.register(["a"], slots)
     assert store.waiting == 0
-    assert world.segments._index.get("a").content.is_in(Tier.DEVICE)
+    assert Tier.DEVICE in tiers_of(world.index.get("a"))
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, SHORT), "the store has it all the while"
 
 
 def test_the_segments_known_in_the_store_are_bounded(monkeypatch):
-    monkeypatch.setattr("vericache_sglang.prefix_cache.segment_room.MOST_STORED", 3)
+    monkeypatch.setattr("vericache_sglang.prefix_cache.segment_tiers.MOST_STORED", 3)
     world, store = with_segments()
     for name in "abcde":
         left_device(world, store, [name])
@@ -184,15 +185,15 @@ def test_a_part_that_a_request_lists_is_not_left_to_the_store():
     world.segments.kept = KEPT
     slots = world.write_text(["a"])
     world.segments.register(["a"], slots)
-    world.copies.draft_pool.add("a", world.draft("a"))
+    world.segments.add_draft("a", world.draft("a"))
     world.segments.use("r", ["a"])  # before its complement is there
     world.segments.leaving(slots)
     world.segments.make_room(10**9)
-    assert world.copies.draft_pool.get("a").users == 1
+    assert world.segments.used_slots == KEPT
     world.segments.release("r")
     world.segments.evict_drafts(99)
     world.segments.make_room(10**9)
-    assert world.page_pool.used_bytes == len(world.copies.draft_pool) == 0
+    assert (world.index.drafts(), world.page_pool.used_bytes) == ([], 0)
 
 
 # -- draft KV that was made offline -------------------------------------------------
@@ -223,7 +224,7 @@ def test_better_parts_are_taken_as_they_are_and_not_written_again():
     first = first_tokens(KEPT)
     assert store.put("a", parts_of(other, "a", first), "better")
     assert taken_in(world, store, "a")
-    assert torch.equal(world.pool.get("a.draft")["kept"].read(), first)
+    assert torch.equal(world.copies.images_of("a", Form.DRAFT)["kept"].read(), first)
     assert not world.segments.stored.wants("a", split=True)
     target = world.take(SHORT)
     assert world.segments.restore(["a"], 0, target) is None
@@ -237,8 +238,8 @@ def test_parts_that_do_not_fit_are_joined(why):
     by, count = ("x", KEPT) if why == "unknown compressor" else (COMPRESSOR, KEPT + 1)
     assert store.put("a", parts_of(other, "a", first_tokens(count)), by)
     assert taken_in(world, store, "a")
-    assert world.copies.has_whole("a")
-    assert len(world.residuals) == 0
+    assert world.index.find("a").has(Form.WHOLE)
+    assert world.index.residual_bytes == 0
     target = world.take(SHORT)
     assert world.segments.restore(["a"], 0, target) is None
     assert torch.equal(world.at(target), other.truth("a"))

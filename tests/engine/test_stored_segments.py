@@ -12,6 +12,8 @@ from segment_world import (
     with_segments,
 )
 
+from vericache_sglang.prefix_cache.segment import Form
+
 pytestmark = pytest.mark.sglang
 
 MODEL, COMPRESSOR = IDENTITY
@@ -84,8 +86,8 @@ def test_parts_of_another_compressor_are_taken_in_as_a_whole():
     stored_split(world, store, "a", "keeps other tokens")
     other, same = with_segments(storage=store.storage)
     assert take_in(other, same, "a")
-    assert other.copies.has_whole("a")
-    assert "a" not in other.residuals
+    assert other.index.find("a").has(Form.WHOLE)
+    assert other.segments.residual("a") is None
     target = other.take(SHORT)
     assert other.segments.restore(["a"], 0, target) is None
     assert torch.equal(other.at(target), world.truth("a"))
@@ -132,7 +134,7 @@ def test_a_segment_whose_residual_kv_is_referred_to_is_not_taken_in_twice():
     world, store = with_segments()
     stored_split(world, store, "a")
     world.segments.refer("swapped out", ["a"])
-    world.give(world.copies.draft_pool.remove("a").slots)
+    world.give(world.index.remove_draft("a").slots)
     used = world.page_pool.used_bytes
     assert not take_in(world, store, "a")
     assert world.page_pool.used_bytes == used

@@ -147,17 +147,10 @@ class TieredEngine(TinyEngine):
 
     def damage(self, name):
         """Flip a bit of what the host has of a segment."""
-        rest = self.segments.residuals.get(name)
-        if rest is not None:
-            rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
-            return
-        (copy,) = [n for n in self.pool_of_host.names() if n.startswith(name)]
-        self.pool_of_host.get(copy)["keys"].raw(LAYERS - 1)[0][0] ^= 1
-
-    @property
-    def pool_of_host(self):
-        """Whole copies and draft parts on the host."""
-        return self.segments.copies._pool
+        rest = self.segments.residual(name)
+        if rest is None:
+            (rest,) = self.segments.copies.index.find(name).images.values()
+        rest.tensors["keys"].raw(LAYERS - 1)[0][0] ^= 1
 
 
 @contextmanager

@@ -21,9 +21,13 @@ from stream_link import (
 )
 
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.kv.host_image import shapes_of
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
-from vericache_sglang.prefix_cache.host_pool import SegmentPool
+from vericache_sglang.prefix_cache.segment_images import (
+    SegmentImage,
+    shapes_of_tensors,
+)
 
 SCORES = {"noted": torch.arange(6.0).view(3, 2)}
 
@@ -40,9 +44,27 @@ def saved_entries(seed):
     return dict(zip(("keys", "values"), sides, strict=True))
 
 
-def new_store(nbytes=1 << 14, pinned=False):
-    page_pool = HostPagePool(nbytes, 96, pinned)
-    return page_pool, SegmentPool(page_pool)
+def intact(image):
+    """Return whether every layer matches its checksum; waits for a running save."""
+    try:
+        for layer in range(image.layers):
+            image.verify(layer)
+    except TransferError:
+        return False
+    return True
+
+
+def new_pages(nbytes=1 << 14, pinned=False):
+    return HostPagePool(nbytes, 96, pinned)
+
+
+def new_image(page_pool, more=None, slots=16):
+    """Allocate an image as a save does, with its scores in place."""
+    shapes = {**shapes_of(GEOMETRY, slots, DTYPE), **shapes_of_tensors(more or {})}
+    image = SegmentImage.allocated(shapes, page_pool)
+    for field, tensor in (more or {}).items():
+        image.tensors[field].write(tensor)
+    return image
 
 
 def finish(link, future):
@@ -55,14 +77,14 @@ def finish(link, future):
 @given(seed=st.integers(0, 10**6))
 def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
     with opened(seed) as link:
-        page_pool, store = new_store(pinned=True)
-        image = store.open("s", GEOMETRY, 16, DTYPE, SCORES)
+        page_pool = new_pages(pinned=True)
+        image = new_image(page_pool, SCORES)
         transfer = link.copies.save(leaving(link, seed), image)
-        assert "s" in store
-        other = store.put("t", {"x": torch.zeros(4, 10)})
+        other = SegmentImage.copied({"x": torch.zeros(4, 10)}, page_pool)
         finish(link, transfer.future)
         assert transfer.done()
-        found = store.get("s")
+        assert intact(image)
+        found = image.tensors
         assert bits(found["keys"].read()) == saved_entries(seed)["keys"]
         assert bits(found["values"].read()) == saved_entries(seed)["values"]
         assert torch.equal(found["noted"].read(), SCORES["noted"])
@@ -70,9 +92,9 @@ def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
         pairs = zip(found["keys"], found["values"], strict=True)
         link.launch(*range(LAYERS))
         before = [at(link.pool, layer, PLACES) for layer in range(LAYERS)]
-        link.copies.bring(pairs, slots, [store.pages("s")])
+        link.copies.bring(pairs, slots, [image.pages])
         link.launch(*range(LAYERS))
-        store.drop("s")
+        image.free()
         others = [(torch.zeros(4, 2, 4), torch.zeros(4, 2, 6))] * LAYERS
         others = [tuple(e.to(DTYPE).pin_memory() for e in pair) for pair in others]
         link.copies.bring(others, torch.arange(50, 54, device=CUDA), [])
@@ -87,50 +109,47 @@ def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
             zip(after["keys"], after["values"], strict=True)
         )
         link.copies.close()
-        assert (other, page_pool.leaving_bytes) == (True, 0)
-        store.check()
+        assert page_pool.leaving_bytes == 0
+        assert intact(other)
+        page_pool.check()
 
 
 def test_who_asks_for_a_segment_on_its_way_waits_for_it():
     with opened(5) as link:
-        _, store = new_store(pinned=True)
-        image = store.open("s", GEOMETRY, 16, DTYPE)
+        image = new_image(new_pages(pinned=True))
         transfer = link.copies.save(leaving(link, 5), image)
         found = []
-        reader = threading.Thread(target=lambda: found.append(store.get("s")))
+        reader = threading.Thread(target=lambda: found.append(intact(image)))
         reader.start()
         reader.join(0.05)
         assert reader.is_alive()
         assert not found
         finish(link, transfer.future)
         reader.join(20)
-        assert bits(found[0]["keys"].read()) == saved_entries(5)["keys"]
-        assert store.checksum_failures == 0
+        assert found == [True]
+        assert bits(image.tensors["keys"].read()) == saved_entries(5)["keys"]
 
 
 def test_a_segment_that_is_dropped_on_its_way_is_nobody_elses_until_it_ended():
     with opened(5) as link:
-        page_pool, store = new_store(pinned=True)
-        image = store.open("s", GEOMETRY, 16, DTYPE)
+        page_pool = new_pages(pinned=True)
+        image = new_image(page_pool)
         transfer = link.copies.save(leaving(link, 5), image)
-        store.drop("s")
+        image.free()
         rest = page_pool.take(page_pool.free_bytes)
         mine = [scramble(block, 4).clone() for block in rest.blocks(0, rest.nbytes)]
         finish(link, transfer.future)
         for block, before in zip(rest.blocks(0, rest.nbytes), mine, strict=True):
             assert torch.equal(block, before)
         assert (page_pool.leaving_bytes, page_pool.used_bytes) == (0, rest.nbytes)
-        assert store.get("s") is None
 
 
 def test_damage_after_the_copy_is_noticed():
     with opened(5) as link:
-        _, store = new_store(pinned=True)
-        image = store.open("s", GEOMETRY, 16, DTYPE)
+        image = new_image(new_pages(pinned=True))
         finish(link, link.copies.save(leaving(link, 5), image).future)
         image.tensors["values"].raw(2)[-1][-1] ^= 1
-        assert store.get("s") is None
-        assert store.checksum_failures == 1
+        assert not intact(image)
 
 
 @pytest.mark.parametrize("way", ["stream", "thread"])
@@ -141,27 +160,26 @@ def test_what_its_maker_raises_is_raised_and_lets_go(way):
         raise TransferError("a copy is damaged")
 
     with opened(5) as link:
-        page_pool, store = new_store(pinned=True)
+        page_pool = new_pages(pinned=True)
         copies = link.copies if way == "stream" else ThreadTransfers(*new_pool(), 0.0)
-        image = store.open("s", GEOMETRY, 16, DTYPE)
+        image = new_image(page_pool)
         finish(link, link.copies.save(leaving(link, 5), image).future)
-        found, slots = store.get("s"), torch.tensor(PLACES)
+        found, slots = image.tensors, torch.tensor(PLACES)
         slots = link.clock.put(slots) if way == "stream" else slots
         with pytest.raises(TransferError, match="a copy is damaged"):
-            copies.bring(broken(found), slots, [store.pages("s")])
+            copies.bring(broken(found), slots, [image.pages])
         with pytest.raises(InvariantError, match="0 layers to save of 3"):
-            copies.bring([], slots, [store.pages("s"), None])
-        store.drop("s")
+            copies.bring([], slots, [image.pages, None])
+        image.free()
         link.clock.drain()
         copies.close()
         assert page_pool.used_bytes == 0
 
 
 def test_without_a_device_it_is_there_at_once():
-    _, store = new_store()
     pool = new_pool()
     link = ThreadTransfers(*pool, 0.0)
-    image = store.open("s", GEOMETRY, 16, DTYPE, SCORES)
+    image = new_image(new_pages(), SCORES)
     pairs = [
         tuple(
             scramble(torch.zeros(16, 2, dim, dtype=DTYPE), 7 + 10 * layer + i)
@@ -171,7 +189,8 @@ def test_without_a_device_it_is_there_at_once():
     ]
     saved = link.save(pairs, image)
     assert saved.nbytes == 16 * GEOMETRY.token_bytes
-    found = store.get("s")
+    assert intact(image)
+    found = image.tensors
     link.bring(
         zip(found["keys"], found["values"], strict=True), torch.tensor(PLACES), []
     )
@@ -183,20 +202,17 @@ def test_without_a_device_it_is_there_at_once():
 
 
 def test_a_segment_of_which_a_layer_is_missing_is_not_returned():
-    _, store = new_store()
-    image = store.open("s", GEOMETRY, 16, DTYPE)
+    image = new_image(new_pages())
     for layer in range(LAYERS - 1):
         image.write(layer, image.keys[layer].clone(), image.values[layer].clone())
-    assert store.get("s") is None
-    assert store.names() == []
+    assert not intact(image)
 
 
-def test_a_name_is_opened_once_and_needs_room():
-    page_pool, store = new_store(4096)
-    assert store.open("s", GEOMETRY, 16, DTYPE) is not None
-    with pytest.raises(InvariantError, match="segment s is opened a second time"):
-        store.open("s", GEOMETRY, 16, DTYPE)
-    assert store.open("t", GEOMETRY, 1000, DTYPE) is None
-    assert list(store.names()) == ["s"]
-    store.drop("s")
+def test_an_image_needs_room():
+    page_pool = new_pages(4096)
+    image = new_image(page_pool)
+    used = page_pool.used_bytes
+    assert SegmentImage.allocated(shapes_of(GEOMETRY, 1000, DTYPE), page_pool) is None
+    assert page_pool.used_bytes == used
+    image.free()
     assert page_pool.used_bytes == 0

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.prefix_cache.restore_costs import Prices
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier
+from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier, Use
 
 TOKENS = 512
 HALF_LIFE_S = 64.0
@@ -48,6 +48,13 @@ def apply(index, moves):
     for move in moves:
         assert index.get(move.name).content.held(move.part).tier is move.source
         index.place(move.name, move.part, move.target)
+
+
+def matched(index, names, start=0):
+    """Count the consecutive restorable segments from ``names[start]`` on."""
+    found = [index.get(name) for name in names[start:]]
+    here = [segment is not None and segment.content.restorable for segment in found]
+    return [*here, False].index(False)
 
 
 def after_of(index, name):
@@ -95,6 +102,7 @@ def forests(draw, most=24):
             index.drop(name, strand=True)
     here = st.sampled_from(names).filter(lambda name: name in index)
     if len(index):
-        index.pin(draw(st.lists(here, max_size=3)))
+        pinned = draw(st.lists(here, max_size=3))
+        index.hold("request", dict.fromkeys(pinned, Use.ALL))
     index.check()
     return index, now

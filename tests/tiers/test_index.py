@@ -1,11 +1,13 @@
 """What each call of the index does, and what it refuses without changing anything."""
 
+from copy import deepcopy
+
 import pytest
-from forest import HALF_LIFE_S, TOKENS, chain_of, parted, whole
+from forest import HALF_LIFE_S, TOKENS, chain_of, matched, parted, whole
 
 from vericache_sglang.errors import ConfigError, InvariantError
 from vericache_sglang.prefix_cache.index import SegmentIndex, Total
-from vericache_sglang.prefix_cache.segment import Part, Tier
+from vericache_sglang.prefix_cache.segment import Part, Tier, Use
 
 DEVICE, HOST, STORE, GONE = Tier
 
@@ -22,7 +24,7 @@ def index():
 def state(index):
     totals = [index.total(tier) for tier in Tier]
     return (
-        list(index.segments()),
+        deepcopy(list(index.segments())),
         totals,
         [index.children(n) for n in ("a0", "a1", "x")],
     )
@@ -36,8 +38,6 @@ def state(index):
         lambda index: index.add("a0", None, whole(8, HOST, tokens=511), 1.0),
         lambda index: index.add("c", "a0", whole(8, GONE), 1.0),
         lambda index: index.touch(["a0", "nowhere"], 1.0),
-        lambda index: index.pin(["a0", "nowhere"]),
-        lambda index: index.unpin(["a0"]),
         lambda index: index.place("nowhere", Part.DRAFT, HOST),
         lambda index: index.place("b0", Part.DRAFT, HOST),
         lambda index: index.drop("nowhere"),
@@ -71,13 +71,15 @@ def test_a_segment_knows_where_in_the_prompt_it_is(index):
 
 def test_a_match_ends_at_the_first_segment_that_cannot_be_restored(index):
     names = ["a0", "a1", "a2", "a3"]
-    assert index.match(names) == 3
-    assert index.match(names, 2) == 1
-    assert index.match(names, 3) == index.match(names, 4) == index.match([]) == 0
-    assert index.match(["a0", "a1", "b0"]) == 3
+    assert matched(index, names) == 3
+    assert matched(index, names, 2) == 1
+    assert (
+        matched(index, names, 3) == matched(index, names, 4) == matched(index, []) == 0
+    )
+    assert matched(index, ["a0", "a1", "b0"]) == 3
     index.place("a1", Part.RESIDUAL, GONE)
-    assert index.match(names) == 1
-    assert index.match(names, 2) == 1
+    assert matched(index, names) == 1
+    assert matched(index, names, 2) == 1
 
 
 def test_adding_one_that_is_here_counts_a_use_and_keeps_its_place(index):
@@ -90,7 +92,7 @@ def test_adding_one_that_is_here_counts_a_use_and_keeps_its_place(index):
 @pytest.mark.parametrize("pinned", [False, True])
 def test_another_compressor_replaces_only_what_nobody_pins(index, pinned):
     other = parted(64, DEVICE, 448, STORE, compressor="b")
-    index.pin(["a1"] * pinned)
+    index.hold("r", {"a1": Use.ALL} if pinned else {})
     assert index.add("a1", "a0", other, 0.0) is not pinned
     assert (index.get("a1").content == other) is not pinned
     assert index.get("a1").uses == 2.0
@@ -108,16 +110,20 @@ def test_what_lost_a_part_is_replaced_whole(index):
 
 
 def test_pinned_parts_stay_where_they_are(index):
-    index.pin(["a0", "a1", "a0"])
+    index.hold("r", {"a0": Use.ALL, "a1": Use.ALL})
+    index.hold("q", {"a0": Use.DRAFT})
     for tier in (HOST, STORE, GONE):
-        with pytest.raises(InvariantError, match="pinned 2 times"):
+        with pytest.raises(InvariantError, match=r"used by \['r', 'q'\]"):
             index.place("a0", Part.DRAFT, tier)
     index.place("a0", Part.DRAFT, DEVICE)
-    with pytest.raises(InvariantError, match="pinned 2 times"):
+    with pytest.raises(InvariantError, match=r"used by \['r', 'q'\]"):
         index.drop("a0", strand=True)
-    with pytest.raises(InvariantError, match="unpinned 3"):
-        index.unpin(["a0"] * 3)
-    index.unpin(["a0", "a0", "a1"])
+    assert index.let_go("r") == ["a0", "a1"]
+    assert index.let_go("r") == []
+    index.place("a0", Part.RESIDUAL, STORE)
+    with pytest.raises(InvariantError, match=r"used by \['q'\]"):
+        index.place("a0", Part.DRAFT, STORE)
+    index.let_go("q")
     index.place("a0", Part.DRAFT, STORE)
     assert index.get("a0").content.draft.tier is STORE
 
@@ -134,13 +140,13 @@ def test_what_is_gone_comes_back_only_by_being_added(index):
 
 def test_stranded_segments_are_matched_again_once_the_one_before_is_back(index):
     index.drop("a1", strand=True)
-    assert index.match(["a0", "a1", "a2"]) == 1
+    assert matched(index, ["a0", "a1", "a2"]) == 1
     assert index.children("a1") == ("a2", "b0")
     index.check()
     with pytest.raises(InvariantError, match="starts at 1024"):
         index.add("a1", None, whole(512, HOST), 1.0)
     assert index.add("a1", "a0", whole(512, HOST), 1.0)
-    assert index.match(["a0", "a1", "a2"]) == 3
+    assert matched(index, ["a0", "a1", "a2"]) == 3
     index.check()
 
 

@@ -1,9 +1,10 @@
 """Random histories of an index against a dictionary; ten thousand steps in one run."""
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
-from forest import EXACT, TIERS, TOKENS
+from forest import EXACT, TIERS, TOKENS, matched
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,7 +18,7 @@ from hypothesis.stateful import (
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.prefix_cache.eviction import victims
 from vericache_sglang.prefix_cache.index import SegmentIndex, Total
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier
+from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier, Use
 
 HALF_LIFE_S = 20.0
 PATHS = st.text("01", min_size=1, max_size=5)
@@ -106,7 +107,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.index = SegmentIndex(HALF_LIFE_S)
         self.plain = Plain()
-        self.running = []
+        self.running, self.users = [], 0
         self.now = 0.0
 
     def step(self, name):
@@ -114,7 +115,7 @@ class Histories(RuleBasedStateMachine):
         self.now += 1.0
 
     def refused(self, call, *args, **kwargs):
-        before = list(self.index.segments())
+        before = deepcopy(list(self.index.segments()))
         with pytest.raises(InvariantError):
             call(*args, **kwargs)
         assert list(self.index.segments()) == before
@@ -148,14 +149,14 @@ class Histories(RuleBasedStateMachine):
         for last in "01":
             names = names_of(path + last)
             self.added(names, compressor, tier, tier)
-            assert self.index.match(names) == self.plain.match(names) > 0
+            assert matched(self.index, names) == self.plain.match(names) > 0
 
     @rule(path=PATHS, start=st.integers(0, 5))
     def match(self, path, start):
         self.step("match")
         names = names_of(path)
-        assert self.index.match(names) == self.plain.match(names)
-        assert self.index.match(names, start) == self.plain.match(names[start:])
+        assert matched(self.index, names) == self.plain.match(names)
+        assert matched(self.index, names, start) == self.plain.match(names[start:])
 
     @rule(path=PATHS)
     def touch(self, path):
@@ -175,10 +176,11 @@ class Histories(RuleBasedStateMachine):
             self.ended(0)
         names = names_of(path)
         names = names[: self.plain.match(names)]
-        self.index.pin(names)
+        self.users += 1
+        self.index.hold(self.users, dict.fromkeys(names, Use.ALL))
         for name in names:
             self.plain[name]["pins"] += 1
-        self.running.append(names)
+        self.running.append((self.users, names))
 
     @precondition(lambda self: self.running)
     @rule(turn=st.integers(0, 3))
@@ -187,12 +189,10 @@ class Histories(RuleBasedStateMachine):
         self.ended(turn % len(self.running))
 
     def ended(self, turn):
-        names = self.running.pop(turn)
-        self.index.unpin(names)
+        user, names = self.running.pop(turn)
+        assert self.index.let_go(user) == names
         for name in names:
             self.plain[name]["pins"] -= 1
-            if not self.plain[name]["pins"]:
-                self.refused(self.index.unpin, [name])
 
     @rule(path=PATHS, compressor=st.sampled_from(list(SIZES)), tier=TIERS)
     def abort(self, path, compressor, tier):
@@ -201,7 +201,7 @@ class Histories(RuleBasedStateMachine):
         names = names_of(path)
         new = [name for name in names if name not in self.plain]
         self.pin(path)
-        matched = {name: self.index.get(name).content for name in self.running[-1]}
+        matched = {name: self.index.get(name).content for name in self.running[-1][1]}
         self.added(names, compressor, tier, tier)
         assert {name: self.index.get(name).content for name in matched} == matched
         self.ended(-1)
@@ -298,7 +298,7 @@ class Histories(RuleBasedStateMachine):
             }
             assert parts == record["parts"]
             assert segment.content.compressor == record["compressor"]
-            assert segment.pins == record["pins"]
+            assert len(segment.users) == record["pins"]
             assert segment.stored == record["stored"]
             assert segment.start == TOKENS * (len(name) - 1)
             assert segment.last_use == record["uses"][-1]

@@ -10,8 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.prefix_cache.restore_costs import LEAST_CHANCE, reuse_chance
-from vericache_sglang.prefix_cache.segment import Segment, Tier
+from vericache_sglang.prefix_cache.savings import Branches
+from vericache_sglang.prefix_cache.segment import Part, Tier
+
+
+def restore_s(content, lost=()):
+    """Return the seconds of loading a segment, as eviction prices it."""
+    index = SegmentIndex()
+    index.add("a", None, content, 0.0)
+    for part in lost:
+        index.place("a", part, Tier.GONE)
+    return float(Branches(index, Tier.DEVICE, 0.0, EXACT)._restore_s()[0])
 
 
 @pytest.mark.parametrize(
@@ -20,35 +31,28 @@ from vericache_sglang.prefix_cache.segment import Segment, Tier
         (Tier.DEVICE, 0.0, 0.0),
         (Tier.HOST, 2.0, 3.0),
         (Tier.STORE, 0.125 + 4.0 + 2.0, 0.125 + 4.0 + 3.0),
-        (Tier.GONE, inf, inf),
     ],
 )
 def test_fetching_2048_bytes_takes(tier, passing, staying):
-    assert EXACT.fetch_s(2048, tier, False) == passing
-    assert EXACT.fetch_s(2048, tier, True) == staying
+    assert restore_s(parted(1, Tier.DEVICE, 2048, tier)) == passing
+    assert restore_s(parted(2048, tier, 1, Tier.DEVICE)) == staying
+    assert restore_s(whole(2048, tier)) == staying
 
 
 def test_a_residual_passes_while_draft_parts_and_whole_segments_stay():
-    assert EXACT.restore_s(whole(2048, Tier.HOST)) == 3.0
-    assert EXACT.restore_s(parted(2048, Tier.HOST, 1024, Tier.HOST)) == 3.0 + 1.0
-    both = EXACT.restore_s(parted(512, Tier.STORE, 1024, Tier.STORE))
+    assert restore_s(parted(2048, Tier.HOST, 1024, Tier.HOST)) == 3.0 + 1.0
+    both = restore_s(parted(512, Tier.STORE, 1024, Tier.STORE))
     assert both == (0.125 + 1.0 + 0.75) + (0.125 + 2.0 + 1.0)
-    assert EXACT.restore_s(parted(512, Tier.GONE, 1024, Tier.DEVICE)) == inf
+    assert restore_s(parted(512, Tier.HOST, 1024, Tier.DEVICE), [Part.DRAFT]) == inf
 
 
-def test_a_gain_is_the_prefill_less_the_restore():
-    segment = Segment(
-        name="b", parent="a", start=512, content=whole(2048, Tier.HOST), last_use=0.0
-    )
-    assert EXACT.gain_s(segment) == 4.0 + 0.75 - 3.0
-
-
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("tier", Tier)
-def test_a_fetch_is_the_sum_of_its_terms(tier, stays):
-    latency_s, passing, staying = (each[tier] for each in EXACT.by_tier)
-    rate = staying if stays else passing
-    assert latency_s + rate * 4096 == EXACT.fetch_s(4096, tier, stays)
+def test_savings_are_the_prefill_less_the_restore():
+    index = SegmentIndex()
+    index.add("a", None, whole(2048, Tier.HOST), 0.0)
+    index.add("b", "a", whole(2048, Tier.HOST), 0.0)
+    found = Branches(index, Tier.HOST, 0.0, EXACT)
+    last, _ = (found.own_s / found.chance).tolist()
+    assert last == pytest.approx(4.0 + 0.75 - 3.0)
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 4096), st.integers(1, 4096))
@@ -74,11 +78,12 @@ def test_a_price_that_cannot_be_is_refused_by_name(field, value):
 
 
 def test_a_missing_store_is_an_infinite_price():
-    assert replace(EXACT, store_s_per_byte=inf).fetch_s(1, Tier.STORE, True) == inf
+    _, passing, staying = replace(EXACT, store_s_per_byte=inf).by_tier
+    assert passing[Tier.STORE] == staying[Tier.STORE] == inf
 
 
 def test_the_chance_of_a_reuse_grows_with_the_count_and_is_never_nothing():
-    assert reuse_chance(1.0) == 1 - exp(-1.0)
+    assert reuse_chance(1.0) == pytest.approx(1 - exp(-1.0), rel=1e-15)
     assert reuse_chance(0.0) == reuse_chance(1e-300) == LEAST_CHANCE
     assert reuse_chance(1e6) == 1.0
     assert reuse_chance(1e-9) == pytest.approx(1e-9, rel=1e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.prefix_cache.eviction import victims
 from vericache_sglang.prefix_cache.index import SegmentIndex
-from vericache_sglang.prefix_cache.segment import Part, Tier
+from vericache_sglang.prefix_cache.segment import Part, Tier, Use
 
 EVERYTHING = 1 << 60
 
@@ -72,7 +72,7 @@ class Plain:
         )
 
     def stays(self, name):
-        return self.index.get(name).pins or not self.here(name)
+        return self.index.get(name).users or not self.here(name)
 
     def loss_of_all(self, name):
         """Return what is lost with a segment once what leaves before it has left."""
@@ -113,7 +113,7 @@ class Plain:
         return sorted(choices, key=self.rank)
 
     def offers(self, name):
-        if self.index.get(name).pins or not self.here(name):
+        if self.index.get(name).users or not self.here(name):
             return []
         return self.choices(name)
 
@@ -127,7 +127,7 @@ class Plain:
         keys = [loss / sum(self.here(name)[part].nbytes for part in parts)]
         kinds = set(parts) if target is Tier.HOST else set(Part)
         for other in after_of(self.index, name):
-            if self.index.get(other).pins and kinds & set(self.here(other)):
+            if self.index.get(other).users and kinds & set(self.here(other)):
                 return inf
             for choice in self.offers(other):
                 if kinds & set(choice[0]):
@@ -170,7 +170,7 @@ def test_enough_is_freed_and_no_move_more_than_needed(forest, tier, nbytes):
     left = [
         part
         for segment in index.segments()
-        if not segment.pins
+        if not segment.users
         for part, held in segment.content.parts
         if held.tier is tier
     ]
@@ -196,7 +196,7 @@ def test_no_segment_leaves_while_one_that_follows_it_stays(forest, tier, nbytes)
     moved = {(move.name, move.part) for move in moves}
     stranding = 0
     for move in moves:
-        assert not index.get(move.name).pins
+        assert not index.get(move.name).users
         assert move.target > move.source
         if move.source is not tier:
             continue
@@ -206,12 +206,12 @@ def test_no_segment_leaves_while_one_that_follows_it_stays(forest, tier, nbytes)
                 if held.tier is tier and bound and (name, part) not in moved:
                     stranding += 1
                     blocked = [name, *after_of(index, name)]
-                    assert any(index.get(each).pins for each in blocked)
+                    assert any(index.get(each).users for each in blocked)
     if stranding:
         # Nothing else was left: every part without a pinned one after it has gone.
         for segment in index.segments():
-            pinned = [index.get(name).pins for name in after_of(index, segment.name)]
-            if not segment.pins and not any(pinned):
+            pinned = [index.get(name).users for name in after_of(index, segment.name)]
+            if not segment.users and not any(pinned):
                 for part, held in segment.content.parts:
                     assert held.tier is not tier or (segment.name, part) in moved
 
@@ -221,7 +221,7 @@ def test_what_a_pinned_segment_follows_leaves_when_nothing_else_does():
     names = chain_of(index, [whole(1024, Tier.HOST)] * 3, now=0.0)
     (hot,) = chain_of(index, [whole(1024, Tier.HOST)], now=100.0, name="hot")
     index.touch([hot] * 50, 100.0)
-    index.pin([names[2]])
+    index.hold("request", {names[2]: Use.NONE})
     moves = victims(index, Tier.HOST, EVERYTHING, 100.0, EXACT)
     assert [move.name for move in moves] == [hot, names[1], names[0]]
 

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
-from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.host_pool import SegmentPool
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
-from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
-from vericache_sglang.prefix_cache.segment_room import Identity
+from vericache_sglang.prefix_cache.segment_tiers import Identity
 from vericache_sglang.prefix_cache.store.opening import (
     fingerprint_of,
     identity_of,
@@ -58,13 +55,7 @@ def open_segments(
         ConfigError: The store does not open.
     """
     geometry, host = handles.geometry, handles.host
-    page_pool = host.page_pool
-
-    def make(slots: int, kept: int) -> RawResidual:
-        return RawResidual(geometry, slots, kept, host.dtype, page_pool)
-
-    residuals = SegmentResiduals(make, RawResidual.free)
-    copies = SegmentCopies(handles, SegmentPool(page_pool), residuals)
+    copies = SegmentCopies(handles)
     backend = getattr(server_args, "hicache_storage_backend", None)
     identity = Identity(
         fingerprint_of(geometry, host.dtype, config, server_args if backend else None),

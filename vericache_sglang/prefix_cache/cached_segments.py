@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_sglang.errors import TransferError
+from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.segment_length import SEGMENT
-from vericache_sglang.prefix_cache.index import SegmentIndex
-from vericache_sglang.prefix_cache.segment import Part, Tier
+from vericache_sglang.prefix_cache.segment import Form, Part, Tier, Use
 from vericache_sglang.prefix_cache.segment_copies import joined
-from vericache_sglang.prefix_cache.segment_room import SegmentRoom
+from vericache_sglang.prefix_cache.segment_tiers import SegmentTiers
 from vericache_sglang.prefix_cache.store.counters import StoreCounters
 from vericache_sglang.prefix_cache.store.keys import segment_names
 
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.segment_images import DraftPart
-    from vericache_sglang.prefix_cache.segment_room import Identity
+    from vericache_sglang.prefix_cache.segment_tiers import Identity
     from vericache_sglang.prefix_cache.store.segment_store import Found
+    from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
     Namespace = tuple[str | None, ...]
     Tokens = Sequence[int] | array[int]
@@ -41,7 +41,7 @@ MOST_LOGGED = 10
 """Most failures of the cache that are logged; all are counted."""
 
 
-class CachedSegments(SegmentRoom):
+class CachedSegments:
     """Segments of the radix tree and segments evicted from it, by name.
 
     The radix tree owns segments with full KV on the device; only their slots are
@@ -74,7 +74,19 @@ class CachedSegments(SegmentRoom):
         prices: Callable[[], Prices],
         reprefill_tail: int = 0,
     ) -> None:
-        super().__init__(copies, handles, identity, free, prices)
+        self.copies = copies
+        self._index = copies.index
+        self._identity = identity
+        self._token_bytes = handles.geometry.token_bytes
+        self._tiers = SegmentTiers(
+            copies, handles, identity.compressor, free, prices, self.cache_only
+        )
+        self._slots = self._tiers.slots
+        self.counters = self._tiers.counters
+        self.forget = self._tiers.forget
+        self.make_room = self._tiers.make_room
+        self.evict_drafts = self._tiers.evict_drafts
+        self.add_draft = self._index.add_draft
         self.active = False
         self.strict = True
         self._abandoned = False
@@ -112,10 +124,22 @@ class CachedSegments(SegmentRoom):
         self._abandoned = self._abandoned or self.active
         self.active = False
 
-    def make_room(self, nbytes: int) -> None:
-        """See ``SegmentRoom.make_room``; a failure disables the cache."""
-        with self.cache_only():
-            super().make_room(nbytes)
+    def check(self) -> None:
+        """Recount all segments.
+
+        Raises:
+            InvariantError: A count or link is inconsistent.
+        """
+        self._index.check()
+
+    @property
+    def stored(self) -> StoredSegments | None:
+        """Segments in the store; None without a store."""
+        return self._tiers.stored
+
+    @stored.setter
+    def stored(self, stored: StoredSegments | None) -> None:
+        self._tiers.stored = stored
 
     # -- names and matching ---------------------------------------------------
 
@@ -140,41 +164,131 @@ class CachedSegments(SegmentRoom):
             stop += 1
         return stop * SEGMENT if stop > first else start
 
-    # -- parts of segments ------------------------------------------------------
+    # -- users ------------------------------------------------------------------
+
+    @contextmanager
+    def kept_back(self, names: Sequence[str]) -> Iterator[None]:
+        """Protect segments, and the KV they hold now, within this context."""
+        with self._index.used({name: self._index.find(name).held for name in names}):
+            yield
+
+    def use(self, rid: str, names: Sequence[str]) -> None:
+        """Share the draft KV of segments with a request, until ``stop_listing``.
+
+        Raises:
+            InvariantError: A segment has no draft KV on the device.
+        """
+        self._hold(rid, names, Use.DRAFT)
+
+    def refer(self, rid: str, names: Sequence[str]) -> None:
+        """Share the residual KV of segments with a request, until ``let_go``.
+
+        Raises:
+            InvariantError: A segment has no residual KV on the host.
+        """
+        self._hold(rid, names, Use.RESIDUAL)
+
+    def _hold(self, rid: str, names: Sequence[str], use: Use) -> None:
+        if not all(self._index.find(name).held & use for name in names):
+            raise InvariantError(f"{rid} uses {use.name} KV that segments do not have")
+        self._index.hold(rid, dict.fromkeys(names, use))
+
+    def stop_listing(self, rid: str) -> None:
+        """End ``use``, if the request has called it."""
+        self._end(rid, Use.DRAFT)
+
+    def let_go(self, rid: str) -> None:
+        """End ``refer``, if the request has called it."""
+        self._end(rid, Use.RESIDUAL)
+
+    def release(self, rid: str) -> None:
+        """End ``use`` and ``refer``."""
+        self._end(rid, Use.ALL)
+
+    def _end(self, rid: str, use: Use) -> None:
+        """End what a request reads; drop KV that the index does not list any more."""
+        for name in sorted(self._index.let_go(rid, use)):
+            segment = self._index.find(name)
+            if segment.is_used(Use.RESIDUAL):
+                continue
+            if name in self._index and not segment.split:
+                # The index has learned of it in another form, as full KV of the tree.
+                self.copies.drop_residual(name)
+            if not segment.users and (name not in self._index or segment.distrusted):
+                self.forget(name)
+
+    def forget_users(self) -> None:
+        """Reset all uses, for when no request is running."""
+        for user in self._index.users():
+            self._index.let_go(user)
+
+    def distrust(self, names: Sequence[str]) -> None:
+        """Exclude segments from further use, because one of them is corrupt."""
+        for name in names:
+            self._index.find(name).distrusted = True
+
+    def trusts(self, names: Sequence[str]) -> bool:
+        """Return whether none of these segments is distrusted."""
+        return not any(self._index.find(name).distrusted for name in names)
+
+    # -- draft KV and residual KV -------------------------------------------------
 
     def draft(self, name: str) -> DraftPart | None:
         """Return a segment's draft KV on the device, or None."""
-        return self.draft_pool.get(name)
-
-    def add_draft(self, name: str, part: DraftPart) -> None:
-        """Add draft KV without users, taking ownership of its slots.
-
-        Raises:
-            InvariantError: The segment has draft KV on the device.
-        """
-        self.draft_pool.add(name, part)
+        return self._index.find(name).draft
 
     def residual(self, name: str) -> RawResidual | None:
         """Return a segment's residual KV on the host, or None."""
-        return self.residuals.get(name)
+        return self._index.find(name).residual
 
     def drop_residual(self, name: str) -> None:
-        """Free a segment's residual KV.
-
-        Raises:
-            InvariantError: A request uses it, or it is not on the host.
-        """
-        self.residuals.drop(name)
+        """Free residual KV; see ``SegmentIndex.drop_image``."""
+        self._index.drop_image(name, Form.RESIDUAL)
 
     @property
     def used_slots(self) -> int:
         """Slots of draft KV that requests use."""
-        return self.draft_pool.used_slots
+        return self._index.used_slots
 
     @property
     def idle_slots(self) -> int:
         """Slots of draft KV that no request uses, which can be evicted."""
-        return self.draft_pool.idle_slots
+        return self._index.idle_slots
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of host memory that ``make_room`` can free; O(1)."""
+        return self._index.evictable_bytes
+
+    def open_residuals(
+        self, names: Sequence[str], slots: int, kept: int
+    ) -> dict[str, RawResidual] | None:
+        """Allocate residual KV of segments, to be filled by the caller.
+
+        Args:
+            names: Segments without residual KV.
+            slots: Dropped tokens of each segment.
+            kept: Kept tokens of each segment.
+
+        Returns:
+            Residual KV by name; None without free host pages, and none was allocated.
+        """
+        opened: dict[str, RawResidual] = {}
+        for name in names:
+            attempt = partial(self.copies.open_residual, name, slots, kept)
+            found = self._tiers.with_room(attempt, (slots + kept) * self._token_bytes)
+            if found is None:
+                for other in opened:
+                    self.drop_residual(other)
+                return None
+            self._index.find(name).distrusted = False
+            opened[name] = found
+        return opened
+
+    def save_scores(self, name: str, noted: torch.Tensor) -> None:
+        """Save the scores [L, H, tokens] of a segment beside its new residual KV."""
+        attempt = partial(self.copies.save_scores, name, noted)
+        self._tiers.with_room(attempt, noted.nbytes)
 
     # -- events of the radix tree ---------------------------------------------
 
@@ -194,7 +308,8 @@ class CachedSegments(SegmentRoom):
         for at, name in enumerate(names):
             known = self._index.get(name)
             if known is None or known.content.away:
-                self._know(name, names[at - 1] if at else None, self._on_device)
+                parent = names[at - 1] if at else None
+                self._tiers.know(name, parent, self._tiers.on_device)
             else:
                 self._index.touch([name], now)
 
@@ -211,39 +326,34 @@ class CachedSegments(SegmentRoom):
         if parent is not None and parent not in self._index:
             self.forget(name)  # no match can reach it without its parent
             return
-        if self.copies.restorable(name) or name in self.residuals:
+        segment = self._index.find(name)
+        if segment.residual is not None or segment.restorable:
             self._catch_up(name)
             return
         if name not in self._index:
             return
-        self._index.pin([name])
-        saved = self._with_room(partial(self._save, name, own))
-        self._index.unpin([name])
-        if saved is None:
+        # Without its parent no match could reach it.
+        needed = [name] if parent is None else [parent, name]
+        with self._index.used(dict.fromkeys(needed, Use.NONE)):
+            saved = self._tiers.with_room(partial(self._save, name, own))
+        if not saved:
             self.counters.refused_segments += 1
             self.forget(name)
-        elif name in self.residuals:
+        elif self.residual(name) is not None:
             self.settle([name])
         else:
-            with self._shifted(name):
-                self._index.place(name, Part.RESIDUAL, Tier.HOST)
+            self._index.update(name, self._tiers.on_host)
 
     def _catch_up(self, name: str) -> None:
         """Update the tier of a segment with copies that has just left the device."""
         segment = self._index.get(name)
-        if segment is None or segment.pins:
+        if segment is None or segment.in_use:
             return
         if segment.content.residual.tier is Tier.DEVICE:
-            if self.copies.has_whole(name):
+            if segment.has(Form.WHOLE):
                 self._index.place(name, Part.RESIDUAL, Tier.HOST)
             else:
                 self.settle([name])
-
-    def forget(self, name: str) -> None:
-        """See ``SegmentRoom.forget``; also forgets that the store has the segment."""
-        super().forget(name)
-        if self.stored is not None and name not in self._slots:
-            self.stored.forget(name)
 
     def keep(self, names: Sequence[str], first: int, slots: torch.Tensor) -> None:
         """Save segments to the host that are not inserted into the radix tree.
@@ -255,13 +365,13 @@ class CachedSegments(SegmentRoom):
         """
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
-            if name in self._slots or self.copies.restorable(name):
+            if name in self._slots or self._index.find(name).restorable:
                 continue
             if parent is not None and parent not in self._index:
                 return
             own = slots[(at - first) * SEGMENT : (at - first + 1) * SEGMENT]
             attempt = partial(self._save, name, own)
-            if not self._enter_host(name, parent, attempt, self._on_host):
+            if not self._enter_host(name, parent, attempt, self._tiers.on_host):
                 return
             self._write(name, own)
 
@@ -269,7 +379,7 @@ class CachedSegments(SegmentRoom):
         self,
         name: str,
         parent: str | None,
-        attempt: Callable[[], bool | None],
+        attempt: Callable[[], bool],
         content: Content,
     ) -> bool:
         """Copy a segment to the host and index it, without evicting its parent.
@@ -277,16 +387,16 @@ class CachedSegments(SegmentRoom):
         Args:
             name: The segment.
             parent: Its parent, which is in the index; None for a root segment.
-            attempt: Copies it; returns True, or None without free host pages.
+            attempt: Copies it; returns False without free host pages.
             content: Its content after the copy.
 
         Returns:
             False without free host pages.
         """
         with self.kept_back([] if parent is None else [parent]):
-            if self._with_room(attempt) is None:
+            if not self._tiers.with_room(attempt):
                 return False
-        self._know(name, parent, content)
+        self._tiers.know(name, parent, content)
         return True
 
     def _write(self, name: str, slots: torch.Tensor) -> None:
@@ -308,9 +418,9 @@ class CachedSegments(SegmentRoom):
         """
         if parent is not None and parent not in self._index:
             return False
-        if name in self._slots or self.copies.restorable(name):
+        if name in self._slots or self._index.find(name).restorable:
             return True
-        if name in self.residuals:  # in use, without draft KV
+        if self.residual(name) is not None:  # in use, without draft KV
             return False
         parts, kept = found.parts, found.manifest.kept
         ours = self.stored is not None and self.stored.usable(found)
@@ -319,13 +429,13 @@ class CachedSegments(SegmentRoom):
             attempt = partial(
                 self.copies.take_split, name, parts["draft"], parts["residual"]
             )
-            content = self._content(kept, Tier.HOST)
+            content = self._tiers.compressed(kept, Tier.HOST)
         else:
             whole = parts.get("whole") or joined(parts["draft"], parts["residual"])
             attempt = partial(self.copies.take_whole, name, whole)
-            content = self._on_host
+            content = self._tiers.on_host
         try:
-            taken = self._enter_host(name, parent, lambda: attempt() or None, content)
+            taken = self._enter_host(name, parent, attempt, content)
         except Exception:
             self.forget(name)  # its partial copies
             raise
@@ -333,16 +443,16 @@ class CachedSegments(SegmentRoom):
             self.counters.match_store_tokens += SEGMENT
         return taken
 
-    def _save(self, name: str, slots: torch.Tensor) -> bool | None:
+    def _save(self, name: str, slots: torch.Tensor) -> bool:
         """Save a segment's full KV to the host, or its residual KV if it has draft KV.
 
         Returns:
-            True, or None without free host pages.
+            False without free host pages.
         """
-        part = self.draft_pool.get(name)
+        part = self.draft(name)
         if part is None:
-            return self.copies.save_whole(name, slots) or None
-        return self.copies.save_rest(name, part, slots) or None
+            return self.copies.save_whole(name, slots)
+        return self.copies.save_rest(name, part, slots)
 
     # -- restoring ------------------------------------------------------------
 
@@ -371,7 +481,7 @@ class CachedSegments(SegmentRoom):
             except TransferError as error:
                 logger.error("VeriCache: a cached prefix is computed again: %s", error)
                 self.counters.checksum_failures += 1
-                self._distrusted.add(name)
+                self.distrust([name])
                 return name
             at = end
         self.counters.note_restored(
@@ -390,17 +500,16 @@ class CachedSegments(SegmentRoom):
             names: Consecutive segments, outside ``kept_back``.
         """
         for at, name in enumerate(names):
-            part, rest = self.draft_pool.get(name), self.residuals.get(name)
+            part, rest = self.draft(name), self.residual(name)
             if part is None or rest is None:
                 continue
             known = self._index.get(name)
             parent = known.parent if known else names[at - 1] if at else None
             if parent is not None and parent not in self._index:
                 continue
-            content = self._content(len(part.slots), Tier.DEVICE)
-            with self._shifted(name):
-                self._know(name, parent, content)
-                self._index.place(name, Part.DRAFT, Tier.DEVICE)
+            content = self._tiers.compressed(len(part.slots), Tier.DEVICE)
+            self._tiers.know(name, parent, content)
+            self._index.update(name, content)
             if self.stored is not None and self.stored.wants(name, split=True):
                 parts = self.copies.read_parts(name)
                 if parts is not None:
@@ -423,42 +532,33 @@ class CachedSegments(SegmentRoom):
             self.stored.close()
             self.stored = None
             for segment in list(self._index.segments()):
-                if segment.content.away and not segment.pins:
+                if segment.content.away and not segment.users:
                     self._index.drop(segment.name, strand=True)
-
-    def forget_users(self) -> None:
-        """Reset all uses by requests, for when none is running."""
-        self._listing.clear()
-        self._referring.clear()
-        self.draft_pool.forget_users()
-        self.residuals.forget_users()
 
     def clear(self) -> None:
         """Clear the cache; SGLang has freed every slot, and no request is running."""
-        self.copies.clear()
-        self._index = SegmentIndex()
+        self._index.clear()
         self._slots.clear()
-        self._distrusted.clear()
         self.active, self._abandoned = self.active or self._abandoned, False
 
     def report(self) -> dict[str, int | float]:
         """Return the totals of each tier, and the counters."""
-        self._hear_store()
+        self._tiers.hear_store()
         host, below = self._index.total(Tier.HOST), self._index.total(Tier.STORE)
         return {
             "cache_segments": len(self._index),
             "cache_device_tokens": len(self._slots) * SEGMENT,
-            "cache_draft_slots": self.draft_pool.used_slots
-            + self.draft_pool.idle_slots,
-            "cache_draft_slots_used": self.draft_pool.used_slots,
+            "cache_draft_slots": self.used_slots + self.idle_slots,
+            "cache_draft_slots_used": self.used_slots,
             "cache_host_tokens": host.tokens,
             "cache_host_bytes": host.nbytes,
             "cache_store_tokens": below.tokens,
             "cache_store_bytes": below.nbytes,
-            "cache_complement_bytes": self.residuals.used_bytes,
+            "cache_complement_bytes": self._index.residual_bytes,
             **(self.stored.report() if self.stored else StoreCounters().report()),
             **self.counters.report(),
         }
 
     def _trusted(self, name: str) -> bool:
-        return name not in self._distrusted and self.copies.restorable(name)
+        segment = self._index.find(name)
+        return segment.restorable and not segment.distrusted

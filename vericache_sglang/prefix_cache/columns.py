@@ -42,7 +42,7 @@ class Columns:
         tier: [2, R] int64, tiers of the two parts; NOWHERE for a missing part.
         uses: [R] float64, decayed count of uses as of ``last_use``.
         last_use: [R] float64, time in seconds.
-        pinned: [R] bool, whether the segment is pinned.
+        pinned: [R] bool, whether the segment has a user.
         stored: [R] bool, whether the store has all of the segment.
         names: [R] names; "" in a free row.
     """
@@ -125,7 +125,7 @@ class Columns:
             self.nbytes[1, row], self.tier[1, row] = 0, NOWHERE
         else:
             self.nbytes[1, row], self.tier[1, row] = draft.nbytes, draft.tier
-        self.pinned[row], self.stored[row] = segment.pins > 0, segment.stored
+        self.pinned[row], self.stored[row] = bool(segment.users), segment.stored
 
     def leave(self, name: str, children: Iterable[str]) -> None:
         """Free a segment's row.
@@ -157,7 +157,7 @@ class Columns:
                 *(name, segment.start, parent, segment.content.tokens),
                 *(segment.content.residual.nbytes, draft.nbytes if draft else 0),
                 *(segment.content.residual.tier, draft.tier if draft else NOWHERE),
-                *(segment.uses, segment.last_use, segment.pins > 0, segment.stored),
+                *(segment.uses, segment.last_use, bool(segment.users), segment.stored),
             )
             found = (
                 *(self.names[row], self.start[row], self.parent[row], self.tokens[row]),

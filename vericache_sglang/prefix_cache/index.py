@@ -1,22 +1,34 @@
-"""The index of cached segments: tiers of their parts, uses, pins and totals.
+"""All records of cached segments: tiers of their parts, KV held, users and totals.
 
-It only keeps records; callers move the bytes and decide. Several ranks must make the
-same calls with the same times, so that all ranks choose the same victims.
+Callers move KV and decide. Several ranks must make the same calls with the same times,
+so that all ranks choose the same victims.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import ConfigError, InvariantError
 from vericache_sglang.prefix_cache.columns import Columns
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Segment, Tier
+from vericache_sglang.prefix_cache.segment import (
+    UNKNOWN,
+    Content,
+    Form,
+    Held,
+    Part,
+    Segment,
+    Tier,
+    Use,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+
+    from vericache_sglang.kv.host_image import RawImage
+    from vericache_sglang.prefix_cache.segment_images import DraftPart
 
 HALF_LIFE_S = 600.0
 """Default half-life of a use, in seconds."""
@@ -38,6 +50,9 @@ class Total:
 class SegmentIndex:
     """Segments by name, each linked to its parent, the segment before it.
 
+    A segment is in the index if a match can reach it. Others have a record too while
+    they hold KV that the index does not list or lists in another form.
+
     A method that raises has changed nothing.
 
     Args:
@@ -45,8 +60,11 @@ class SegmentIndex:
 
     Attributes:
         half_life_s: The same.
-        columns: All segments as arrays, for scans.
-        changes: Counts changes of the index other than uses.
+        columns: All segments in the index as arrays, for scans.
+        host_bytes: Bytes of the host pages of all segments.
+        residual_bytes: The part of them that is residual KV.
+        used_slots: Slots of draft KV that requests use.
+        idle_slots: Slots of draft KV that no request uses, which can be evicted.
 
     Raises:
         ConfigError: ``half_life_s`` is not above 0 and finite.
@@ -56,14 +74,21 @@ class SegmentIndex:
         if not (half_life_s > 0 and isfinite(half_life_s)):
             raise ConfigError(f"half_life_s must be > 0 and finite, got {half_life_s}")
         self.half_life_s = half_life_s
+        self._reset()
+
+    def _reset(self) -> None:
         self.columns = Columns()
-        self.changes = 0
         self._segments: dict[str, Segment] = {}
-        self._pinned: dict[str, None] = {}
+        self._unlinked: dict[str, Segment] = {}
+        self._names_of: dict[Hashable, dict[str, None]] = {}
+        # With draft KV on the device, in order of use.
+        self._drafts: dict[str, None] = {}
         # Kept for dropped parents too, as they may be added again. The inner dict is a
         # set in order of insertion, the same on every rank.
         self._children: dict[str, dict[str, None]] = {}
         self._totals = {tier: [0, 0] for tier in Tier}
+        self.host_bytes = self.residual_bytes = self._used_bytes = 0
+        self.used_slots = self.idle_slots = 0
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -72,16 +97,17 @@ class SegmentIndex:
         return name in self._segments
 
     def get(self, name: str) -> Segment | None:
-        """Return the present record of a segment, or None."""
+        """Return a segment in the index, or None."""
         return self._segments.get(name)
 
-    def segments(self) -> Collection[Segment]:
-        """Return a view of all segments, in a deterministic order."""
-        return self._segments.values()
+    def find(self, name: str) -> Segment:
+        """Return the record of a segment, in the index or not; empty if unknown."""
+        found = self._segments.get(name) or self._unlinked.get(name)
+        return found or Segment(name=name)
 
-    def pinned(self) -> Collection[str]:
-        """Return a view of the names of all pinned segments."""
-        return self._pinned.keys()
+    def segments(self) -> Collection[Segment]:
+        """Return a view of all segments in the index, in a deterministic order."""
+        return self._segments.values()
 
     def children(self, name: str) -> tuple[str, ...]:
         """Return the children of ``name``, which may itself be absent."""
@@ -95,9 +121,9 @@ class SegmentIndex:
     def add(self, name: str, parent: str | None, content: Content, now: float) -> bool:
         """Record a segment, or a use of a known segment.
 
-        The content of a known, unpinned segment is replaced if another compressor made
-        it, a part of it is gone, or all of it is in the store only. Otherwise it is
-        kept: parts of two compressions are never mixed.
+        The content of a known segment that is not in use is replaced if another
+        compressor made it, a part of it is gone, or all of it is in the store only.
+        Otherwise it is kept: parts of two compressions are never mixed.
 
         Args:
             name: Chained hash of the prefix up to the segment's end.
@@ -128,19 +154,11 @@ class SegmentIndex:
             )
         same = old.content.compressor == content.compressor
         here = old.content.restorable and not old.content.away
-        stays = old.pins > 0 or (same and here)
-        self._put(self._used(old, now), old.content if stays else content)
-        return not stays
-
-    def match(self, names: Sequence[str], start: int = 0) -> int:
-        """Count the consecutive restorable segments from ``names[start]`` on."""
-        count = 0
-        for index in range(start, len(names)):
-            segment = self._segments.get(names[index])
-            if segment is None or not segment.content.restorable:
-                break
-            count += 1
-        return count
+        self._note_use(old, now)
+        if old.in_use or (same and here):
+            return False
+        self.update(name, content)
+        return True
 
     def touch(self, names: Sequence[str], now: float) -> None:
         """Count one use of each segment at ``now``, in seconds.
@@ -149,9 +167,7 @@ class SegmentIndex:
             InvariantError: A segment is not known.
         """
         for segment in [self._known(name) for name in names]:
-            used = self._used(segment, now)
-            self._segments[used.name] = used
-            self.columns.use(used)
+            self._note_use(segment, now)
 
     def note_stored(self, name: str, stored: bool) -> None:
         """Record whether the store has all of a segment.
@@ -160,24 +176,8 @@ class SegmentIndex:
             InvariantError: The segment is not known.
         """
         segment = self._known(name)
-        if segment.stored is not stored:
-            self._put(replace(segment, stored=stored), segment.content)
-
-    def pin(self, names: Sequence[str]) -> None:
-        """Pin segments, once per occurrence: their parts must stay in their tiers.
-
-        Raises:
-            InvariantError: A segment is not known.
-        """
-        self._hold(names, 1)
-
-    def unpin(self, names: Sequence[str]) -> None:
-        """Undo a ``pin`` of the same names.
-
-        Raises:
-            InvariantError: A segment is not known or not pinned that often.
-        """
-        self._hold(names, -1)
+        segment.stored = stored
+        self.columns.put(segment)
 
     def place(self, name: str, part: Part, tier: Tier) -> None:
         """Record that a part has moved to ``tier``.
@@ -185,8 +185,8 @@ class SegmentIndex:
         A segment whose last part becomes GONE is removed, even if it has children.
 
         Raises:
-            InvariantError: The segment is not known or has no such part; it is pinned
-                while the part moves; or the part was GONE: only ``add`` restores it.
+            InvariantError: The segment is not known or has no such part; a user reads
+                the part that moves; or the part was GONE: only ``add`` restores it.
         """
         segment = self._known(name)
         content = segment.content
@@ -195,10 +195,13 @@ class SegmentIndex:
             raise InvariantError(f"segment {name} is whole: it has no draft part")
         if held.tier is tier:
             return
-        if segment.pins:
+        read = segment.in_use
+        if read and content.draft is not None:
+            read = segment.is_used(Use.DRAFT if part is Part.DRAFT else Use.RESIDUAL)
+        if read:
             raise InvariantError(
                 f"{part.value} of segment {name} moves from {held.tier.name} to "
-                f"{tier.name}, but is pinned {segment.pins} times"
+                f"{tier.name}, but is used by {list(segment.users)}"
             )
         if held.tier is Tier.GONE:
             raise InvariantError(f"{part.value} of segment {name} is gone for good")
@@ -208,12 +211,24 @@ class SegmentIndex:
         else:
             content = replace(content, residual=moved)
         if all(each.tier is Tier.GONE for _, each in content.parts):
-            self._forget(segment)
+            self._unlink(segment)
         else:
-            self._put(segment, content)
+            self.update(name, content)
+
+    def update(self, name: str, content: Content) -> None:
+        """Record the parts of a segment as they are now, whoever uses it.
+
+        Raises:
+            InvariantError: The segment is not known.
+        """
+        segment = self._known(name)
+        self._count(segment.content, -1)
+        self._count(content, 1)
+        segment.content = content
+        self.columns.put(segment)
 
     def drop(self, name: str, *, strand: bool = False) -> None:
-        """Remove a segment.
+        """Remove a segment from the index; the KV it holds stays.
 
         Args:
             name: Its name.
@@ -221,18 +236,157 @@ class SegmentIndex:
                 it is added again.
 
         Raises:
-            InvariantError: It is not known or is pinned, or it has children and
+            InvariantError: It is not known or is in use, or it has children and
                 ``strand`` is False.
         """
         segment = self._known(name)
-        if segment.pins:
-            raise InvariantError(f"segment {name} is pinned {segment.pins} times")
+        if segment.in_use:
+            raise InvariantError(f"segment {name} is used by {list(segment.users)}")
         if name in self._children and not strand:
             raise InvariantError(
                 f"segment {name} is followed by {self.children(name)}; dropping it "
                 "strands them"
             )
-        self._forget(segment)
+        self._unlink(segment)
+
+    # -- users ----------------------------------------------------------------
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of the host pages of segments without users."""
+        return self.host_bytes - self._used_bytes
+
+    def hold(self, user: Hashable, uses: Mapping[str, Use]) -> None:
+        """Add a user to segments, or what it reads of them, until ``let_go``.
+
+        Args:
+            user: Request id, or a value of its own for an operation.
+            uses: What it reads, by name of the segment.
+        """
+        for name, use in uses.items():
+            with self._changed(name) as segment:
+                segment.users[user] = segment.users.get(user, Use.NONE) | use
+            if use & Use.DRAFT and name in self._drafts:
+                self._drafts[name] = self._drafts.pop(name)
+            self._names_of.setdefault(user, {})[name] = None
+
+    def let_go(self, user: Hashable, use: Use = Use.ALL) -> list[str]:
+        """End what a user reads, and remove it from segments of which it reads nothing.
+
+        Returns:
+            The segments that it used before.
+        """
+        names = self._names_of.get(user, {})
+        before = list(names)
+        for name in before:
+            with self._changed(name) as segment:
+                left = segment.users.pop(user) & ~use
+                if left:
+                    segment.users[user] = left
+                else:
+                    del names[name]
+            for form in list(segment.damaged):
+                self.discard_image(name, form)
+        if not names:
+            self._names_of.pop(user, None)
+        return before
+
+    @contextmanager
+    def used(self, uses: Mapping[str, Use]) -> Iterator[None]:
+        """Have an operation use segments within this context; see ``hold``."""
+        user = object()
+        self.hold(user, uses)
+        try:
+            yield
+        finally:
+            self.let_go(user)
+
+    def users(self) -> list[Hashable]:
+        """Return all users."""
+        return list(self._names_of)
+
+    # -- KV off the radix tree ------------------------------------------------
+
+    def add_draft(self, name: str, part: DraftPart) -> None:
+        """Add draft KV on the device, taking ownership of its slots.
+
+        Raises:
+            InvariantError: The segment has draft KV there.
+        """
+        if name in self._drafts:
+            raise InvariantError(f"a second draft part for segment {name}")
+        with self._changed(name) as segment:
+            segment.draft = part
+        self._drafts[name] = None
+
+    def remove_draft(self, name: str) -> DraftPart:
+        """Remove draft KV from the device; the caller owns its slots now.
+
+        Raises:
+            InvariantError: A user reads it, or it is not there.
+        """
+        segment = self.find(name)
+        part = segment.draft
+        if part is None or segment.is_used(Use.DRAFT):
+            raise InvariantError(f"the draft part of segment {name} is not idle")
+        with self._changed(name):
+            segment.draft = None
+        del self._drafts[name]
+        return part
+
+    def drafts(self) -> list[str]:
+        """Return the segments with draft KV on the device, the latest used last."""
+        return list(self._drafts)
+
+    def add_image(self, name: str, form: Form, image: RawImage) -> None:
+        """Add a host image, taking ownership of its pages; scores replace older ones.
+
+        Raises:
+            InvariantError: The segment has one, or a user reads the older scores; the
+                pages of ``image`` are freed.
+        """
+        segment = self.find(name)
+        if form in segment.images:
+            if form is not Form.SCORES or segment.reads(form):
+                image.free()
+                raise InvariantError(f"a second image {form.name} of segment {name}")
+            self.drop_image(name, form)
+        with self._changed(name) as segment:
+            segment.images[form] = image
+
+    def drop_image(self, name: str, form: Form) -> None:
+        """Free a host image.
+
+        Raises:
+            InvariantError: A user reads it, or there is none.
+        """
+        segment = self.find(name)
+        if form not in segment.images or segment.reads(form):
+            raise InvariantError(f"image {form.name} of segment {name} is not idle")
+        with self._changed(name):
+            image = segment.images.pop(form)
+            segment.damaged.discard(form)
+        image.free()
+
+    def discard_image(self, name: str, form: Form) -> None:
+        """Free a corrupt host image once no user reads it; it is not found any more."""
+        segment = self.find(name)
+        segment.damaged.add(form)
+        if not segment.reads(form):
+            self.drop_image(name, form)
+
+    def clear(self) -> None:
+        """Forget everything and free all host pages; SGLang has freed all slots.
+
+        Raises:
+            InvariantError: A segment has a user.
+        """
+        if self._names_of:
+            raise InvariantError(f"segments are used by {self.users()}")
+        for segment in self._all():
+            for image in segment.images.values():
+                image.free()
+        self._reset()
 
     def check(self) -> None:
         """Recount everything; for tests and idle times, O(segments).
@@ -253,9 +407,8 @@ class SegmentIndex:
             raise InvariantError(f"totals are {totals}, not {self._totals}")
         if children != {name: set(each) for name, each in self._children.items()}:
             raise InvariantError("the links to following segments are not as recorded")
-        if {s.name for s in self._segments.values() if s.pins} != set(self._pinned):
-            raise InvariantError(f"pinned are not {list(self._pinned)}")
         self.columns.check(self._segments)
+        self._check_held()
 
     def _check(self, segment: Segment) -> None:
         parent = None if segment.parent is None else self.get(segment.parent)
@@ -263,8 +416,34 @@ class SegmentIndex:
         if segment.start != (0 if segment.parent is None else before):
             raise InvariantError(f"segment {segment.name} starts at {segment.start}")
         places = {held.tier for _, held in segment.content.parts}
-        if segment.pins < 0 or segment.uses < 1 or places == {Tier.GONE}:
+        if segment.uses < 1 or places == {Tier.GONE}:
             raise InvariantError(f"segment {segment.name} cannot be: {segment}")
+
+    def _check_held(self) -> None:
+        """Recount what segments hold, and their users."""
+        nbytes, residual, slots, users = [0, 0], 0, [0, 0], set()
+        for segment in self._all():
+            nbytes[bool(segment.users)] += segment.host_bytes
+            residual += segment.residual.held_bytes if segment.residual else 0
+            if segment.draft is not None:
+                slots[segment.is_used(Use.DRAFT)] += len(segment.draft.slots)
+            users |= {(user, segment.name) for user in segment.users}
+            pages = [image.pages for image in segment.images.values()]
+            if any(each is None or each.freed for each in pages):
+                raise InvariantError(f"pages of segment {segment.name} are not its own")
+        names = self._names_of.items()
+        if users != {(user, name) for user, each in names for name in each}:
+            raise InvariantError(f"segments have other users: {users}")
+        held = (*nbytes, residual, *slots)
+        counted = (
+            *(self.evictable_bytes, self._used_bytes, self.residual_bytes),
+            *(self.idle_slots, self.used_slots),
+        )
+        if held != counted:
+            raise InvariantError(f"segments hold {held}, not {counted}")
+        for segment in self._unlinked.values():
+            if segment.empty or segment.content is not UNKNOWN:
+                raise InvariantError(f"segment {segment.name} cannot be: {segment}")
 
     def _enter(
         self, name: str, parent: str | None, content: Content, now: float
@@ -277,11 +456,12 @@ class SegmentIndex:
                     f"segment {name} ends at {start + content.tokens}, {child} that "
                     f"follows it starts at {self._segments[child].start}"
                 )
-        segment = Segment(
-            name=name, parent=parent, start=start, content=content, last_use=now
-        )
+        segment = self._unlinked.get(name) or Segment(name=name)
+        segment.parent, segment.start, segment.content = parent, start, content
+        segment.last_use, segment.uses, segment.stored = now, 1.0, False
         self.columns.enter(segment, self._children.get(name, ()))
         self._segments[name] = segment
+        self._unlinked.pop(name, None)
         if parent is not None:
             self._children.setdefault(parent, {})[name] = None
         self._count(content, 1)
@@ -292,50 +472,59 @@ class SegmentIndex:
             raise InvariantError(f"segment {name} is not in the index")
         return segment
 
-    def _used(self, segment: Segment, now: float) -> Segment:
-        uses = 1.0 + segment.uses_at(now, self.half_life_s)
-        return replace(segment, uses=uses, last_use=max(now, segment.last_use))
+    def _all(self) -> Iterator[Segment]:
+        yield from self._segments.values()
+        yield from self._unlinked.values()
 
-    def _hold(self, names: Sequence[str], by: int) -> None:
-        changed = []
-        for name, count in Counter(names).items():
-            segment = self._known(name)
-            pins = segment.pins + by * count
-            if pins < 0:
-                raise InvariantError(
-                    f"segment {name} is pinned {segment.pins} times, unpinned {count}"
-                )
-            changed.append(replace(segment, pins=pins))
-        self.changes += 1
-        for segment in changed:
-            self._segments[segment.name] = segment
-            self.columns.put(segment)
-            if segment.pins:
-                self._pinned[segment.name] = None
-            else:
-                self._pinned.pop(segment.name, None)
-
-    def _put(self, segment: Segment, content: Content) -> None:
-        """Replace the record of a known segment, and update the totals."""
-        self._count(segment.content, -1)
-        self._count(content, 1)
-        segment = replace(segment, content=content)
-        self._segments[segment.name] = segment
+    def _note_use(self, segment: Segment, now: float) -> None:
+        segment.uses = 1.0 + segment.uses_at(now, self.half_life_s)
+        segment.last_use = max(now, segment.last_use)
         self.columns.use(segment)
-        self.columns.put(segment)
 
-    def _forget(self, segment: Segment) -> None:
-        del self._segments[segment.name]
-        self.columns.leave(segment.name, self._children.get(segment.name, ()))
+    @contextmanager
+    def _changed(self, name: str) -> Iterator[Segment]:
+        """Return a segment whose KV or users change within this context."""
+        segment = self.find(name)
+        if name not in self._segments:
+            self._unlinked[name] = segment
+        self._tally(segment, -1)
+        yield segment
+        self._tally(segment, 1)
+        if name in self._segments:
+            self.columns.put(segment)
+        elif segment.empty:
+            del self._unlinked[name]
+
+    def _tally(self, segment: Segment, by: int) -> None:
+        """Add a segment to the totals of KV held (1), or take it out (-1)."""
+        nbytes = by * segment.host_bytes
+        self.host_bytes += nbytes
+        self._used_bytes += nbytes if segment.users else 0
+        if segment.residual is not None:
+            self.residual_bytes += by * segment.residual.held_bytes
+        if segment.draft is None:
+            return
+        if segment.is_used(Use.DRAFT):
+            self.used_slots += by * len(segment.draft.slots)
+        else:
+            self.idle_slots += by * len(segment.draft.slots)
+
+    def _unlink(self, segment: Segment) -> None:
+        """Remove a segment from the index; it keeps its record if it holds KV."""
+        name = segment.name
+        del self._segments[name]
+        self.columns.leave(name, self._children.get(name, ()))
         self._count(segment.content, -1)
         if segment.parent is not None:
             siblings = self._children[segment.parent]
-            del siblings[segment.name]
+            del siblings[name]
             if not siblings:
                 del self._children[segment.parent]
+        segment.content = UNKNOWN
+        if not segment.empty:
+            self._unlinked[name] = segment
 
     def _count(self, content: Content, by: int) -> None:
-        self.changes += 1
         for part, held in content.parts:
             total = self._totals[held.tier]
             total[0] += by * content.tokens_of(part)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from math import expm1, inf
-from typing import TYPE_CHECKING
+from math import inf
+
+import numpy as np
 
 from vericache_sglang.errors import ConfigError
-
-if TYPE_CHECKING:
-    from vericache_sglang.prefix_cache.segment import Content, Segment, Tier
 
 LEAST_CHANCE = 1e-200
 """Lower bound of the reuse chance, so that savings never underflow to zero."""
@@ -60,57 +58,33 @@ class Prices:
         object.__setattr__(self, "_rates", (passing, staying))
         object.__setattr__(self, "_latency", (0.0, 0.0, self.store_latency_s, inf))
 
-    def prefill_s(self, start: int, tokens: int) -> float:
-        """Return the seconds of a prefill of ``tokens`` after ``start`` others.
+    def prefill_s(self, start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return [n] seconds of prefills of ``tokens`` [n] after ``start`` [n] others.
 
-        The difference of a * n + b * n^2 over the segment: dense layers are linear,
+        The difference of a * n + b * n^2 over each segment: dense layers are linear,
         causal attention is quadratic in the prefix.
         """
         square = tokens * (2 * start + tokens)
-        return self.prefill_s_per_token * tokens + self.prefill_s_per_square * square
-
-    def fetch_s(self, nbytes: int, tier: Tier, stays: bool) -> float:
-        """Return the seconds to load a part of ``nbytes`` to the device.
-
-        Args:
-            nbytes: Bytes of the part, >= 1.
-            tier: Where it is.
-            stays: The part needs slots of the pool, as draft KV and uncompressed
-                segments do, which every step reads. Other KV is evicted to the host
-                first to free the slots. Residual KV passes through the staging buffer
-                and displaces nothing.
-        """
-        return self._latency[tier] + self._rates[stays][tier] * nbytes
+        linear_s, square_s = self.prefill_s_per_token, self.prefill_s_per_square
+        seconds: np.ndarray = linear_s * tokens + square_s * square
+        return seconds
 
     @property
     def by_tier(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """The terms of ``fetch_s`` by tier.
+        """What loading a part to the device costs, by tier.
 
         Latency in seconds; seconds per byte through the staging buffer; seconds per
         byte into pool slots.
+
+        Draft KV and uncompressed segments need slots of the pool, which every step
+        reads: other KV is evicted to the host first to free them. Residual KV passes
+        through the staging buffer and displaces nothing.
         """
         return self._latency, *self._rates
 
-    def restore_s(self, content: Content) -> float:
-        """Return the seconds to load a segment's parts, one after another.
 
-        ``inf`` when one is gone.
-        """
-        rest, draft = content.residual, content.draft
-        if draft is None:
-            return self.fetch_s(rest.nbytes, rest.tier, True)
-        passing, staying = self._rates
-        seconds = self._latency[rest.tier] + passing[rest.tier] * rest.nbytes
-        return seconds + self._latency[draft.tier] + staying[draft.tier] * draft.nbytes
-
-    def gain_s(self, segment: Segment) -> float:
-        """Return the seconds restoring saves over recomputing; may be negative."""
-        content = segment.content
-        return self.prefill_s(segment.start, content.tokens) - self.restore_s(content)
-
-
-def reuse_chance(uses: float) -> float:
-    """Return the chance that a segment is used again soon, in [1e-200, 1].
+def reuse_chance(uses: np.ndarray) -> np.ndarray:
+    """Return the chances that segments are used again soon, in [1e-200, 1].
 
     If uses are a Poisson process of rate r, the decayed count is r / lambda on average,
     with lambda = ln 2 / half-life. So the count estimates r / lambda, and
@@ -118,7 +92,7 @@ def reuse_chance(uses: float) -> float:
     first of these uses matters, as it restores the evicted segment.
 
     Args:
-        uses: Decayed count now, >= 0 (``Segment.uses_at``).
+        uses: [n] decayed counts now, >= 0 (``Segment.uses_at``).
     """
-    chance = -expm1(-uses)
-    return chance if chance > LEAST_CHANCE else LEAST_CHANCE
+    chance: np.ndarray = np.maximum(-np.expm1(-uses), LEAST_CHANCE)
+    return chance

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vericache_sglang.prefix_cache.columns import ABSENT, ROOT
-from vericache_sglang.prefix_cache.restore_costs import LEAST_CHANCE
+from vericache_sglang.prefix_cache.restore_costs import reuse_chance
 
 if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.index import SegmentIndex
@@ -84,11 +84,8 @@ class Branches:
         self._terms = [np.array([*each, 0.0]) for each in prices.by_tier]
         past = np.maximum(now - columns.last_use[rows], 0.0)
         uses = columns.uses[rows] * np.power(2.0, -past / index.half_life_s)
-        self.chance = np.maximum(-np.expm1(-self._most(uses)), LEAST_CHANCE)
-        tokens = columns.tokens[rows]
-        square = tokens * (2 * start + tokens)  # see ``Prices.prefill_s``
-        prefill_s = prices.prefill_s_per_token * tokens
-        prefill_s = prefill_s + prices.prefill_s_per_square * square
+        self.chance = reuse_chance(self._most(uses))
+        prefill_s = prices.prefill_s(start, columns.tokens[rows])
         self.own_s = self.chance * (prefill_s - self._restore_s())
         self.below_s, self.kept_s = np.zeros(count + 2), np.zeros(count + 2)
         self._weigh()
@@ -110,7 +107,7 @@ class Branches:
         return most[: len(uses)]
 
     def _restore_s(self) -> np.ndarray:
-        """Return [n] seconds to load each segment to the device (``restore_s``)."""
+        """Return [n] seconds to load each segment to the device, part by part."""
         seconds = np.zeros(len(self.rows))
         for kind in (0, 1):
             latency_s, rate = self._fetch_terms(kind, self.tier[kind])
@@ -127,7 +124,7 @@ class Branches:
     def _fetch_terms(
         self, kind: int, tier: np.ndarray | int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the terms of ``Prices.fetch_s``: seconds, and seconds per byte.
+        """Return seconds, and seconds per byte, of loading a part; see ``by_tier``.
 
         Draft KV needs slots of the pool, and so does a segment that is not compressed.
         """

@@ -1,12 +1,20 @@
-"""Records of a cached segment: its parts, their tiers and its uses."""
+"""The record of a cached segment: tiers, KV off the radix tree, uses and users."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, Flag, IntEnum, auto
+from typing import TYPE_CHECKING, cast
 
 from vericache_sglang.errors import InvariantError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from vericache_sglang.kv.host_image import RawImage
+    from vericache_sglang.kv.residual import RawResidual
+    from vericache_sglang.prefix_cache.segment_images import DraftPart
 
 
 class Tier(IntEnum):
@@ -31,6 +39,38 @@ class Part(Enum):
 
     DRAFT = "draft"
     RESIDUAL = "complement"
+
+
+class Form(Enum):
+    """Contents of a host image.
+
+    WHOLE: full KV. DRAFT: draft KV. RESIDUAL: residual KV. SCORES: scores of the
+    tokens, beside residual KV.
+    """
+
+    WHOLE = auto()
+    DRAFT = auto()
+    RESIDUAL = auto()
+    SCORES = auto()
+
+
+class Use(Flag):
+    """What a user of a segment reads, which must stay where it is until it ends.
+
+    Any user, also of NONE of these, protects the segment from eviction.
+
+    DRAFT: draft KV on the device. RESIDUAL: residual KV. IMAGES: other host images.
+    """
+
+    NONE = 0
+    DRAFT = auto()
+    RESIDUAL = auto()
+    IMAGES = auto()
+    ALL = DRAFT | RESIDUAL | IMAGES
+
+
+_READ = dict.fromkeys(Form, Use.IMAGES) | {Form.RESIDUAL: Use.RESIDUAL}
+"""What a user reads if it reads an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +147,6 @@ class Content:
         """Return one part; None for the draft KV of an uncompressed segment."""
         return self.draft if part is Part.DRAFT else self.residual
 
-    def is_in(self, tier: Tier) -> bool:
-        """Return whether a part is in ``tier``."""
-        draft = self.draft
-        return self.residual.tier is tier or (draft is not None and draft.tier is tier)
-
-    def nbytes_of(self, part: Part) -> int:
-        """Return the bytes of ``part``; 0 for draft KV of an uncompressed segment."""
-        held = self.held(part)
-        return 0 if held is None else held.nbytes
-
     def tokens_of(self, part: Part) -> int:
         """Return the tokens attributed to ``part``; every token counts once.
 
@@ -131,34 +161,104 @@ class Content:
         return kept if part is Part.DRAFT else self.tokens - kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+UNKNOWN = Content(tokens=1, residual=Held(1, Tier.GONE))
+"""Content of a segment that is not in the index."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Segment:
-    """Immutable record of one segment in the index.
+    """The one record of a segment; ``SegmentIndex`` changes it.
 
     Attributes:
         name: Chained hash, which identifies the whole prefix up to its end.
         parent: Name of the segment before it; None for a root segment.
         start: Tokens before it, >= 0.
-        content: Its parts and their tiers.
+        content: Its parts and their tiers, as eviction prices them.
         last_use: Time of the last use, in seconds of the caller's clock.
         uses: Decayed count of uses as of ``last_use``, halved per half-life; >= 1.
-        pins: Pins of running requests and operations, >= 0.
         stored: Whether the store has all of it, in addition to other tiers.
+        draft: Draft KV on the device, outside the radix tree.
+        images: Its host images.
+        damaged: Those found corrupt, whose pages stay until their last reader ends.
+        users: What each user reads, by request id; an operation uses it while it runs.
+        distrusted: One of its copies is corrupt: it is not shared any more.
     """
 
     name: str
-    parent: str | None
-    start: int
-    content: Content
-    last_use: float
+    parent: str | None = None
+    start: int = 0
+    content: Content = UNKNOWN
+    last_use: float = 0.0
     uses: float = 1.0
-    pins: int = 0
     stored: bool = False
+    draft: DraftPart | None = None
+    images: dict[Form, RawImage] = field(default_factory=dict)
+    damaged: set[Form] = field(default_factory=set)
+    users: dict[Hashable, Use] = field(default_factory=dict)
+    distrusted: bool = False
 
     @property
     def end(self) -> int:
         """Tokens up to its end."""
         return self.start + self.content.tokens
+
+    @property
+    def split(self) -> bool:
+        """Whether it is compressed, and not in the store only."""
+        return self.content.draft is not None and not self.content.away
+
+    @property
+    def held(self) -> Use:
+        """What a user could read now."""
+        held = Use.NONE if self.draft is None else Use.DRAFT
+        for form in self.images:
+            held |= _READ[form]
+        return held
+
+    @property
+    def in_use(self) -> bool:
+        """Whether users read the parts of ``content``.
+
+        Draft KV and residual KV are not parts of a segment that is known as full KV.
+        """
+        split = self.content.draft is not None
+        return self.is_used(Use.DRAFT | Use.RESIDUAL if split else Use.IMAGES)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it holds no KV, and nobody uses it."""
+        return not (self.users or self.images or self.draft)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host pages of all its images."""
+        return sum(image.held_bytes for image in self.images.values())
+
+    @property
+    def restorable(self) -> bool:
+        """Whether its full KV can be restored from what it holds."""
+        if self.has(Form.WHOLE):
+            return True
+        draft = self.draft is not None or self.has(Form.DRAFT)
+        # Residual KV is sealed when its copy to the host is complete.
+        return draft and self.residual is not None and self.residual.sealed
+
+    @property
+    def residual(self) -> RawResidual | None:
+        """Its residual KV on the host."""
+        return cast("RawResidual | None", self.images.get(Form.RESIDUAL))
+
+    def has(self, form: Form) -> bool:
+        """Return whether it has a host image that is not known to be corrupt."""
+        return form in self.images and form not in self.damaged
+
+    def reads(self, form: Form) -> bool:
+        """Return whether a user reads a host image."""
+        return self.is_used(_READ[form])
+
+    def is_used(self, use: Use) -> bool:
+        """Return whether a user reads any of these."""
+        return any(each & use for each in self.users.values())
 
     def uses_at(self, now: float, half_life_s: float) -> float:
         """Return the decayed count of uses at ``now``, in seconds.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from math import nan
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,26 +12,32 @@ import torch
 
 from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.kv.host_image import shapes_of
 from vericache_sglang.kv.joined_images import JoinedImages
+from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.kv.split_layers import as_bits, join_layer, rest_of
 from vericache_sglang.kv.stream_transfer import HeldMemory
 from vericache_sglang.kv.swapped import gathered
-from vericache_sglang.prefix_cache.draft_segments import DraftSegmentPool
+from vericache_sglang.prefix_cache.index import SegmentIndex
+from vericache_sglang.prefix_cache.segment import Form
+from vericache_sglang.prefix_cache.segment_images import (
+    DraftPart,
+    SegmentImage,
+    shapes_of_tensors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.host_image import HostImage
     from vericache_sglang.kv.host_pages import HostTensor
     from vericache_sglang.kv.prefill_observer import PromptWatch
-    from vericache_sglang.kv.residual import RawResidual
-    from vericache_sglang.prefix_cache.host_pool import SegmentPool
-    from vericache_sglang.prefix_cache.segment_images import DraftPart
-    from vericache_sglang.prefix_cache.segment_residuals import SegmentResiduals
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     Tensors = Mapping[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 TOGETHER = 1 << 28
 """Most bytes gathered on the device for one save, unless a segment is larger: several
@@ -43,19 +48,19 @@ class Save(NamedTuple):
     """A pending copy of KV entries from the pool to a host image.
 
     Attributes:
-        name: Name of the segment or copy.
+        name: Name of the segment.
+        form: Contents of the image.
         image: Destination.
         slots: [T] int64 on the pool's device, slots of the tokens.
         kept: [L, H, n] int32, positions of tokens to leave out; None: copy all.
-        drop: Removes the image if the copy fails.
         hold: Keeps the image's pages allocated until the copy is queued.
     """
 
     name: str
+    form: Form
     image: HostImage
     slots: torch.Tensor
     kept: torch.Tensor | None
-    drop: Callable[[], object]
     hold: HeldMemory
 
 
@@ -66,23 +71,17 @@ class SegmentCopies:
     beside the residual KV, and restored with the tokens.
 
     Args:
-        handles: Pool and geometry.
-        pool: Full KV, draft KV and scores on the host.
-        residuals: Residual KV on the host.
+        handles: Pool, geometry and host memory.
 
     Attributes:
+        index: Records of all segments.
         scores: Scores of tokens by slot; None if the selector keeps none.
     """
 
-    def __init__(
-        self, handles: KVHandles, pool: SegmentPool, residuals: SegmentResiduals
-    ) -> None:
-        self.draft_pool = DraftSegmentPool()
-        self.residuals = residuals
+    def __init__(self, handles: KVHandles) -> None:
+        self.index = SegmentIndex()
         self.scores: PromptWatch | None = None
         self._handles = handles
-        self._pool = pool
-        self._kept_back: Counter[str] = Counter()
         self._saves: list[Save] = []
         self._collecting = False
 
@@ -108,71 +107,15 @@ class SegmentCopies:
             except BaseException:
                 for each in chain.from_iterable(groups[at:]):
                     each.hold.let_go()
-                    each.drop()
+                    self.index.drop_image(each.name, each.form)
                 raise
             for each in group:
                 each.hold.let_go()
 
-    def has_whole(self, name: str) -> bool:
-        """Return whether full KV of a segment is on the host."""
-        return _whole(name) in self._pool
-
-    def has_draft_on_host(self, name: str) -> bool:
-        """Return whether draft KV of a segment is on the host."""
-        return _draft(name) in self._pool
-
-    def restorable(self, name: str) -> bool:
-        """Return whether the copies suffice to restore a segment."""
-        if self.has_whole(name):
-            return True
-        rest = self.residuals.get(name)  # sealed when its copy is complete
-        draft = name in self.draft_pool or self.has_draft_on_host(name)
-        return draft and rest is not None and rest.sealed
-
     @property
     def held_bytes(self) -> int:
-        """Bytes of the host pages of all copies and residual KV."""
-        return self._pool.used_bytes + self.residuals.used_bytes
-
-    @property
-    def evictable_bytes(self) -> int:
-        """Bytes of the host pages without a pin or reference."""
-        return self._pool.evictable_bytes + self.residuals.evictable_bytes
-
-    def unused_bytes(self, name: str) -> int:
-        """Return the bytes of ``evictable_bytes`` that belong to this segment."""
-        copies = [each(name) for each in (_whole, _draft, _scores)]
-        nbytes = sum(
-            self._pool.nbytes(copy)
-            for copy in copies
-            if copy in self._pool and not self._kept_back[copy]
-        )
-        rest = self.residuals.get(name)
-        if rest is not None and not self.residuals.is_held(name):
-            nbytes += rest.held_bytes
-        return nbytes
-
-    @contextmanager
-    def kept_back(self, names: Sequence[str]) -> Iterator[None]:
-        """Protect the existing parts of segments within this context."""
-        listed = [name for name in names if name in self.draft_pool]
-        held = [name for name in names if name in self.residuals]
-        forms = (_whole, _draft, _scores)
-        copies = [each(name) for name in names for each in forms]
-        copies = [copy for copy in copies if copy in self._pool]
-        self.draft_pool.take(listed)
-        self.residuals.hold(held)
-        for copy in copies:
-            self._pool.pin(copy)
-        self._kept_back.update(copies)
-        try:
-            yield
-        finally:
-            self._kept_back -= Counter(copies)
-            for copy in copies:
-                self._pool.unpin(copy)
-            self.residuals.let_go(held)
-            self.draft_pool.give(listed)
+        """Bytes of the host pages of all segments."""
+        return self.index.host_bytes
 
     def read(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return host copies of the KV in slots: keys and values, [L, n, H, D]."""
@@ -193,7 +136,8 @@ class SegmentCopies:
 
     def read_parts(self, name: str) -> tuple[Tensors, Tensors] | None:
         """Return host copies of draft KV and residual KV; None unless both exist."""
-        part, rest = self.draft_pool.get(name), self.residuals.get(name)
+        segment = self.index.find(name)
+        part, rest = segment.draft, segment.residual
         if part is None or rest is None or not rest.sealed:
             return None
         noted = self._saved_scores(name)
@@ -210,21 +154,21 @@ class SegmentCopies:
         The slots may be reused at once, or after ``together``; a reader of the copy
         waits until it is complete.
         """
-        return self._save_all(_whole(name), slots, _named(self.scores_of(slots)))
+        return self._save_all(name, Form.WHOLE, slots, _named(self.scores_of(slots)))
 
     def take_whole(self, name: str, tensors: Tensors) -> bool:
         """Copy full KV from the store in; False without free pages."""
-        return self._pool.put(_whole(name), tensors)
+        return self._put(name, Form.WHOLE, tensors)
 
     def take_split(self, name: str, draft: Tensors, rest: Tensors) -> bool:
         """Copy draft KV and residual KV from the store in; False without free pages."""
         kept = draft["kept"]
         own = {field: draft[field] for field in ("keys", "values", "kept")}
-        if not self._pool.put(_draft(name), own):
+        if not self._put(name, Form.DRAFT, own):
             return False
         residual = self.open_residual(name, rest["keys"].shape[1], kept.shape[2])
         if residual is None:
-            self._pool.drop(_draft(name))
+            self.index.drop_image(name, Form.DRAFT)
             return False
         residual.describe(kept, kept[..., :0])
         for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
@@ -242,11 +186,19 @@ class SegmentCopies:
 
         Returns:
             None without free pages; nothing was allocated.
+
+        Raises:
+            InvariantError: The segment has residual KV.
         """
+        handles, host = self._handles, self._handles.host
         try:
-            return self.residuals.open(name, slots, kept)
+            residual = RawResidual(
+                handles.geometry, slots, kept, host.dtype, host.page_pool
+            )
         except TransferError:
             return None
+        self.index.add_image(name, Form.RESIDUAL, residual)
+        return residual
 
     def save_scores(self, name: str, noted: torch.Tensor | None) -> bool:
         """Save the scores of a segment's tokens beside its residual KV.
@@ -258,7 +210,7 @@ class SegmentCopies:
         Returns:
             False without free pages: the tokens have no scores when restored.
         """
-        return noted is None or self._pool.put(_scores(name), {"noted": noted})
+        return noted is None or self._put(name, Form.SCORES, {"noted": noted})
 
     def give_scores(self, slots: torch.Tensor, noted: torch.Tensor | None) -> None:
         """Set the scores of restored tokens; to NaN without saved scores.
@@ -272,18 +224,18 @@ class SegmentCopies:
         self.scores.note(slots, scores if noted is None else list(noted))
 
     def save_draft(self, name: str) -> torch.Tensor | None:
-        """Move unused draft KV from the draft-segment pool to the host.
+        """Move unused draft KV from the device to the host.
 
         Returns:
             Its slots, now owned by the caller, reusable as after ``save_whole``; None
             without free pages, and nothing is moved.
         """
-        part = self.draft_pool.get(name)
+        part = self.index.find(name).draft
         if part is None:
             raise InvariantError(f"no draft part of segment {name}")
-        if not self._save_all(_draft(name), part.slots, {"kept": part.kept}):
+        if not self._save_all(name, Form.DRAFT, part.slots, {"kept": part.kept}):
             return None
-        return self.draft_pool.remove(name).slots
+        return self.index.remove_draft(name).slots
 
     def save_rest(self, name: str, part: DraftPart, slots: torch.Tensor) -> bool:
         """Copy a segment's residual KV to the host; False without free pages.
@@ -298,31 +250,43 @@ class SegmentCopies:
         if residual is None:
             return False
         residual.describe(part.kept, part.kept[..., :0])
-        self._save(
-            Save(
-                name,
-                residual,
-                slots,
-                part.kept,
-                partial(self.residuals.drop, name),
-                HeldMemory([residual.pages]),
-            )
-        )
+        self._save(Form.RESIDUAL, name, residual, slots, part.kept)
         return True
 
-    def _save_all(self, copy: str, slots: torch.Tensor, more: Tensors) -> bool:
-        """Copy all KV entries of slots under a name; False without free pages."""
-        pool, geometry = self._handles.pool, self._handles.geometry
-        dtype = pool.k_buffer[0].dtype
-        image = self._pool.open(copy, geometry, len(slots), dtype, more)
+    def _save_all(
+        self, name: str, form: Form, slots: torch.Tensor, more: Tensors
+    ) -> bool:
+        """Copy all KV entries of slots to a new image; False without free pages."""
+        handles, dtype = self._handles, self._handles.pool.k_buffer[0].dtype
+        shapes = shapes_of(handles.geometry, len(slots), dtype)
+        shapes = {**shapes, **shapes_of_tensors(more)}
+        image = SegmentImage.allocated(shapes, handles.host.page_pool)
         if image is None:
             return False
-        drop = partial(self._pool.drop, copy)
-        self._save(Save(copy, image, slots, None, drop, HeldMemory([image.pages])))
+        for field, tensor in more.items():
+            # From a GPU on the current stream: complete before a copy queued next.
+            image.tensors[field].write(tensor)
+        self.index.add_image(name, form, image)
+        self._save(form, name, image, slots)
         return True
 
-    def _save(self, save: Save) -> None:
-        self._saves.append(save)
+    def _put(self, name: str, form: Form, tensors: Tensors) -> bool:
+        """Copy tensors to an image of a segment; False without free pages."""
+        image = SegmentImage.copied(tensors, self._handles.host.page_pool)
+        if image is not None:
+            self.index.add_image(name, form, image)
+        return image is not None
+
+    def _save(
+        self,
+        form: Form,
+        name: str,
+        image: HostImage,
+        slots: torch.Tensor,
+        kept: torch.Tensor | None = None,
+    ) -> None:
+        hold = HeldMemory([image.pages])
+        self._saves.append(Save(name, form, image, slots, kept, hold))
         if not self._collecting:
             self.flush()
 
@@ -363,61 +327,73 @@ class SegmentCopies:
         Raises:
             TransferError: A copy is corrupt.
         """
-        device = self._handles.device
+        device, segment = self._handles.device, self.index.find(name)
         slots = placed(slots, device)
-        if self.has_whole(name):
-            found = self._read(_whole(name))
+        if segment.has(Form.WHOLE):
+            found = self._read(name, Form.WHOLE)
             noted = _all_layers(found.get("noted"))
             pairs = _pairs(found, device)
         else:
             noted, pairs = self._saved_scores(name), self._joined(name)
-        rest = self.residuals.get(name)
-        pages = [rest.pages] if rest is not None else []
-        copies = (_whole(name), _draft(name))
-        pages += [self._pool.pages(copy) for copy in copies if copy in self._pool]
+        pages = [image.pages for image in segment.images.values()]
         wanted = ((keys[skip:], values[skip:]) for keys, values in pairs)
         self._handles.transfers.bring(wanted, slots, pages)
         # After the forwards that the transfer waited for, as they also score slots.
         self.give_scores(slots, None if noted is None else noted[:, :, skip:])
 
     def drop_host(self, name: str) -> None:
-        """Drop a segment's host copies, and its residual KV if no request holds it."""
+        """Drop a segment's host copies, and its residual KV if no request uses it."""
         self.drop_copies(name)
         self.drop_residual(name)
 
     def drop_residual(self, name: str) -> None:
-        """Drop a segment's residual KV on the host if no request holds it."""
+        """Drop a segment's residual KV on the host if no request uses it."""
         self.flush()
-        if name in self.residuals and not self.residuals.is_held(name):
-            self.residuals.drop(name)
-            self._pool.drop(_scores(name))
+        segment = self.index.find(name)
+        if segment.residual is not None and not segment.reads(Form.RESIDUAL):
+            for form in (Form.RESIDUAL, Form.SCORES):
+                if segment.has(form):
+                    self.index.drop_image(name, form)
 
     def drop_copies(self, name: str) -> None:
         """Drop a segment's host copies of full KV and draft KV."""
         self.flush()
-        for copy in (_whole(name), _draft(name)):
-            if copy in self._pool:
-                self._pool.drop(copy)
+        for form in (Form.WHOLE, Form.DRAFT):
+            if self.index.find(name).has(form):
+                self.index.drop_image(name, form)
 
-    def clear(self) -> None:
-        """Drop everything; the caller has ended all use, and SGLang owns all slots."""
-        self.draft_pool.clear()
-        self.residuals.clear()
-        for copy in list(self._pool.names()):
-            self._pool.drop(copy)
+    def images_of(self, name: str, form: Form) -> Mapping[str, HostTensor] | None:
+        """Return the tensors of a host image after verifying their checksums.
+
+        Returns:
+            Read-only tensors. None without the image, or if it is corrupt: it is
+            dropped then, with its last user.
+        """
+        segment = self.index.find(name)
+        if not segment.has(form):
+            return None
+        image = segment.images[form]
+        try:
+            for layer in range(image.layers):
+                image.verify(layer)
+        except TransferError:
+            logger.warning("VeriCache: segment %s was damaged in host memory", name)
+            self.index.discard_image(name, form)
+            return None
+        return image.tensors
 
     def _joined(self, name: str) -> Iterator[Pair]:
         """Yield each layer's full KV of a compressed segment, on the device."""
-        residual = self.residuals.get(name)
+        segment = self.index.find(name)
+        part, residual = segment.draft, segment.residual
         if residual is None:
             raise InvariantError(f"no complement of segment {name}")
-        part = self.draft_pool.get(name)
         pool, device = self._handles.pool, self._handles.device
         if part is not None:
             kept = placed(part.kept, device)
             drafts = gathered(pool.k_buffer, pool.v_buffer, part.slots)
         else:
-            found = self._read(_draft(name))
+            found = self._read(name, Form.DRAFT)
             kept = found["kept"].read(device=device)
             drafts = _pairs(found, device)
         rests = _pairs(residual.tensors, device)
@@ -431,13 +407,15 @@ class SegmentCopies:
 
     def _saved_scores(self, name: str) -> torch.Tensor | None:
         """Return the scores saved by ``save_scores``; None if missing or corrupt."""
-        found = self._pool.get(_scores(name))
+        found = self.images_of(name, Form.SCORES)
         return None if found is None else _all_layers(found["noted"])
 
-    def _read(self, copy: str) -> Mapping[str, HostTensor]:
-        found = self._pool.get(copy)
+    def _read(self, name: str, form: Form) -> Mapping[str, HostTensor]:
+        found = self.images_of(name, form)
         if found is None:
-            raise TransferError(f"the host copy {copy} is damaged")
+            raise TransferError(
+                f"{form.name.lower()} KV of segment {name} is damaged on the host"
+            )
         return found
 
 
@@ -493,15 +471,3 @@ def _groups(saves: Sequence[Save]) -> Iterator[list[Save]]:
 def _named(noted: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return scores as the field ``noted``; {} for None."""
     return {} if noted is None else {"noted": noted}
-
-
-def _whole(name: str) -> str:
-    return f"{name}.whole"
-
-
-def _draft(name: str) -> str:
-    return f"{name}.draft"
-
-
-def _scores(name: str) -> str:
-    return f"{name}.scores"
