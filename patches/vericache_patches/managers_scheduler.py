@@ -50,9 +50,10 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="around",
             args=("self", "recv_reqs"),
             reason="Weights sent right after an answer end the process, as its request "
-            "is still in a batch; and a speculative worker is not told of new weights.",
-            remove_when="SGLang defers control requests until it is idle, and tells "
-            "its spec worker of new weights.",
+            "is still in a batch; and a speculative worker is not told of new weights, "
+            "nor asked before a batch is chosen whether its KV is still reliable.",
+            remove_when="SGLang defers control requests until it is idle, tells its "
+            "spec worker of new weights, and lets it retract every request.",
         ),
         process_input_requests,
     ),

@@ -1,5 +1,7 @@
 """An error of some ranks is one of all, wherever it is raised; real gloo ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 from forked_ranks import Ranks
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.errors import LostRankError, RankError
 from vericache_sglang.runtime.tp_sync import WIDTH, TensorParallelSync
+from vericache_sglang.sampling.profile import Profile, SamplingRule
 from vericache_sglang.scheduling.estimates import Estimates
 
 
@@ -127,3 +130,31 @@ def test_a_forward_that_fails_loses_its_rank_only_where_others_may_wait(ranks):
     assert all(isinstance(answer, LostRankError) for answer in answers)
     with pytest.raises(ZeroDivisionError):
         break_forward(None, 0, False)
+
+
+def draw(tp_sync, rid):
+    """Return the key of an unseeded request's noise."""
+    parameters = SimpleNamespace(sampling_seed=None)
+    state = SimpleNamespace(
+        rid=rid,
+        req=SimpleNamespace(sampling_params=parameters),
+        profile=Profile(SamplingRule.COUPLED, seed=1),
+    )
+    tp_sync.same_noise(state)
+    return state.profile.seed
+
+
+def draw_unequally(group, rank):
+    """Lose a request before it draws on rank 1; return the keys drawn later."""
+    tp_sync = TensorParallelSync(Estimates(), group)
+    if rank != 1:
+        draw(tp_sync, "lost")
+    tp_sync.meet(failed=rank == 1)
+    tp_sync.recovered()
+    return [draw(tp_sync, "lost"), draw(tp_sync, "next")]
+
+
+def test_ranks_draw_the_same_noise_after_an_error(ranks):
+    answers = ranks.call(draw_unequally)
+    assert answers == [answers[0]] * 3
+    assert len(set(answers[0])) == 2
