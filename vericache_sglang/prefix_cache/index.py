@@ -256,21 +256,24 @@ class SegmentIndex:
         """Bytes of the host pages of segments without users."""
         return self.host_bytes - self._used_bytes
 
-    def hold(self, user: Hashable, uses: Mapping[str, Use]) -> None:
+    def hold(self, user: Hashable, uses: Mapping[str, int]) -> None:
         """Add a user to segments, or what it reads of them, until ``let_go``.
 
         Args:
             user: Request id, or a value of its own for an operation.
             uses: What it reads, by name of the segment.
         """
+        names = self._names_of.setdefault(user, {})
         for name, use in uses.items():
-            with self._changed(name) as segment:
-                segment.users[user] = segment.users.get(user, Use.NONE) | use
+            segment = self._recorded(name)
+            self._set_use(segment, user, segment.users.get(user, Use.NONE) | use)
             if use & Use.DRAFT and name in self._drafts:
                 self._drafts[name] = self._drafts.pop(name)
-            self._names_of.setdefault(user, {})[name] = None
+            names[name] = None
+        if not names:
+            del self._names_of[user]
 
-    def let_go(self, user: Hashable, use: Use = Use.ALL) -> list[str]:
+    def let_go(self, user: Hashable, use: int = Use.ALL) -> list[str]:
         """End what a user reads, and remove it from segments of which it reads nothing.
 
         Returns:
@@ -279,20 +282,36 @@ class SegmentIndex:
         names = self._names_of.get(user, {})
         before = list(names)
         for name in before:
-            with self._changed(name) as segment:
-                left = segment.users.pop(user) & ~use
-                if left:
-                    segment.users[user] = left
-                else:
-                    del names[name]
+            segment = self.find(name)
+            left = segment.users[user] & ~use
+            self._set_use(segment, user, left or None)
+            if not left:
+                del names[name]
             for form in list(segment.damaged):
                 self.discard_image(name, form)
+            self._prune(segment)
         if not names:
             self._names_of.pop(user, None)
         return before
 
+    def _set_use(self, segment: Segment, user: Hashable, use: int | None) -> None:
+        """Set what a user reads of a segment; None: it does not use it any more."""
+        used, drafts = bool(segment.users), segment.is_used(Use.DRAFT)
+        if use is None:
+            del segment.users[user]
+        else:
+            segment.users[user] = use
+        if bool(segment.users) is not used:
+            self._used_bytes += -segment.host_bytes if used else segment.host_bytes
+            if segment.name in self._segments:
+                self.columns.put(segment)
+        if segment.draft is not None and segment.is_used(Use.DRAFT) is not drafts:
+            slots = len(segment.draft.slots)
+            self.used_slots += -slots if drafts else slots
+            self.idle_slots -= -slots if drafts else slots
+
     @contextmanager
-    def used(self, uses: Mapping[str, Use]) -> Iterator[None]:
+    def used(self, uses: Mapping[str, int]) -> Iterator[None]:
         """Have an operation use segments within this context; see ``hold``."""
         user = object()
         self.hold(user, uses)
@@ -423,24 +442,28 @@ class SegmentIndex:
         """Recount what segments hold, and their users."""
         nbytes, residual, slots, users = [0, 0], 0, [0, 0], set()
         for segment in self._all():
-            nbytes[bool(segment.users)] += segment.host_bytes
-            residual += segment.residual.held_bytes if segment.residual else 0
+            for form, image in segment.images.items():
+                held = image.held_bytes
+                nbytes[bool(segment.users)] += held
+                residual += held if form is Form.RESIDUAL else 0
+                if image.pages is None or image.pages.freed:
+                    raise InvariantError(
+                        f"segment {segment.name}: its pages were freed"
+                    )
             if segment.draft is not None:
                 slots[segment.is_used(Use.DRAFT)] += len(segment.draft.slots)
-            users |= {(user, segment.name) for user in segment.users}
-            pages = [image.pages for image in segment.images.values()]
-            if any(each is None or each.freed for each in pages):
-                raise InvariantError(f"pages of segment {segment.name} are not its own")
+            if segment.users:
+                users |= {(user, segment.name) for user in segment.users}
         names = self._names_of.items()
         if users != {(user, name) for user, each in names for name in each}:
             raise InvariantError(f"segments have other users: {users}")
-        held = (*nbytes, residual, *slots)
+        found = (*nbytes, residual, *slots)
         counted = (
             *(self.evictable_bytes, self._used_bytes, self.residual_bytes),
             *(self.idle_slots, self.used_slots),
         )
-        if held != counted:
-            raise InvariantError(f"segments hold {held}, not {counted}")
+        if found != counted:
+            raise InvariantError(f"segments hold {found}, not {counted}")
         for segment in self._unlinked.values():
             if segment.empty or segment.content is not UNKNOWN:
                 raise InvariantError(f"segment {segment.name} cannot be: {segment}")
@@ -481,19 +504,26 @@ class SegmentIndex:
         segment.last_use = max(now, segment.last_use)
         self.columns.use(segment)
 
-    @contextmanager
-    def _changed(self, name: str) -> Iterator[Segment]:
-        """Return a segment whose KV or users change within this context."""
+    def _recorded(self, name: str) -> Segment:
+        """Return the record of a segment, a new one if it is unknown."""
         segment = self.find(name)
         if name not in self._segments:
             self._unlinked[name] = segment
+        return segment
+
+    def _prune(self, segment: Segment) -> None:
+        """Drop the record of a segment that holds nothing and is not in the index."""
+        if segment.empty:
+            self._unlinked.pop(segment.name, None)
+
+    @contextmanager
+    def _changed(self, name: str) -> Iterator[Segment]:
+        """Return a segment whose KV changes within this context."""
+        segment = self._recorded(name)
         self._tally(segment, -1)
         yield segment
         self._tally(segment, 1)
-        if name in self._segments:
-            self.columns.put(segment)
-        elif segment.empty:
-            del self._unlinked[name]
+        self._prune(segment)
 
     def _tally(self, segment: Segment, by: int) -> None:
         """Add a segment to the totals of KV held (1), or take it out (-1)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum, Flag, IntEnum, auto
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, cast
 
 from vericache_sglang.errors import InvariantError
@@ -41,7 +41,7 @@ class Part(Enum):
     RESIDUAL = "complement"
 
 
-class Form(Enum):
+class Form(IntEnum):
     """Contents of a host image.
 
     WHOLE: full KV. DRAFT: draft KV. RESIDUAL: residual KV. SCORES: scores of the
@@ -54,19 +54,20 @@ class Form(Enum):
     SCORES = auto()
 
 
-class Use(Flag):
+class Use(IntEnum):
     """What a user of a segment reads, which must stay where it is until it ends.
 
-    Any user, also of NONE of these, protects the segment from eviction.
+    Values are combined by ``|``. Any user, also of NONE of these, protects the segment
+    from eviction.
 
     DRAFT: draft KV on the device. RESIDUAL: residual KV. IMAGES: other host images.
     """
 
     NONE = 0
-    DRAFT = auto()
-    RESIDUAL = auto()
-    IMAGES = auto()
-    ALL = DRAFT | RESIDUAL | IMAGES
+    DRAFT = 1
+    RESIDUAL = 2
+    IMAGES = 4
+    ALL = 7
 
 
 _READ = dict.fromkeys(Form, Use.IMAGES) | {Form.RESIDUAL: Use.RESIDUAL}
@@ -194,7 +195,7 @@ class Segment:
     draft: DraftPart | None = None
     images: dict[Form, RawImage] = field(default_factory=dict)
     damaged: set[Form] = field(default_factory=set)
-    users: dict[Hashable, Use] = field(default_factory=dict)
+    users: dict[Hashable, int] = field(default_factory=dict)
     distrusted: bool = False
 
     @property
@@ -208,9 +209,9 @@ class Segment:
         return self.content.draft is not None and not self.content.away
 
     @property
-    def held(self) -> Use:
+    def held(self) -> int:
         """What a user could read now."""
-        held = Use.NONE if self.draft is None else Use.DRAFT
+        held = 0 if self.draft is None else int(Use.DRAFT)
         for form in self.images:
             held |= _READ[form]
         return held
@@ -256,7 +257,7 @@ class Segment:
         """Return whether a user reads a host image."""
         return self.is_used(_READ[form])
 
-    def is_used(self, use: Use) -> bool:
+    def is_used(self, use: int) -> bool:
         """Return whether a user reads any of these."""
         return any(each & use for each in self.users.values())
 
