@@ -26,7 +26,6 @@ HOOKED = (
     "mem_cache_kv_cache_configurator",
     "managers_schedule_batch",
     "managers_batch_result",
-    "managers_metrics_reporter",
     "managers_output_streamer",
     "managers_schedule_policy",
     "managers_scheduler",

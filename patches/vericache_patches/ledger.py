@@ -153,7 +153,7 @@ WRITES: tuple[Write, ...] = (
             *("spec_verify_ct", "spec_num_correct_drafts", "decode_batch_idx", "rid"),
         ),
         files=(
-            *("managers_schedule_batch.py", "managers_batch_result.py"),
+            *("managers_schedule_batch.py", "acceptance_counts.py"),
             *("speculative_eagle_utils.py", "managers_scheduler_abort.py"),
         ),
         reason="Hooks correct figures, or hide a value while the original runs.",
@@ -168,10 +168,14 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REPORTER,
-        names=("vericache_interval", "spec_num_correct_drafts", "spec_num_forward_ct"),
-        files=("managers_metrics_reporter.py", "managers_batch_result.py"),
+        names=(
+            *("vericache_interval", "spec_num_accept_tokens"),
+            *("spec_num_correct_drafts", "spec_num_forward_ct"),
+            *("spec_total_num_accept_tokens", "spec_total_num_forward_ct"),
+        ),
+        files=("acceptance_counts.py",),
         reason="Counts verifications only; an interval without one repeats the last.",
-        remove_when="The hooks go.",
+        remove_when="The hook goes.",
     ),
     Write(
         owner="sglang.srt.entrypoints.openai.protocol.UsageInfo",
@@ -189,6 +193,12 @@ POSES: dict[str, str] = {
 }
 """SGLang's name under which something of ours passes -> what, and why that one."""
 
+RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor"
+)
+COUNTED = "acceptance_counts.py subtracts beforehand what it will count."
+COUNTED_UNTIL = "SGLang accepts results in which some requests emit nothing."
 RELAY = "sglang.srt.managers.overlap_utils.FutureMap"
 
 RELIED: tuple[Symbol, ...] = (
@@ -201,6 +211,30 @@ RELIED: tuple[Symbol, ...] = (
         reason="Wrapped in observed layers, which get all rows of q and k.",
         remove_when="SGLang lets a worker observe a layer's queries.",
         body="3b8027570254",
+    ),
+    Symbol(
+        target=f"{RESULTS}._resolve_spec_v2_tokens",
+        args=("self", "result", "batch"),
+        reason=COUNTED,
+        remove_when=COUNTED_UNTIL,
+        body="2502e7dfb783",
+    ),
+    Symbol(
+        target=f"{REPORTER}.update_spec_metrics",
+        args=(
+            *("self", "bs", "num_correct_drafts", "num_accept_tokens"),
+            *("num_block_accept_tokens", "num_cap_tokens"),
+        ),
+        reason=COUNTED,
+        remove_when=COUNTED_UNTIL,
+        body="c964d99ac291",
+    ),
+    Symbol(
+        target=f"{REPORTER}.report_decode_stats",
+        args=("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens"),
+        reason="acceptance_counts.py sees by the counters whether it reported.",
+        remove_when=COUNTED_UNTIL,
+        body="e31099fa84b1",
     ),
     Symbol(
         target=f"{RELAY}.stash",

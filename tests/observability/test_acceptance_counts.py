@@ -3,6 +3,7 @@
 import logging
 import re
 from array import array
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_patches.managers_batch_result import resolve_spec_v2_tokens
-from vericache_patches.managers_metrics_reporter import report_decode_stats
+from vericache_patches.managers_batch_result import process_batch_result_decode
 from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
 pytest.importorskip("sglang")
@@ -71,7 +71,10 @@ class Rounds:
             for i in range(requests)
         ]
         self._batch = SimpleNamespace(
-            reqs=self.requests, forward_iter=None, has_grammar=False
+            reqs=self.requests,
+            forward_iter=None,
+            has_grammar=False,
+            spec_algorithm=upstream.algorithm,
         )
         pool = SimpleNamespace(get_decode_usage_msg_parts=list)
         scheduler = SimpleNamespace(
@@ -101,8 +104,17 @@ class Rounds:
         worker = SimpleNamespace(on_verify_complete_cpu=lambda *_, **__: None)
         self._processor = upstream.Processor(**{**given, "model_worker": worker})
 
-    def run(self, emitted, plain=False):
-        """Process an iteration in which each request emits so many tokens."""
+    def run(self, emitted, plain=False, due=False):
+        """Process an iteration in which each request emits so many tokens.
+
+        Args:
+            emitted: Tokens by request.
+            plain: All of them emitted one, decoding autoregressively.
+            due: SGLang reports in this iteration.
+
+        Returns:
+            (acceptance length, rate) as reported; None where no report is due.
+        """
         upstream = self._upstream
         result = upstream.Result(
             next_token_ids=torch.arange(len(emitted) * (LONGEST + 1)),
@@ -110,34 +122,11 @@ class Rounds:
             speculative_num_draft_tokens=LONGEST + 1,
             num_non_draft_tokens_per_req=1 if plain else 0,
         )
-        tokens = resolve_spec_v2_tokens(
-            upstream.Processor._resolve_spec_v2_tokens,
-            self._processor,
-            result,
-            self._batch,
-        )
-        assert [len(each) for each in tokens] == list(emitted)
-        generated = result.get_num_generated_tokens(len(emitted))
-        self.reporter.update_spec_metrics(
-            len(emitted), result.num_correct_drafts, num_accept_tokens=generated
-        )
-
-    def report(self, due=True):
-        """Report as in an iteration that is due or not; return (length, rate)."""
         self.reporter.forward_ct_decode = 0 if due else 1
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logger = logging.getLogger(self._upstream.Reporter.__module__)
-        logger.addHandler(handler)
-        level, logger.level = logger.level, logging.INFO
-        try:
-            report_decode_stats(
-                self._upstream.Reporter.report_decode_stats, self.reporter, False
+        with logged(self._upstream.Reporter.__module__) as lines:
+            process_batch_result_decode(
+                self.original, self._processor, self._batch, result
             )
-        finally:
-            logger.removeHandler(handler)
-            logger.level = level
         if not due:
             assert lines == []
             return None
@@ -145,13 +134,44 @@ class Rounds:
         found = re.search(r"accept len: ([\d.]+), accept rate: ([\d.]+)", line)
         return tuple(map(float, found.groups()))
 
+    def original(self, processor, batch, result):
+        """Do what of SGLang's method concerns figures, by its own code."""
+        upstream, emitted = self._upstream, result.accept_lens.tolist()
+        tokens = upstream.Processor._resolve_spec_v2_tokens(processor, result, batch)
+        assert [len(each) for each in tokens] == emitted
+        generated = result.get_num_generated_tokens(len(emitted))
+        processor.metrics_reporter.update_spec_metrics(
+            len(emitted), result.num_correct_drafts, num_accept_tokens=generated
+        )
+        upstream.Reporter.report_decode_stats(processor.metrics_reporter, False)
+
+    def report(self):
+        """Report in an iteration in which every request drafts."""
+        return self.run([0] * len(self.requests), due=True)
+
+
+@contextmanager
+def logged(name):
+    """Collect the messages of a logger."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.level = level
+
 
 iterations = st.lists(
     st.one_of(
         st.just("plain"),
         st.just("report"),
         st.lists(st.integers(0, LONGEST + 1), min_size=3, max_size=3),
-    ),
+    ).flatmap(lambda step: st.tuples(st.just(step), st.booleans())),
     max_size=20,
 )
 
@@ -163,12 +183,13 @@ def test_figures_are_those_of_the_requests(upstream, history):
     rounds = Rounds(upstream)
     tokens = verifications = 0
     reported = []
-    for step in [*history, "report"]:
+    for step, due in [*history, ("report", True)]:
         if step == "report":
             reported.append(rounds.report())
             continue
         emitted = [1, 1, 1] if step == "plain" else step
-        rounds.run(emitted, plain=step == "plain")
+        told = rounds.run(emitted, plain=step == "plain", due=due)
+        reported += [told] if due else []
         tokens += sum(emitted)
         verifications += sum(n > 0 for n in emitted)
     reporter, requests = rounds.reporter, rounds.requests
@@ -202,11 +223,10 @@ def test_an_interval_of_drafting_repeats_the_last_figures(upstream):
 
 
 def test_without_the_hook_an_interval_of_drafting_divides_by_zero(upstream):
-    rounds = Rounds(upstream, 2)
-    rounds.run([0, 0])
-    rounds.reporter.forward_ct_decode = 0
+    reporter = Rounds(upstream, 2).reporter
+    reporter.forward_ct_decode = 0
     with pytest.raises(ZeroDivisionError):
-        upstream.Reporter.report_decode_stats(rounds.reporter, False)
+        upstream.Reporter.report_decode_stats(reporter, False)
 
 
 def test_between_two_reports_nothing_is_lost(upstream):
@@ -214,5 +234,14 @@ def test_between_two_reports_nothing_is_lost(upstream):
     rounds = Rounds(upstream, 2)
     for emitted in ([0, 0], [3, 0], [0, 0], [0, 2]):
         rounds.run(emitted)
-        rounds.report(due=False)
     assert rounds.report() == (2.5, 0.19)
+
+
+def test_a_request_that_ended_or_was_retracted_is_not_corrected(upstream):
+    rounds = Rounds(upstream, 2)
+    rounds.requests[0].is_retracted = True
+    rounds.run([0, 3])
+    told = [
+        (req.spec_verify_ct, req.spec_num_correct_drafts) for req in rounds.requests
+    ]
+    assert told == [(0, 0), (1, 2)]
