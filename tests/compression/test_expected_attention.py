@@ -199,21 +199,6 @@ def test_a_prompt_of_hardly_more_than_sinks_has_scores(tokens, score):
     assert torch.isfinite(scores).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"future": 0}, "future must be >= 1, got 0"),
-        ({"future": 5000}, "future must be <= 4096, got 5000"),
-        ({"sinks": -1}, "sinks must be >= 0, got -1"),
-        ({"epsilon": -0.5}, "epsilon must be >= 0, got -0.5"),
-        ({"epsilon": math.nan}, "epsilon must be >= 0, got nan"),
-    ],
-)
-def test_an_option_out_of_bounds_is_refused(options, message):
-    with pytest.raises(CompressionError, match=message):
-        ExpectedAttention(**options)
-
-
 def test_a_selector_nobody_bound_is_refused():
     prompt = Prompt()
     selector = ExpectedAttention()

@@ -388,19 +388,6 @@ def test_only_plus_asks_for_attention_inputs():
     assert KVzip.needs == plain.needs
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"chunk": 0}, "chunk must be >= 1 token, got 0"),
-        ({"chunk": -5}, "chunk must be >= 1 token, got -5"),
-        ({"prefix": -1}, "prefix must be >= 0 tokens, got -1"),
-    ],
-)
-def test_options_out_of_bounds_are_refused(options, message):
-    with pytest.raises(CompressionError, match=message):
-        KVzip(**options)
-
-
 def test_what_needs_the_model_is_refused_before_bind():
     with pytest.raises(CompressionError, match=r"probes\(\) before bind\(\)"):
         KVzip().probes("r", [1, 2, 3])

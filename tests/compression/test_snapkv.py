@@ -107,12 +107,6 @@ def test_the_window_is_kept_latest_first(prompt, window, missing, seed):
         assert all(set(latest) <= set(row) for row in chosen.tolist())
 
 
-@pytest.mark.parametrize("pooling", [0, 2, -1])
-def test_even_pooling_is_refused(pooling):
-    with pytest.raises(CompressionError, match=f"must be odd and >= 1, got {pooling}"):
-        SnapKV(pooling=pooling)
-
-
 def test_missing_queries_are_refused():
     keys, _ = drawn((2, 2, 8), 10, 2)
     with pytest.raises(CompressionError, match="last queries are missing"):

@@ -86,13 +86,6 @@ def test_absent_fields_take_their_defaults(write):
     assert load_config(write(""), {}) == VeriCacheConfig()
 
 
-def test_flags_win_over_the_file(write):
-    path = write("keep: 0.5\ndraft_length: 4\n")
-    assert load_config(path, {"keep": 0.125}) == VeriCacheConfig(
-        keep=0.125, draft_length=4
-    )
-
-
 def test_flags_win_over_the_environment(monkeypatch):
     monkeypatch.setenv(ENV, '{"keep": 0.5, "seed": 7}')
     assert load_config(None, {"seed": 8}) == VeriCacheConfig(keep=0.5, seed=8)

@@ -128,18 +128,6 @@ def test_tracks_have_names(tmp_path):
     assert len(set(names.values())) == len(names)
 
 
-def test_lanes_are_used_again(tmp_path):
-    history = [
-        record(i, *((f"r{n}", "plain", 1, 1) for n in range(i, i + 3)))
-        for i in range(1, 200)
-    ]
-    tracks = slices(traced(tmp_path / "trace", *history))
-    lanes = {tid for tid in tracks if tid >= FIRST_LANE}
-    assert lanes == set(range(FIRST_LANE, FIRST_LANE + 3))
-    rids = {row["args"]["rid"] for lane in lanes for row in tracks[lane]}
-    assert len(rids) == 201
-
-
 def test_moves_are_instants_on_the_lane(tmp_path):
     moves = (Compress("b", Residency.HOST), Offload("a"), SwapOut("gone"))
     rows = (("a", "draft", 1, 0), ("b", "plain", 1, 1))

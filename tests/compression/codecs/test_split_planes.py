@@ -263,21 +263,6 @@ def test_the_kv_is_not_modified_and_may_be_strided():
     assert same_bits(wide, before)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ((0, 0), "exponent_bits must be 1 to 7, got 0"),
-        ((8, 0), "exponent_bits must be 1 to 7, got 8"),
-        ((4, 4), "mantissa_bits must be 0 to 3 beside 4 exponent bits, got 4"),
-        ((4, -1), "mantissa_bits must be 0 to 3"),
-        ((4, 3, 0), "block must be >= 1 token, got 0"),
-    ],
-)
-def test_parameters_out_of_bounds_are_refused(parameters, says):
-    with pytest.raises(CompressionError, match=says):
-        SplitPlanes(*parameters)
-
-
 def encoded(escaped=False):
     keys = torch.ones(1, 8, 8, dtype=torch.bfloat16)
     keys[0, 0, 0] = torch.inf if escaped else 1
