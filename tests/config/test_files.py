@@ -128,12 +128,6 @@ def test_a_missing_file_names_the_flag(tmp_path):
         load_config(tmp_path / "absent.yaml", {})
 
 
-def test_environment_may_be_inline_json(monkeypatch):
-    monkeypatch.setenv(ENV, '{"draft_length": 8}')
-    assert active_config() == VeriCacheConfig(draft_length=8)
-    assert not is_disabled()
-
-
 def test_environment_may_name_a_file(monkeypatch, write):
     monkeypatch.setenv(ENV, str(write("draft_length: 9")))
     assert active_config() == VeriCacheConfig(draft_length=9)
