@@ -176,6 +176,7 @@ def test_equal_content_is_written_as_equal_bytes(tmp_path):
     ("notes", "says"),
     [
         ({"rotated_heads": "inf"}, "'rotated_heads' must be a number, is 'inf'"),
+        ({"rotated_heads": "0"}, "metadata 'rotated_heads' must be >= 1, is 0"),
         ({"rotated_heads": "1.5"}, "'rotated_heads' must be >= 1, is 1.5"),
         ({"rotated_heads": "3"}, "'rotated_heads' is 3, which does not divide the 128"),
         ({"model_layers": "5"}, "field 'order' has 4 layers of 128 columns"),

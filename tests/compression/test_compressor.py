@@ -1,7 +1,7 @@
 """Selector times codec: what is dropped, packed, brought back, and refused."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 NEED_ARTIFACTS = {"kvzap"}
 DROPPING = [*sorted(set(SELECTORS.names()) - NEED_ARTIFACTS), ""]
 PACKING = ["", "kivi:bits=3,group=8,window=16", "split-planes:block=4", "turboquant"]
-PAIRS = ["+".join(filter(None, (a, b))) for a in DROPPING for b in PACKING if a + b]
+PAIRS = ["+".join(filter(None, pair)) for pair in zip(DROPPING, cycle(PACKING))]
+PAIRS += [*DROPPING[:-1], *(f"snapkv+{line}" for line in PACKING[1:]), *PACKING[1:]]
 GROUP = 2
 LENIENT = {
     "deadline": None,
@@ -150,7 +151,7 @@ def kept_rows(result, layer, tokens):
     return [[t for t in range(tokens) if t not in dropped] for dropped in rows]
 
 
-@pytest.mark.parametrize("line", PAIRS)
+@pytest.mark.parametrize("line", sorted(set(PAIRS)))
 @settings(**LENIENT, max_examples=12)
 @given(
     shape=st.tuples(
@@ -225,7 +226,7 @@ def check_sizes(compressor, result, kv):
     assert result.draft_fraction == pytest.approx(result.bits / kept_bits * share)
 
 
-@pytest.mark.parametrize("line", [line for line in PAIRS if line not in PACKING])
+@pytest.mark.parametrize("line", ["kvzip", "snapkv+turboquant"])
 def test_raising_keep_gives_nested_sets_and_keeps_the_protected(line, make_services):
     kv = drawn((2, 2, 64, 8))
     compressor = create_compressor(line, 3).bind(make_services(spec_of(kv)))

@@ -5,12 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import NOTHING, ModelSpec, Step
-from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.codecs.rope import Rope
 from vericache_sglang.compression.expected_attention import (
     ExpectedAttention,
@@ -174,17 +172,6 @@ def test_scaled_and_partial_rotations_equal_the_oracle(dim, score):
     np.testing.assert_allclose(score(prompt).numpy(), oracle(prompt), rtol=1e-5)
 
 
-def test_without_covariance_one_position_ahead_it_is_attention_of_the_mean_query(score):
-    prompt = Prompt(heads=(2, 2))
-    scores = score(prompt, covariance=False, value_norm=False, future=1, sinks=0)
-    means = prompt.plain.mean(1).tolist()
-    query = torch.tensor([turned(mean, prompt.tokens) for mean in means])[:, None]
-    weights = torch.nn.functional.scaled_dot_product_attention(
-        query.float(), prompt.keys, torch.eye(prompt.tokens).expand(2, -1, -1)
-    )
-    torch.testing.assert_close(scores, weights[:, 0])
-
-
 @given(
     st.sets(st.integers(1, 79)), st.floats(0, 100), st.booleans(), st.integers(0, 2**31)
 )
@@ -205,122 +192,11 @@ def test_batches_of_any_size_give_the_statistics_of_one_pass(cuts, offset, wide,
         torch.testing.assert_close(spread, wanted, rtol=1e-5, atol=1e-4)
 
 
-@given(st.sets(st.integers(1, 39)))
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-def test_chunked_prefill_gives_the_scores_of_one_chunk(score, cuts):
-    prompt = Prompt()
-    torch.testing.assert_close(
-        score(prompt, cuts=cuts), score(prompt), rtol=1e-5, atol=1e-7
-    )
-
-
-def test_intermediates_of_any_size_give_the_same_scores(monkeypatch, score):
-    prompt = Prompt()
-    whole = score(prompt)
-    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 64)
-    torch.testing.assert_close(score(prompt), whole, rtol=1e-5, atol=1e-7)
-
-
-def test_a_prefill_that_begins_again_forgets_the_first_attempt(make_services, score):
-    other, prompt = Prompt(seed=1), Prompt()
-    selector = bound(make_services, prompt)
-    selector.open("r")
-    feed(selector, other)
-    feed(selector, prompt, cuts=(20,), start=8)
-    again = selector.scores("r", 0, prompt.keys, prompt.values, NOTHING)
-    assert torch.equal(again, score(prompt, cuts=(20,), start=8))
-    assert not torch.equal(again, score(prompt))
-
-
-def test_requests_of_different_lengths_do_not_mix(make_services, score):
-    prompts = {"a": Prompt(), "b": Prompt(tokens=33, seed=1)}
-    selector = bound(make_services, prompts["a"])
-    for rid in prompts:
-        selector.open(rid)
-    for begin, end in ((0, 10), (10, None)):
-        for rid, prompt in prompts.items():
-            rows = prompt.queries[:, begin:end]
-            selector.update(Step(rid=rid, layer=0, start=begin, queries=rows))
-    for rid, prompt in prompts.items():
-        scores = selector.scores(rid, 0, prompt.keys, prompt.values, NOTHING)
-        assert torch.equal(scores, score(prompt, cuts=(10,)))
-
-
-@pytest.mark.parametrize("factor", [0.25, 3.0])
-def test_scaling_the_values_scales_the_scores(factor, score):
-    prompt = Prompt()
-    scores = score(prompt)
-    prompt.values *= factor
-    torch.testing.assert_close(score(prompt)[:, 4:], factor * scores[:, 4:])
-
-
-def test_an_offset_of_every_exponent_changes_nothing(score):
-    """Without covariance a vector added to every key adds the same to each of them."""
-    prompt = Prompt()
-    scores = score(prompt, covariance=False)
-    prompt.keys += torch.linspace(-1, 1, 8)
-    shifted = score(prompt, covariance=False)
-    torch.testing.assert_close(shifted, scores, rtol=1e-4, atol=1e-7)
-
-
-def test_sinks_score_above_all_and_their_queries_do_not_count(score):
-    prompt = Prompt()
-    scores = score(prompt)
-    assert (scores[:, :4] == scores[:, 4:].max() + 1).all()
-    prompt.queries[:, :4] = 100
-    assert torch.equal(score(prompt), scores)
-
-
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_a_prompt_of_hardly_more_than_sinks_has_scores(tokens, score):
     scores = score(Prompt(tokens=tokens))
     assert scores.shape == (2, tokens)
     assert torch.isfinite(scores).all()
-
-
-def test_half_precision_chooses_nearly_the_same(score):
-    prompt = Prompt(tokens=400)
-    budget = Budget(400, 200, 0, 0)
-    exact = keep_indices(score(prompt), budget)
-    for name in ("queries", "keys", "values"):
-        setattr(prompt, name, getattr(prompt, name).bfloat16())
-    rounded = keep_indices(score(prompt), budget)
-    for a, b in zip(exact.tolist(), rounded.tolist(), strict=True):
-        assert len(set(a) & set(b)) / len(set(a) | set(b)) >= 0.9
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"future": 0}, "future must be >= 1, got 0"),
-        ({"future": 5000}, "future must be <= 4096, got 5000"),
-        ({"sinks": -1}, "sinks must be >= 0, got -1"),
-        ({"epsilon": -0.5}, "epsilon must be >= 0, got -0.5"),
-        ({"epsilon": math.nan}, "epsilon must be >= 0, got nan"),
-    ],
-)
-def test_an_option_out_of_bounds_is_refused(options, message):
-    with pytest.raises(CompressionError, match=message):
-        ExpectedAttention(**options)
-
-
-def test_what_was_not_run_or_is_closed_is_refused(make_services):
-    prompt = Prompt()
-    selector = bound(make_services, prompt)
-    selector.open("r")
-    with pytest.raises(CompressionError, match="no query of the prompt was run"):
-        selector.scores("r", 0, prompt.keys, prompt.values, NOTHING)
-    with pytest.raises(CompressionError, match="a step without queries"):
-        selector.update(Step(rid="r", layer=0, start=0))
-    feed(selector, prompt)
-    selector.close("r")
-    selector.close("never opened")
-    with pytest.raises(CompressionError, match="no query of the prompt was run"):
-        selector.scores("r", 0, prompt.keys, prompt.values, NOTHING)
 
 
 def test_a_selector_nobody_bound_is_refused():

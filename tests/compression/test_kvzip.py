@@ -15,6 +15,7 @@ from vericache_sglang.compression import kvzip
 from vericache_sglang.compression.base import NOTHING, ModelSpec, Probe, ProbeLayer
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.kvzip import KEPT, UNSCORED, KVzip
+from vericache_sglang.errors import CompressionError
 
 GOLDEN = Path(__file__).parent / "golden" / "kvzip.npz"
 SPEC = ModelSpec(layers=2, query_heads=4, kv_heads=2, head_dim=8, hidden_size=12)
@@ -171,33 +172,6 @@ def test_one_chunk_without_prefix_sees_the_models_own_attention(tokens, probe, s
     assert (scores <= 1 + 1e-6).all()
 
 
-@pytest.mark.parametrize("plus", [False, True], ids=["kvzip", "plus"])
-def test_permuting_the_query_heads_of_a_group_changes_nothing(plus, make_services):
-    spec = replace(SPEC, query_heads=6)
-    layer = drawn(spec, 30, 12)
-    services = make_services(spec) if plus else None
-    scores = observed(layer, 0, 30, services)
-
-    def turned(order):
-        if plus:
-            services.weights = [w[order] for w in make_services(spec).weights]
-        moved = replace(layer, queries=layer.queries[order])
-        return observed(moved, 0, 30, services)
-
-    torch.testing.assert_close(turned([2, 0, 1, 4, 5, 3]), scores)
-    assert not torch.allclose(turned([3, 1, 2, 0, 4, 5]), scores)
-
-
-def test_plus_is_linear_in_the_output_weights_and_in_the_values(make_services):
-    layer = drawn(SPEC, 30, 12)
-    services = make_services(SPEC)
-    scores = observed(layer, 0, 30, services)
-    services.weights = [3 * w for w in services.weights]
-    torch.testing.assert_close(observed(layer, 0, 30, services), 3 * scores)
-    louder = replace(layer, values=5 * layer.values, hidden=2 * layer.hidden)
-    torch.testing.assert_close(observed(louder, 0, 30, services), 7.5 * scores)
-
-
 def test_a_query_whose_input_is_zero_has_no_say_in_plus(make_services):
     layer = drawn(SPEC, 30, 12)
     without = replace(layer, hidden=layer.hidden.index_fill(0, torch.tensor(3), 1e30))
@@ -206,18 +180,6 @@ def test_a_query_whose_input_is_zero_has_no_say_in_plus(make_services):
     wanted = observed(without, 0, 30, make_services(SPEC))
     assert torch.isfinite(scores).all()
     torch.testing.assert_close(scores, wanted)
-
-
-@pytest.mark.parametrize("plus", [False, True], ids=["kvzip", "plus"])
-@pytest.mark.parametrize("elements", [1, 7 * 4 * 90, 2**30])
-def test_blocks_of_any_size_give_the_same_scores(
-    elements, plus, monkeypatch, make_services
-):
-    layer = drawn(SPEC, 50, 40)
-    services = make_services(SPEC) if plus else None
-    scores = observed(layer, 10, 50, services)
-    monkeypatch.setattr(kvzip, "CACHED_ELEMENTS", elements)
-    torch.testing.assert_close(observed(layer, 10, 50, services), scores)
 
 
 class Largest(TorchDispatchMode):
@@ -240,22 +202,6 @@ def test_no_tensor_holds_a_whole_probes_attention(monkeypatch):
         observed(layer, 0, 400)
     whole = 8 * 500 * 900
     assert 2**13 < largest.elements <= 2**15 < whole
-
-
-def test_half_precision_chooses_nearly_the_same():
-    spec = replace(SPEC, query_heads=8, head_dim=32)
-    layer = drawn(spec, 600, 300)
-    half = replace(
-        layer,
-        queries=layer.queries.bfloat16(),
-        probe_keys=layer.probe_keys.bfloat16(),
-        keys=layer.keys.bfloat16(),
-    )
-    budget = Budget(600, 300, 0, 0)
-    exact = keep_indices(observed(layer, 0, 600), budget)
-    rounded = keep_indices(observed(half, 0, 600), budget)
-    for a, b in zip(exact.tolist(), rounded.tolist(), strict=True):
-        assert len(set(a) & set(b)) / len(set(a) | set(b)) >= 0.9
 
 
 def test_chunks_score_as_the_oracle_says(make_services):
@@ -284,15 +230,6 @@ def test_heads_may_lie_inside_tokens_as_in_a_pool(make_services):
     assert torch.equal(there, observed(layer, 5, 24, make_services(SPEC)))
 
 
-def test_nothing_observed_is_changed(make_services):
-    layer = drawn(SPEC, 24, 10)
-    same = drawn(SPEC, 24, 10)
-    scores = observed(layer, 0, 24, make_services(SPEC))
-    scores.zero_()
-    for name in ("queries", "probe_keys", "keys", "values", "hidden"):
-        assert torch.equal(getattr(layer, name), getattr(same, name)), name
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("plus", [False, True], ids=["kvzip", "plus"])
@@ -306,3 +243,164 @@ def test_a_gpu_scores_as_the_cpu(plus, make_services):
         services.weights = [w.cuda() for w in services.weights]
     there = observed(moved, 100, 300, services, prefix=5)
     torch.testing.assert_close(there.cpu(), scores, rtol=1e-4, atol=1e-6)
+
+
+# -- probes, and what a request's scores live through ----------------------------------
+
+
+def test_probes_ask_for_the_prompt_chunk_by_chunk(make_services):
+    services = make_services(SPEC)
+    selector = KVzip(chunk=20, prefix=3, suffix="<turn>")
+    selector.bind(services)
+    selector.open("r")
+    prompt = list(range(1000, 1047))
+    first, second, third = selector.probes("r", prompt)
+    whole = services.encode("\n\nRepeat the previous context exactly.")
+    part = services.encode(
+        "\n\nRepeat the part of the previous context exactly, starting with "
+    )
+    turn = services.encode("<turn>")
+    assert first == Probe((*whole, *turn, *prompt[3:23]), 3, 23)
+    assert second == Probe((*part, *prompt[15:23], *turn, *prompt[23:43]), 23, 43)
+    assert third == Probe((*part, *prompt[35:43], *turn, *prompt[43:]), 43, 47)
+
+
+def test_a_chunk_shorter_than_the_lead_lends_all_its_tokens(make_services):
+    services = make_services(SPEC)
+    selector = KVzip(chunk=3, prefix=1)
+    selector.bind(services)
+    _, second = selector.probes("r", [10, 11, 12, 13, 14])
+    assert second.tokens[-5:] == (11, 12, 13, services.encode("\n")[0], 14)
+    assert (second.start, second.stop) == (4, 5)
+
+
+@given(st.integers(0, 200), st.integers(1, 60), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_probes_cover_what_follows_the_prefix_once(length, chunk, prefix):
+    selector = KVzip(chunk=chunk, prefix=prefix)
+    selector.bind(EmptyServices())
+    prompt = list(range(length))
+    probes = selector.probes("r", prompt)
+    covered = [t for probe in probes for t in range(probe.start, probe.stop)]
+    assert covered == prompt[prefix:]
+    for probe in probes:
+        assert 1 <= probe.stop - probe.start <= chunk
+        size = probe.stop - probe.start
+        assert probe.tokens[-size:] == tuple(prompt[probe.start : probe.stop])
+
+
+class EmptyServices:
+    """A tokenizer that knows no text: probes are prompt tokens alone."""
+
+    spec = SPEC
+
+    def encode(self, text):
+        return []
+
+
+@given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
+@settings(max_examples=30, deadline=None)
+def test_probes_in_any_order_and_repeated_score_as_defined(order, again):
+    """Each chunk's scores are its probe's alone, whatever else was observed."""
+    selector = KVzip(chunk=8, prefix=2)
+    selector.bind(EmptyServices())
+    selector.open("r")
+    probes = selector.probes("r", range(31))
+    assert len(probes) == 4
+    layers = [[drawn(SPEC, 31, 10, layer=n, seed=i) for n in (0, 1)] for i in range(4)]
+    for i in [*order, *again]:
+        for layer in layers[i]:
+            selector.observe("r", probes[i], layer)
+    for n in (0, 1):
+        scores = scored(selector, layers[0][n])
+        assert (scores[:, :2] == KEPT).all()
+        for i, probe in enumerate(probes):
+            alone = observed(layers[i][n], probe.start, probe.stop, prefix=2)
+            own = slice(probe.start, probe.stop)
+            assert torch.equal(scores[:, own], alone[:, own])
+
+
+def test_a_token_no_probe_reached_goes_first_and_the_prefix_never():
+    selector = KVzip(prefix=3)
+    selector.open("r")
+    layer = drawn(SPEC, 24, 10)
+    selector.observe("r", Probe((), 3, 12), layer)
+    scores = scored(selector, layer)
+    assert torch.isfinite(scores).all()
+    chosen = keep_indices(scores, Budget(24, 12, 0, 0))
+    assert chosen.tolist() == [list(range(12))] * 2
+    assert keep_indices(scores, Budget(24, 3, 0, 0)).tolist() == [[0, 1, 2]] * 2
+    unseen = selector.scores("r", 1, layer.keys, layer.values, NOTHING)
+    assert (unseen[:, :3] == KEPT).all()
+    assert (unseen[:, 3:] == UNSCORED).all()
+
+
+def test_scores_may_be_asked_for_fewer_tokens_or_more_than_were_seen():
+    selector = KVzip()
+    selector.open("r")
+    layer = drawn(SPEC, 24, 10)
+    whole = observed(layer, 0, 24)
+    shown = replace(layer, keys=layer.keys[:, :20], values=layer.values[:, :20])
+    selector.observe("r", Probe((), 20, 24), shown)
+    assert (scored(selector, layer) == UNSCORED).all(), "no key of that chunk is there"
+    selector.observe("r", Probe((), 12, 24), shown)
+    short = scored(selector, layer)
+    assert torch.equal(short[:, :20], observed(shown, 12, 20))
+    assert (short[:, 20:] == UNSCORED).all()
+    selector.observe("r", Probe((), 0, 12), layer)
+    assert torch.equal(scored(selector, layer)[:, 12:], short[:, 12:])
+    selector.observe("r", Probe((), 0, 24), layer)
+    assert torch.equal(scored(selector, layer), whole)
+    assert torch.equal(scored(selector, layer, 16), whole[:, :16])
+
+
+def test_scores_belong_to_one_open_request():
+    selector = KVzip()
+    layer, other = drawn(SPEC, 24, 10), drawn(SPEC, 24, 10, seed=7)
+    probe = Probe((), 0, 24)
+    selector.open("r")
+    selector.open("s")
+    selector.observe("r", probe, layer)
+    selector.observe("s", probe, other)
+    scores = scored(selector, layer)
+    assert torch.equal(scores, observed(layer, 0, 24))
+    given_out = scored(selector, layer)
+    given_out.zero_()
+    assert torch.equal(scored(selector, layer), scores), "scores are not the state"
+    selector.close("s")
+    assert torch.equal(scored(selector, layer), scores)
+    selector.close("r")
+    selector.close("r")
+    selector.observe("r", probe, layer)
+    assert (scored(selector, layer) == UNSCORED).all(), "aborted while its probe ran"
+    selector.open("r")
+    assert (scored(selector, layer) == UNSCORED).all()
+    selector.observe("r", probe, layer)
+    selector.open("r")
+    assert (scored(selector, layer) == UNSCORED).all(), "open begins anew"
+
+
+def test_only_plus_asks_for_attention_inputs():
+    plain, plus = KVzip(), KVzip(plus=True)
+    assert plain.needs.probes
+    assert not plain.needs.hidden
+    assert plus.needs == replace(plain.needs, hidden=True)
+    assert KVzip.needs == plain.needs
+
+
+def test_what_needs_the_model_is_refused_before_bind():
+    with pytest.raises(CompressionError, match=r"probes\(\) before bind\(\)"):
+        KVzip().probes("r", [1, 2, 3])
+    selector = KVzip(plus=True)
+    selector.open("r")
+    with pytest.raises(CompressionError, match=r"plus before bind\(\)"):
+        selector.observe("r", Probe((), 0, 24), drawn(SPEC, 24, 10))
+
+
+def test_plus_without_attention_inputs_is_refused(make_services):
+    layer = replace(drawn(SPEC, 24, 10, layer=1), hidden=None)
+    selector = KVzip(plus=True)
+    selector.bind(make_services(SPEC))
+    selector.open("r")
+    with pytest.raises(CompressionError, match=r"ProbeLayer.hidden of layer 1 is None"):
+        selector.observe("r", Probe((), 0, 24), layer)

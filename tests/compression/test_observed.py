@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import NOTHING, Step
 from vericache_sglang.compression.observed import Observed, Sample
-from vericache_sglang.errors import CompressionError
 
 
 def drawn(heads=(4, 2), tokens=24, dim=4, seed=0):
@@ -136,23 +134,6 @@ def test_a_sample_of_equal_queries_is_off_by_one_stride_at_most():
     assert (off > 1e-4).any(), "a sample is not the whole"
 
 
-def test_weights_computed_in_pieces_are_the_same(monkeypatch):
-    queries, keys = drawn()
-    whole = score(queries, keys)
-    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 24)
-    torch.testing.assert_close(score(queries, keys), whole)
-
-
-def test_a_prefill_that_begins_again_forgets_the_first_attempt():
-    queries, keys = drawn()
-    selector = Observed()
-    selector.open("r")
-    feed(selector, drawn(seed=1)[0])
-    feed(selector, queries, cuts=(12,), start=8)
-    again = selector.scores("r", 0, keys, keys, NOTHING)
-    assert torch.equal(again, score(queries, keys, start=8))
-
-
 def test_the_runtimes_queries_are_copied():
     queries, keys = drawn()
     wanted = score(queries, keys)
@@ -161,19 +142,3 @@ def test_the_runtimes_queries_are_copied():
     feed(selector, queries)
     queries.zero_()
     assert torch.equal(selector.scores("r", 0, keys, keys, NOTHING), wanted)
-
-
-def test_what_makes_no_sense_is_refused():
-    with pytest.raises(CompressionError, match="queries must be >= 1, got 0"):
-        Observed(queries=0)
-    queries, keys = drawn()
-    selector = Observed()
-    selector.open("r")
-    with pytest.raises(CompressionError, match="no query of the prompt was run"):
-        selector.scores("r", 0, keys, keys, NOTHING)
-    with pytest.raises(CompressionError, match="a step without queries"):
-        selector.update(Step(rid="r", layer=0, start=0))
-    feed(selector, queries)
-    selector.close("r")
-    with pytest.raises(CompressionError, match="no query of the prompt was run"):
-        selector.scores("r", 0, keys, keys, NOTHING)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.compression import chunks
 from vericache_sglang.compression.base import QueryTail, Seen
 from vericache_sglang.compression.budget import Budget, keep_indices
 from vericache_sglang.compression.snapkv import SnapKV
@@ -106,49 +105,6 @@ def test_the_window_is_kept_latest_first(prompt, window, missing, seed):
         chosen = keep_indices(scores, Budget(offered, kept, 0, 0))
         latest = range(offered - min(kept, inside), offered)
         assert all(set(latest) <= set(row) for row in chosen.tolist())
-
-
-def test_permuting_the_query_heads_of_a_group_changes_nothing():
-    keys, tail = drawn((6, 2, 8), 50, 8)
-    turned = QueryTail(tail.rows[[2, 0, 1, 4, 5, 3]], tail.end)
-    torch.testing.assert_close(score(keys, turned), score(keys, tail))
-    mixed = QueryTail(tail.rows[[3, 1, 2, 0, 4, 5]], tail.end)
-    assert not torch.allclose(score(keys, mixed), score(keys, tail))
-
-
-def test_without_pooling_it_is_the_mean_attention():
-    keys, tail = drawn((2, 2, 8), 50, 8)
-    weights = torch.nn.functional.scaled_dot_product_attention(
-        tail.rows,
-        keys,
-        torch.eye(50).expand(2, 50, 50),
-        attn_mask=torch.ones(8, 50, dtype=torch.bool).tril(42),
-    )
-    scores = score(keys, tail, pooling=1)
-    torch.testing.assert_close(scores[:, :42], weights.mean(1)[:, :42])
-
-
-def test_chunks_of_any_size_give_the_same_scores(monkeypatch):
-    keys, tail = drawn((8, 2, 8), 300, 16)
-    whole = score(keys, tail)
-    monkeypatch.setattr(chunks, "HOST_ELEMENTS", 7 * 8 * 300)
-    torch.testing.assert_close(score(keys, tail), whole)
-
-
-def test_half_precision_chooses_nearly_the_same():
-    keys, tail = drawn((8, 2, 32), 600, 32)
-    budget = Budget(600, 300, 0, 0)
-    half = QueryTail(tail.rows.bfloat16(), tail.end)
-    exact = keep_indices(score(keys, tail), budget)
-    rounded = keep_indices(score(keys.bfloat16(), half), budget)
-    for a, b in zip(exact.tolist(), rounded.tolist(), strict=True):
-        assert len(set(a) & set(b)) / len(set(a) | set(b)) >= 0.9
-
-
-@pytest.mark.parametrize("pooling", [0, 2, -1])
-def test_even_pooling_is_refused(pooling):
-    with pytest.raises(CompressionError, match=f"must be odd and >= 1, got {pooling}"):
-        SnapKV(pooling=pooling)
 
 
 def test_missing_queries_are_refused():

@@ -86,13 +86,6 @@ def test_absent_fields_take_their_defaults(write):
     assert load_config(write(""), {}) == VeriCacheConfig()
 
 
-def test_flags_win_over_the_file(write):
-    path = write("keep: 0.5\ndraft_length: 4\n")
-    assert load_config(path, {"keep": 0.125}) == VeriCacheConfig(
-        keep=0.125, draft_length=4
-    )
-
-
 def test_flags_win_over_the_environment(monkeypatch):
     monkeypatch.setenv(ENV, '{"keep": 0.5, "seed": 7}')
     assert load_config(None, {"seed": 8}) == VeriCacheConfig(keep=0.5, seed=8)
@@ -133,12 +126,6 @@ def test_a_bad_file_is_named_with_what_is_wrong(write, text, message):
 def test_a_missing_file_names_the_flag(tmp_path):
     with pytest.raises(ConfigError, match="--vericache-config"):
         load_config(tmp_path / "absent.yaml", {})
-
-
-def test_environment_may_be_inline_json(monkeypatch):
-    monkeypatch.setenv(ENV, '{"draft_length": 8}')
-    assert active_config() == VeriCacheConfig(draft_length=8)
-    assert not is_disabled()
 
 
 def test_environment_may_name_a_file(monkeypatch, write):

@@ -63,16 +63,6 @@ def check_call(call: dict, item: str, document: str) -> None:
     assert not constants & {"name", "city", "plan", "device", "code"}
 
 
-@pytest.mark.parametrize("calls", [1, 5, 8])
-def test_same_seed_same_text(calls):
-    first, second, other = (
-        records.prompt_of_length(random.Random(seed), 4000, len, calls=calls)
-        for seed in ("a", "a", "b")
-    )
-    assert first == second
-    assert first.text != other.text
-
-
 def test_text_of_a_seed_never_changes():
     drawn, text = records.document(random.Random(1), 2, 0.4)
     question, answer = records.multi_request(random.Random(6), drawn, 2)

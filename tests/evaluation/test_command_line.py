@@ -41,10 +41,6 @@ def test_shared_settings_are_not_for_systems_without_vericache():
     assert not [word for word in words if word.startswith("--vericache")]
 
 
-def test_only_the_lossy_system_may_differ():
-    assert [name for name, system in BUILT_IN.items() if system.lossy] == ["lossy"]
-
-
 def test_variants_and_urls_join_the_names():
     found = chosen_systems(
         ["plain", "mine"],

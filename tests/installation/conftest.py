@@ -28,19 +28,30 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.fixture(scope="session")
+def environment(wheel, tmp_path_factory):
+    """Install the wheel, and what it needs, in a virtual environment; to be copied."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    command = [sys.executable, "-m", "venv", "--without-pip", folder]
+    subprocess.run(command, check=True, timeout=120)
+    options = ("install", "--no-deps", "--no-index", wheel)
+    command = [*PIP, "--python", folder / "bin/python", *options]
+    subprocess.run(command, check=True, timeout=300)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for file in distribution("packaging").files:
+        if file.suffix != ".pyc":
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.locate(), target)
+    return folder
+
+
 class Interpreter:
     """A virtual environment's Python; it sees its own packages only."""
 
     def __init__(self, folder):
-        command = [sys.executable, "-m", "venv", "--without-pip", folder]
-        subprocess.run(command, check=True, timeout=120)
         self.python = folder / "bin/python"
         (self.site,) = folder.glob("lib/python*/site-packages")
-        self._copy("packaging")
-
-    def install(self, wheel):
-        command = [*PIP, "--python", self.python, "install", "--no-deps", "--no-index"]
-        subprocess.run([*command, wheel], check=True, timeout=300)
 
     def claim(self, name, version):
         """Have a package of this name listed, with metadata and no code."""
@@ -59,14 +70,7 @@ class Interpreter:
             cwd=self.site,
         )
 
-    def _copy(self, name):
-        for file in distribution(name).files:
-            if file.suffix != ".pyc":
-                target = self.site / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file.locate(), target)
-
 
 @pytest.fixture
-def interpreter(tmp_path):
-    return Interpreter(tmp_path / "venv")
+def interpreter(environment, tmp_path):
+    return Interpreter(shutil.copytree(environment, tmp_path / "venv", symlinks=True))

@@ -40,9 +40,8 @@ ROWS = [
 
 @pytest.mark.parametrize(("versions", "name", "status", "remedy"), ROWS)
 def test_what_does_not_fit_is_named_with_its_command(
-    wheel, interpreter, versions, name, status, remedy
+    interpreter, versions, name, status, remedy
 ):
-    interpreter.install(wheel)
     claim_all(interpreter, "cpu", **versions)
     ended = interpreter.run(*DOCTOR, "--device", "cpu", "--json")
     assert ended.returncode == 1, ended.stderr
@@ -55,8 +54,7 @@ def test_what_does_not_fit_is_named_with_its_command(
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", "2.13.0+cpu"])
-def test_an_interpreter_with_everything_is_ready(wheel, interpreter, torch):
-    interpreter.install(wheel)
+def test_an_interpreter_with_everything_is_ready(interpreter, torch):
     claim_all(interpreter, "cpu", torch=torch)
     ended = interpreter.run(*DOCTOR, "--device", "cpu")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -71,9 +69,8 @@ def test_an_interpreter_with_everything_is_ready(wheel, interpreter, torch):
     ],
 )
 def test_with_nothing_installed_the_commands_are_few_and_in_order(
-    wheel, interpreter, device, commands
+    interpreter, device, commands
 ):
-    interpreter.install(wheel)
     ended = interpreter.run(*DOCTOR, "--device", device)
     assert ended.returncode == 1, ended.stderr
     page, _, todo = ended.stdout.partition("to do:\n")
@@ -83,8 +80,7 @@ def test_with_nothing_installed_the_commands_are_few_and_in_order(
         assert command in line
 
 
-def test_a_checkout_that_is_only_on_the_path_is_not_installed(wheel, interpreter):
-    interpreter.install(wheel)
+def test_a_checkout_that_is_only_on_the_path_is_not_installed(interpreter):
     (info,) = interpreter.site.glob("vericache_sglang-*.dist-info")
     info.rename(info.with_suffix(".gone"))
     ended = interpreter.run(*DOCTOR, "--json")
@@ -93,9 +89,8 @@ def test_a_checkout_that_is_only_on_the_path_is_not_installed(wheel, interpreter
     assert (check["name"], check["status"]) == ("vericache-sglang", "missing")
 
 
-def test_a_gpu_is_looked_at_once_torch_is_there(wheel, interpreter):
+def test_a_gpu_is_looked_at_once_torch_is_there(interpreter):
     # A torch without CUDA, as an old pip run leaves it behind on a GPU host.
-    interpreter.install(wheel)
     claim_all(interpreter, "cuda")
     (interpreter.site / "torch.py").write_text(
         "class version: cuda = None\n"

@@ -45,8 +45,7 @@ def test_every_tracked_file_is_in_the_wheel(wheel):
     assert packed == wanted
 
 
-def test_every_package_is_found_without_the_checkout(wheel, interpreter):
-    interpreter.install(wheel)
+def test_every_package_is_found_without_the_checkout(interpreter):
     code = (
         "import vericache_kernels, vericache_patches, vericache_sglang.planning as p;"
         "from importlib.metadata import entry_points as e;"

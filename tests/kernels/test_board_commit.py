@@ -126,29 +126,6 @@ def test_drafting_and_then_verifying_emits_what_the_engine_accepts(drafts, extra
     assert (draft_tokens.tokens[[0, 2]] == 7).all()
 
 
-def test_a_forward_by_hand():
-    draft_tokens = DraftTokens(
-        torch.tensor([[1, 7, 8, 0], [2, 4, 4, 0], [3, 0, 0, 0], [9, 5, 6, 0]]),
-        torch.tensor([5, 5, 5, 5], dtype=torch.int32),
-    )
-    # All agree and one more; the first is wrong; a plain row; a third draft; nobody.
-    rows = DraftTokenRows(
-        pool_idx=torch.tensor([0, 1, 2, 3, 0]),
-        first=torch.tensor([0, 3, 6, 7, 8, 8], dtype=torch.int32),
-        kind=torch.tensor([EMIT, EMIT, EMIT, DRAFT, EMIT]),
-        drafts=torch.tensor([2, 2, 0, 2, 0]),
-    )
-    emission = board_commit(draft_tokens, rows, torch.tensor([7, 8, 9, 5, 4, 4, 6, 1]))
-    assert emission.tokens.tolist() == [
-        *([7, 8, 9], [5, 0, 0], [6, 0, 0]),
-        *([0, 0, 0], [0, 0, 0]),
-    ]
-    assert emission.counts.tolist() == [3, 1, 1, 0, 0]
-    assert draft_tokens.tokens[:, 0].tolist() == [9, 5, 6, 9]
-    assert draft_tokens.tokens[3].tolist() == [9, 5, 6, 1]
-    assert draft_tokens.emitted.tolist() == [3, 1, 1, 5]
-
-
 def test_a_draft_behind_the_last_column_is_dropped():
     draft_tokens = DraftTokens(
         torch.zeros(2, 4).long(), torch.zeros(2, dtype=torch.int32)

@@ -159,18 +159,6 @@ def test_slots_outside_the_row_are_never_read():
     )
 
 
-def test_order_of_the_prefix_does_not_matter():
-    k_buffer, v_buffer = buffers()
-    tail = [(3000, 6)]
-    forth = run_attention(
-        queries(6), k_buffer, v_buffer, [(9, 200), (700, 300), *tail], 0.25
-    )
-    back = run_attention(
-        queries(6), k_buffer, v_buffer, [(700, 300), (9, 200), *tail], 0.25
-    )
-    assert error(forth, back.double()) < TOLERANCE
-
-
 def test_bfloat16_stays_bfloat16():
     k_buffer, v_buffer = (buffer.bfloat16() for buffer in buffers())
     q = queries(3).bfloat16()

@@ -348,22 +348,14 @@ def test_the_latest_requests_are_remembered():
     assert report["shadow_dropped"] == 3
 
 
-def test_nothing_is_remembered_at_rate_0():
+@pytest.mark.parametrize(("rate", "finish"), [(0.0, LENGTH), (1.0, None)])
+def test_nothing_is_remembered_at_rate_0_nor_of_an_unfinished_answer(rate, finish):
     async def exchange():
-        async with checking(Manager(), rate=0.0) as check:
-            finished(check)
+        async with checking(Manager(), rate) as check:
+            finished(check, finish=finish)
             return check.report()
 
     assert set(run(exchange).values()) == {0}
-
-
-def test_an_unfinished_answer_is_not_remembered():
-    async def exchange():
-        async with checking(Manager()) as check:
-            finished(check, finish=None)
-            return check.report()
-
-    assert run(exchange)["shadow_pending"] == 0
 
 
 def test_a_fault_in_the_check_stays_there(caplog):

@@ -17,20 +17,6 @@ rounds = st.lists(
 )
 
 
-def test_nothing_happened_yet():
-    assert RequestStats(True, 8).report() == {
-        "enabled": True,
-        "draft_length": 8,
-        "rounds": 0,
-        "drafted": 0,
-        "accepted": 0,
-        "accepted_histogram": [],
-        "staged_bytes": 0,
-        "residency_changes": {},
-        "reported": False,
-    }
-
-
 def test_two_rounds_and_a_move():
     stats = RequestStats(True, 4)
     stats.note_round(4, 4)

@@ -108,11 +108,6 @@ def test_baseline_takes_whole_requests_only():
     assert (plain.accepted, plain.link_s, plain.used_bytes) == (0, 0, 96)
 
 
-def test_lossy_codecs_prefetch_everything():
-    whole = replace(CHOICE, transfer_fraction=1.0)
-    assert estimate(HAND, whole).link_s == 2 * estimate(HAND, CHOICE).link_s
-
-
 def test_printed_transfer_divides_by_the_cycles_again():
     # 10 requests, x = 29: bytes take 10/30 of a reload's 4 s, the printed l = 3.
     choice = IntraChoice(
@@ -122,12 +117,6 @@ def test_printed_transfer_divides_by_the_cycles_again():
     printed = estimate(replace(HAND, printed_transfer=True), choice)
     assert printed.link_s == pytest.approx(4 / 9)
     assert printed.cycles_per_load == 3
-
-
-def test_staging_replaces_the_mean_of_the_prefetches():
-    server = replace(HAND, staging_bytes=9.0)
-    assert used_bytes(server, CHOICE) == 40 + 8 + 3 * 4 + 9
-    assert used_bytes(server, replace(CHOICE, offloaded=0)) == 48
 
 
 def test_a_prefetch_that_spans_iterations_counts_them():

@@ -72,15 +72,6 @@ def test_plain_serving_is_recommended_and_not_saved(run, tmp_path):
     assert "--save" in err
 
 
-def test_the_demo_model_is_planned_from_its_folder(run):
-    folder = ROOT / "configs" / "demo-model"
-    status, out, _ = run(
-        *("--model", folder, "--gpu", "l40s", "--context", 8000, "--output", 64)
-    )
-    assert status == 0
-    assert str(folder) in out
-
-
 def test_datasheet_rates_change_the_answer(run):
     assert run(*LONG)[1] != run(*LONG, "--datasheet")[1]
     assert "2x rtx-pro-6000" in run(*LONG, "--devices", 2)[1]

@@ -30,12 +30,6 @@ def test_every_point_is_drawn_under_its_label():
     assert (full.get_label(), set(full.get_ydata())) == ("full KV", {1})
 
 
-def test_it_is_written_as_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="only --plot needs it")
-    draw(CURVES, "a model on a GPU", tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
 def test_an_unwritable_path_is_named(tmp_path):
     pytest.importorskip("matplotlib", reason="only --plot needs it")
     with pytest.raises(ConfigError, match=r"--plot: .*nowhere"):

@@ -91,14 +91,3 @@ def test_curve_peaks_where_the_recommendation_is():
     assert [x for x, _, _ in points] == list(LENGTHS)
     assert best[0] == found.best.choice.draft_length
     assert best[2] == pytest.approx(found.speedup)
-
-
-def test_bad_workloads_name_the_flag():
-    for field, flag in (
-        ("context_tokens", "--context"),
-        ("output_tokens", "--output"),
-        ("concurrency", "--concurrency"),
-    ):
-        values = {"context_tokens": 1, "output_tokens": 1, field: 0}
-        with pytest.raises(ConfigError, match=flag):
-            ExpectedWorkload(**values)

@@ -3,12 +3,12 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from live_server import fork
 
 from vericache_sglang.config.files import ENV, OFF, active_config
 from vericache_sglang.config.schema import VeriCacheConfig
@@ -169,27 +169,26 @@ def test_settings_reach_the_environment_before_sglang_is_touched(monkeypatch):
     assert os.environ[ENV] == OFF
 
 
-def start(*argv):
-    return run_python("-m", "vericache_sglang.launch_server", *argv)
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that runs a module, the launcher, to its end in a fork."""
 
+    def run(*argv, module="vericache_sglang.launch_server"):
+        log = tmp_path / "log"
+        paths = os.pathsep.join([str(tmp_path), *sys.path])
+        command = [sys.executable, "-m", module, *argv]
+        status = fork(command, {"PYTHONPATH": paths}, log).wait(120)
+        return status, log.read_text()
 
-def run_python(*words):
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run
 
 
 @pytest.mark.sglang
-def test_help_shows_our_flags_and_sglangs():
-    shown = start("--help")
-    assert shown.returncode == 0, shown.stderr
+def test_help_shows_our_flags_and_sglangs(start):
+    status, shown = start("--help")
+    assert status == 0, shown
     for word in ("--vericache-keep", "--disable-vericache", "--tensor-parallel-size"):
-        assert word in shown.stdout
+        assert word in shown
 
 
 @pytest.mark.parametrize(
@@ -214,44 +213,46 @@ def test_a_server_is_open_beyond_its_machine_without_a_key(host, key, warns):
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("key", "warned"), [((), 1), (("--api-key", "k"), 0)])
-def test_the_start_of_an_open_server_warns(key, warned):
-    code = "from vericache_sglang.serving import launch; launch._run = lambda _: None; "
-    argv = ["--model-path", MODEL, "--host", "0.0.0.0", *key]
-    shown = run_python("-c", f"{code}raise SystemExit(launch.main({argv}))")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("VeriCache: compressor=") == 1
-    assert shown.stderr.count("VeriCache: warning: whoever reaches 0.0.0.0:") == warned
+def test_the_start_of_an_open_server_warns(start, tmp_path, key, warned):
+    (tmp_path / "ready.py").write_text(
+        "from vericache_sglang.serving import launch\n"
+        "launch._run = lambda args: None\n"
+        "raise SystemExit(launch.main())\n"
+    )
+    argv = ("--model-path", MODEL, "--host", "0.0.0.0", *key)
+    status, shown = start(*argv, module="ready")
+    assert status == 0, shown
+    assert shown.count("VeriCache: compressor=") == 1
+    assert shown.count("VeriCache: warning: whoever reaches 0.0.0.0:") == warned
+
+
+WINDOW = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 1024,
+}
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "config", "named"),
     [
-        ("--pp-size", "2"),
-        ("--speculative-algorithm", "EAGLE"),
+        (("--pp-size", "2"), {}, "--pp-size"),
+        (("--speculative-algorithm", "EAGLE"), {}, "--speculative-algorithm"),
+        ((), WINDOW, "sliding-window"),
     ],
-    ids=lambda argv: argv[0],
+    ids=["flag", "algorithm", "model"],
 )
-def test_a_refused_flag_keeps_the_server_from_starting(argv):
-    refused = start("--model-path", MODEL, *argv)
-    assert refused.returncode == 2
-    assert "vericache: error:" in refused.stderr
-    assert argv[0] in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-
-@pytest.mark.sglang
-def test_a_refused_model_keeps_the_server_from_starting(tmp_path):
-    config = json.loads(Path(MODEL, "config.json").read_text())
-    config |= {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 1024,
-    }
+def test_what_is_refused_keeps_the_server_from_starting(
+    start, tmp_path, argv, config, named
+):
+    config = json.loads(Path(MODEL, "config.json").read_text()) | config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused = start("--model-path", str(tmp_path))
-    assert refused.returncode == 2
-    assert "sliding-window" in refused.stderr
+    status, shown = start("--model-path", str(tmp_path), *argv)
+    assert status == 2
+    assert "vericache: error:" in shown
+    assert named in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.sglang

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vericache_sglang.errors import UnsupportedError, VeriCacheError
+from vericache_sglang.errors import UnsupportedError
 from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 from vericache_sglang.serving import refusals
 from vericache_sglang.serving.refusals import (
@@ -305,11 +305,3 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(refusals, "version", lambda name: "0.5.23")
     with pytest.raises(UnsupportedError, match=rf"0\.5\.23 .*{SGLANG_VERSION}"):
         check_sglang_version()
-
-
-def test_the_pinned_sglang_passes():
-    check_sglang_version()
-
-
-def test_refusals_can_be_caught_as_ours():
-    assert issubclass(UnsupportedError, VeriCacheError)

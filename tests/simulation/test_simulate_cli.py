@@ -79,6 +79,7 @@ def test_a_trace_is_played(tmp_path, capsys):
         (["--overhead-ms", "-1"], "--overhead-ms"),
         (["--keep", "1"], "--keep"),
         (["--accept", "2"], "--accept"),
+        (["--accept-spread", "-1"], "--accept-spread"),
         (["--planes-accept", "-1"], "--planes-accept"),
         (["--context", "0"], "--context"),
         (["--context", "9000000", "--requests", "1"], "--context"),

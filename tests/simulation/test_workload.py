@@ -8,7 +8,6 @@ import pytest
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.simulation.workload import (
     RequestMix,
-    Workload,
     closed_loop,
     poisson,
     trace,
@@ -82,25 +81,3 @@ def test_a_wrong_trace_names_its_line(tmp_path, text, named):
 def test_a_missing_trace_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--trace .*none"):
         trace(tmp_path / "none", 0.9)
-
-
-@pytest.mark.parametrize(
-    ("make", "flag"),
-    [
-        (lambda: RequestMix(contexts=(), output=1, accept=1), "--context"),
-        (lambda: RequestMix(contexts=(0,), output=1, accept=1), "--context"),
-        (lambda: RequestMix(contexts=(1,), output=0, accept=1), "--output"),
-        (lambda: RequestMix(contexts=(1,), output=1, accept=1.1), "--accept"),
-        (
-            lambda: RequestMix(contexts=(1,), output=1, accept=1, spread=-1),
-            "--accept-spread",
-        ),
-        (lambda: RequestMix(contexts=(1,), output=1, accept=1, share=0), "--share"),
-        (lambda: Workload(lambda: iter(()), 0), "--requests"),
-        (lambda: closed_loop(MIX, 1, concurrency=0), "--concurrency"),
-        (lambda: poisson(MIX, 1, 0.0), "--rate"),
-    ],
-)
-def test_wrong_values_name_the_flag(make, flag):
-    with pytest.raises(ConfigError, match=flag):
-        make()

@@ -131,11 +131,3 @@ def test_wrong_orders_of_rotatekv_are_named(tmp_path, order, says):
     path = tmp_path / "order.safetensors"
     save_file({"order": order}, path, ROTATEKV)
     refused(path, says, RotateKVTables.read)
-
-
-def test_a_group_of_no_heads_is_refused(tmp_path):
-    path = tmp_path / "order.safetensors"
-    save_file(
-        {"order": torch.arange(8)[None]}, path, {**ROTATEKV, "rotated_heads": "0"}
-    )
-    refused(path, "metadata 'rotated_heads' must be >= 1, is 0", RotateKVTables.read)

@@ -179,20 +179,6 @@ def test_bits_are_codes_and_two_halves_per_group(bits, group, wanted):
     assert residual.bits == 16
 
 
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ((1, 32, 32), "bits must be 2 to 8, got 1"),
-        ((2, 0, 32), "group must be >= 1, got 0"),
-        ((2, 32, 48), "window must be 0 or a multiple of group 32, got 48"),
-        ((2, 32, -32), "window must be 0 or a multiple of group 32, got -32"),
-    ],
-)
-def test_parameters_out_of_bounds_are_refused(parameters, says):
-    with pytest.raises(CompressionError, match=says):
-        KIVI(*parameters)
-
-
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(CompressionError, match="group 32 does not divide"):
         KIVI().encode(drawn((1, 40, 32)), drawn((1, 40, 48)))

@@ -75,7 +75,5 @@ def test_bits_are_codes_and_a_norm():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(CompressionError, match="bits must be 1 to 8, got 9"):
-        TurboQuant(9)
     with pytest.raises(CompressionError, match="value dim 2 is below 3"):
         TurboQuant().encode(drawn((1, 2, 8)), drawn((1, 2, 2)))
