@@ -49,8 +49,8 @@ def pytest_configure(config):
 
 
 COMPLETE = (
-    *("fake_device/", "engine/test_device_moves.py", "engine/test_two_streams.py"),
-    *("engine/test_cuda_backend.py", "engine/test_cuda_arguments.py"),
+    *("fake_device/", "runtime/test_device_moves.py", "runtime/test_two_streams.py"),
+    *("runtime/test_cuda_backend.py", "runtime/test_cuda_arguments.py"),
     *("planning/test_memory.py", "scripts/test_gpu_parts.py"),
 )
 """What stands for a GPU until there is one: every combination is tried, always."""

@@ -28,7 +28,7 @@ def build_mha_kv_pool(
     slots = staging_slots(with_staging(max_total_num_tokens))
     if slots:
         if mha_pool_class is not MHATokenToKVPool:
-            raise ValueError(f"no staging region in a {mha_pool_class.__name__}")
+            raise ValueError(f"no staging buffer in a {mha_pool_class.__name__}")
         mha_pool_class = staged_pool_class(slots)
     return original(
         configurator,

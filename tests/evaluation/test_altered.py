@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_kernels.board_commit import EMIT, DraftTokenRows, DraftTokens
+from vericache_kernels.token_commit import EMIT, DraftTokenRows, DraftTokens
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import altered, dice
 

@@ -110,7 +110,7 @@ def asks(how):
     """Return what has a request ask so, and its tokens heard at once."""
 
     def ask(state, batch):
-        state.profile, state.late = Profile(SamplingRule.GREEDY), False
+        state.profile, state.asynchronous = Profile(SamplingRule.GREEDY), False
         how(state, batch)
 
     return ask

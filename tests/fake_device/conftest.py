@@ -6,6 +6,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 sys.path[:0] = [
     str(FOLDER),
-    str(FOLDER.parent / "engine"),
+    str(FOLDER.parent / "runtime"),
     str(FOLDER.parent / "prefix_cache" / "store"),
 ]

@@ -28,7 +28,7 @@ from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
 from vericache_sglang.kv.calibration import starting_coefficients
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
-from vericache_sglang.runtime.admission import Entrance
+from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.algorithm import NAME, VeriCacheAlgorithm
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
@@ -175,7 +175,9 @@ class Server:
             runtime=self.runtime,
             tp_sync=tp_sync,
             overlap=True,
-            entrance=Entrance(placement, probing, self.runtime, overlap=True),
+            request_admission=RequestAdmission(
+                placement, probing, self.runtime, overlap=True
+            ),
             mixed=MixedForward(
                 placement,
                 self.target,

@@ -20,10 +20,10 @@ from sglang.srt.layers import sampler
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction  # noqa: TID253
 
-from vericache_kernels.board_commit.ref import commit_rows
 from vericache_kernels.head_entries.ref import pick_rows, put_rows
 from vericache_kernels.join_planes.ref import join_rows
 from vericache_kernels.ragged_attention.ref import ragged_attention_ref
+from vericache_kernels.token_commit.ref import commit_rows
 from vericache_sglang.platforms.cpu.murmur_hash import murmur_hash32
 
 
@@ -71,7 +71,7 @@ READ = {"ragged_attention": ragged_bytes, "packed_attention": packed_bytes}
 """By op, what it reads of tensors far larger; others read all they are given."""
 
 REFERENCES = {
-    ("board_commit", "launch"): commit_rows,
+    ("token_commit", "launch"): commit_rows,
     ("head_entries", "launch"): move_entries,
     ("ragged_attention", "launch"): lambda q, kv, rows, scaling, *_: (
         ragged_attention_ref(q, kv, rows, scaling)

@@ -18,10 +18,10 @@ from vericache_sglang.scheduling.acceptance import Acceptance
 from vericache_sglang.scheduling.draft_length import Patience
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS, Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel
-from vericache_sglang.scheduling.plan import Residency, Shape
+from vericache_sglang.scheduling.plan import RequestSpec, Residency
 from vericache_sglang.scheduling.residency import ENTER
+from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.throughput import Throughput
-from vericache_sglang.scheduling.track import Track
 
 pytestmark = pytest.mark.sglang
 
@@ -62,7 +62,7 @@ def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
         reads = placement.draft_reads(budget)
         settings = runtime_settings(made.config, placement)
         estimates = placement._tp_sync.estimates
-    shape = Shape(
+    shape = RequestSpec(
         rid="a",
         prompt=LONG,
         kept=budget.slots,
@@ -71,7 +71,7 @@ def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
         reads=reads,
         remaining=500,
     )
-    track = Track(shape, Acceptance(estimates.prior), Patience(), 500)
+    track = ScheduledRequest(shape, Acceptance(estimates.prior), Patience(), 500)
     assert budget.coded / 20 < reads < 0.8 * budget.offered
     choice = Throughput(settings, estimates).best(track, Residency.DEVICE, ROWS)
     assert choice.gain > ENTER

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_device import DEVICE, moved, needs_gpu, report, run, unsynced
 
-from vericache_kernels.board_commit import (
+from vericache_kernels.token_commit import (
     DRAFT,
     EMIT,
     DraftTokenRows,
     DraftTokens,
-    board_commit,
     bytes_moved,
+    token_commit,
 )
-from vericache_kernels.board_commit.ref import commit_rows
+from vericache_kernels.token_commit.ref import commit_rows
 from vericache_sglang.sampling.accept import accepted_tokens
 
 KINDS = st.sampled_from([DRAFT, EMIT])
@@ -85,7 +85,7 @@ def by_hand(draft_tokens, rows, target):
 def test_a_forward_leaves_what_the_oracle_does(forward):
     draft_tokens, _, target = forward
     tokens, emitted, out, counts = by_hand(*forward)
-    emission = board_commit(*forward)
+    emission = token_commit(*forward)
     assert draft_tokens.tokens.tolist() == tokens
     assert draft_tokens.emitted.tolist() == emitted
     assert emission.tokens.tolist() == out
@@ -110,7 +110,7 @@ def test_drafting_and_then_verifying_emits_what_the_engine_accepts(drafts, extra
         rows = DraftTokenRows(
             pool_idx, one, torch.tensor([DRAFT]), torch.tensor([count])
         )
-        drafted = board_commit(draft_tokens, rows, torch.tensor([draft]))
+        drafted = token_commit(draft_tokens, rows, torch.tensor([draft]))
         assert drafted.counts.tolist() == [0]
     assert draft_tokens.tokens[1, 1 : len(drafts) + 1].tolist() == drafts
     target = extra[: len(drafts) + 1]
@@ -118,7 +118,7 @@ def test_drafting_and_then_verifying_emits_what_the_engine_accepts(drafts, extra
     rows = DraftTokenRows(
         pool_idx, ends, torch.tensor([EMIT]), torch.tensor([len(drafts)])
     )
-    emission = board_commit(draft_tokens, rows, torch.tensor(target))
+    emission = token_commit(draft_tokens, rows, torch.tensor(target))
     expected = accepted_tokens(drafts, target)
     assert emission.tokens[0, : int(emission.counts)].tolist() == expected
     assert int(draft_tokens.tokens[1, 0]) == expected[-1]
@@ -136,7 +136,7 @@ def test_a_draft_behind_the_last_column_is_dropped():
         torch.tensor([DRAFT, DRAFT]),
         torch.tensor([2, 3]),
     )
-    board_commit(draft_tokens, rows, torch.tensor([5, 6]))
+    token_commit(draft_tokens, rows, torch.tensor([5, 6]))
     assert draft_tokens.tokens.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
 
 
@@ -200,7 +200,7 @@ def _of(changes, record):
 )
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        board_commit(*sound(**changes))
+        token_commit(*sound(**changes))
 
 
 def test_the_kernel_equals_the_reference():
@@ -223,11 +223,11 @@ def test_a_captured_graph_drafts_and_then_accepts():
         )
     )
     target = torch.tensor([8, 9, 1]).to(DEVICE)
-    board_commit(draft_tokens, rows, target)
+    token_commit(draft_tokens, rows, target)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        emission = board_commit(draft_tokens, rows, target)
+        emission = token_commit(draft_tokens, rows, target)
     graph.replay()
     assert draft_tokens.tokens[[0, 2], 1].tolist() == [9, 8]
     rows.first.copy_(torch.tensor([0, 2, 3, 3]))
@@ -245,7 +245,7 @@ SEEN = {"accepted": 0, "drafted": 0}
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(forward=forwards())
 def kernel_equals_reference(forward):
-    from vericache_kernels.board_commit.triton_impl import launch
+    from vericache_kernels.token_commit.triton_impl import launch
 
     expected = moved(forward, "cpu")
     emission = commit_rows(*expected)

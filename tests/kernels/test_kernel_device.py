@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_device import DEVICE, SWITCH, chosen, moved
 
-from vericache_kernels.board_commit import DraftTokens
+from vericache_kernels.token_commit import DraftTokens
 
 
 def test_a_device_is_used_where_there_is_one():

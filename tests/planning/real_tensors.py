@@ -342,12 +342,12 @@ def query_tails(at):
 
 def token_scores(at):
     from vericache_sglang.compression.base import Needs
-    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PrefillObserver
 
     built = pool(at, SLOTS, STAGING)
     places = SimpleNamespace(pool=built, geometry=geometry(at))
     with torch.device("meta"):
-        return PromptWatch(SimpleNamespace(needs=Needs()), places)._table().nbytes
+        return PrefillObserver(SimpleNamespace(needs=Needs()), places)._table().nbytes
 
 
 def geometry(at, layers=None):

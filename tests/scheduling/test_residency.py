@@ -13,12 +13,12 @@ from vericache_sglang.scheduling.plan import (
     Compress,
     Load,
     Offload,
+    RequestSpec,
     Residency,
     Restore,
-    Shape,
+    SchedulerInput,
     SwapIn,
     SwapOut,
-    World,
 )
 from vericache_sglang.scheduling.residency import (
     ENTER,
@@ -29,9 +29,9 @@ from vericache_sglang.scheduling.residency import (
     RELIEF_EVERY,
     ResidencyPolicy,
 )
+from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.settings import RuntimeSettings
 from vericache_sglang.scheduling.throughput import Throughput
-from vericache_sglang.scheduling.track import Track
 
 NOW = 8 * RELIEF_EVERY * PIN_EVERY  # an iteration in which everything is looked at
 DEVICE, HOST, SWAPPED = Residency.DEVICE, Residency.HOST, Residency.SWAPPED
@@ -56,14 +56,16 @@ def policy(residency="auto", *, link=FAST_LINK, base_s=1e-4, staging=50_000):
 
 def track(rid, where=DEVICE, *, split=True, p=0.95, prompt=20_000, **fields):
     kept = prompt // 4
-    shape = Shape(
+    shape = RequestSpec(
         rid=rid,
         prompt=prompt,
         kept=kept,
         dropped=prompt - kept,
         remaining=1000,
     )
-    made = Track(shape, Acceptance(Prior(p)), Patience(), remaining=1000, split=split)
+    made = ScheduledRequest(
+        shape, Acceptance(Prior(p)), Patience(), remaining=1000, split=split
+    )
     made.residency, made.length = where, 8
     for name, value in fields.items():
         setattr(made, name, value)
@@ -73,7 +75,7 @@ def track(rid, where=DEVICE, *, split=True, p=0.95, prompt=20_000, **fields):
 def moves(chooser, *tracks, now=NOW, free=10**6, link_load_s=0.0, **world):
     """Return the moves of one iteration; every plain request may be split."""
     known = {each.rid: each for each in tracks}
-    world = World(
+    world = SchedulerInput(
         **{"host_slots": 10**9, "rows": len(tracks), "free_slots": free, **world}
     )
     swapped = {rid: each for rid, each in known.items() if each.residency is SWAPPED}
@@ -257,7 +259,7 @@ def test_a_residual_is_brought_back_when_memory_is_spare(
 
 @pytest.mark.parametrize("where", [DEVICE, HOST])
 def test_leaving_drafting_gives_up_copies_or_brings_the_residual_back(where):
-    chooser, world = policy(), World(free_slots=10**6, host_slots=0, rows=1)
+    chooser, world = policy(), SchedulerInput(free_slots=10**6, host_slots=0, rows=1)
     leaving = Restore("a") if where is DEVICE else Load("a")
     assert chooser.leave_drafting(track("a", where), NOW, world) == leaving
 
@@ -270,7 +272,7 @@ def test_leaving_drafting_gives_up_copies_or_brings_the_residual_back(where):
 def test_a_residual_on_the_host_stays_there_when_it_may_not_return(
     free, blocked, stayed
 ):
-    world = World(free_slots=free, host_slots=0, rows=1, blocked=blocked)
+    world = SchedulerInput(free_slots=free, host_slots=0, rows=1, blocked=blocked)
     there = track("a", HOST, moved_at=NOW - stayed)
     assert policy().leave_drafting(there, NOW, world) is None
 

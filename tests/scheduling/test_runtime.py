@@ -12,14 +12,14 @@ from vericache_sglang.scheduling.plan import (
     Load,
     Offload,
     Plain,
+    RequestSpec,
     Residency,
     Restore,
-    Shape,
+    SchedulerInput,
     SwapIn,
     SwapOut,
     Verify,
     Wait,
-    World,
 )
 from vericache_sglang.scheduling.residency import MIN_STAY
 from vericache_sglang.scheduling.runtime import Runtime
@@ -47,10 +47,10 @@ class Executor:
         self.left, self.drafts, self.where, self.shapes = {}, Counter(), {}, {}
         self.coming, self.staged = [], {}
         self.longest = 0
-        self.late, self.air = late, []
+        self.asynchronous, self.air = late, []
 
     def arrive(self, rid, tokens, prompt=400):
-        shape = Shape(
+        shape = RequestSpec(
             rid=rid,
             prompt=prompt,
             kept=prompt // 4,
@@ -82,7 +82,7 @@ class Executor:
         rows = max(1, len(self.left))
         self.short = self.free < rows * (2 * self.config.draft_length + 3)
         plan = self.runtime.plan(
-            World(
+            SchedulerInput(
                 free_slots=self.free,
                 host_slots=10**6,
                 rows=rows,
@@ -160,7 +160,7 @@ class Executor:
         self.longest = max(self.longest, waited)
         self._forget(rid)
         self.begun[rid] = self.runtime.now
-        if self.late:
+        if self.asynchronous:
             self.runtime.launched(rid, drafted)
             self.air.append((rid, drafted, right + 1))
         else:

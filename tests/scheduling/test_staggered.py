@@ -6,11 +6,11 @@ import pytest
 
 from vericache_sglang.scheduling.acceptance import Acceptance, Prior
 from vericache_sglang.scheduling.draft_length import Patience
-from vericache_sglang.scheduling.plan import Residency, Shape
+from vericache_sglang.scheduling.plan import RequestSpec, Residency
 from vericache_sglang.scheduling.reservation import LINK, STAGING, VERIFY
+from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.settings import RuntimeSettings
 from vericache_sglang.scheduling.staggered import Staggered
-from vericache_sglang.scheduling.track import Track
 
 DROPPED = 100
 
@@ -37,9 +37,13 @@ class Drive:
         self.staged, self.verified = {}, {}
 
     def track(self, rid, *, length=4, where=Residency.HOST, group=""):
-        shape = Shape(rid=rid, prompt=200, kept=100, dropped=DROPPED, remaining=1000)
+        shape = RequestSpec(
+            rid=rid, prompt=200, kept=100, dropped=DROPPED, remaining=1000
+        )
         prior = Prior()
-        made = Track(shape, Acceptance(prior), Patience(), remaining=1000, split=True)
+        made = ScheduledRequest(
+            shape, Acceptance(prior), Patience(), remaining=1000, split=True
+        )
         made.length, made.residency, made.group = length, where, group
         self.pacing.begin(made)
         return made

@@ -89,7 +89,7 @@ class Device:
         self._owner = threading.current_thread()
         self._random, self._local, self._pinned = Random(seed), threading.local(), []
         self._turns = []
-        self.main, self.late = self.stream(), None
+        self.main, self.asynchronous = self.stream(), None
 
     # -- streams ------------------------------------------------------------------
 
@@ -137,7 +137,9 @@ class Device:
             # A stream may starve for long: one that is a little late shows less.
             if self._random.random() < 1 / STAYS:
                 self._random.shuffle(self._turns)
-            stream = min(ready, key=lambda s: (s is self.late, self._turns.index(s)))
+            stream = min(
+                ready, key=lambda s: (s is self.asynchronous, self._turns.index(s))
+            )
             _, does = stream.work.popleft()
             self.now += 1
             does()

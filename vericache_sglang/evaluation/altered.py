@@ -165,7 +165,7 @@ def _throw_dice(acceptance: float) -> None:
     from vericache_sglang.sampling import sampler
 
     _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
-    _put(draft_tokens, "board_commit", in_buffer(acceptance, seed=0))
+    _put(draft_tokens, "token_commit", in_buffer(acceptance, seed=0))
 
 
 def _draft_longest() -> None:

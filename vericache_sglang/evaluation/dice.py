@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.board_commit import EMIT, board_commit
+from vericache_kernels.token_commit import EMIT, token_commit
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from vericache_kernels.board_commit import DraftTokenRows, DraftTokens, Emission
+    from vericache_kernels.token_commit import DraftTokenRows, DraftTokens, Emission
 
 NOTHING = -1
 """An invalid token id, equal to no draft token."""
@@ -41,7 +41,7 @@ def by_dice(
 def in_buffer(
     acceptance: float, seed: int
 ) -> Callable[[DraftTokens, DraftTokenRows, torch.Tensor], Emission]:
-    """Return a replacement of ``board_commit`` that accepts at random.
+    """Return a replacement of ``token_commit`` that accepts at random.
 
     Args:
         acceptance: See ``by_dice``.
@@ -73,6 +73,6 @@ def in_buffer(
         cell = pool_indices * draft_tokens.tokens.shape[1] + column
         flat = draft_tokens.tokens.view(-1)
         flat.scatter_add_(0, cell, torch.where(column > 0, NOTHING - flat[cell], 0))
-        return board_commit(draft_tokens, rows, target)
+        return token_commit(draft_tokens, rows, target)
 
     return commit

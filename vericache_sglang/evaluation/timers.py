@@ -138,13 +138,13 @@ def install(events: Path) -> None:
 
     from vericache_sglang.compression import catalog
     from vericache_sglang.kv.packed_drafts import Codes
-    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PrefillObserver
     from vericache_sglang.prefix_cache.compress import PromptCompressor
     from vericache_sglang.runtime.probing import Probing
 
     timer = _Timer(events)
     timer.time(TpModelWorker, "forward_batch_generation", "prefill", _prefill)
-    timer.time(PromptWatch, "observe", "watch", _watched)
+    timer.time(PrefillObserver, "observe", "watch", _watched)
     for selector in catalog.OURS:
         for method in ("update", "observe", "scores"):
             if method in vars(selector):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.staging import Lease, StagingRegion
+    from vericache_sglang.kv.staging import Lease, StagingBuffer
     from vericache_sglang.kv.transfers import Transfer
     from vericache_sglang.scheduling.link import LinkEstimate
 
@@ -38,7 +38,7 @@ REPEATS = 5
 LEAST_S = 1e-13
 
 
-def measure_link(handles: KVHandles, region: StagingRegion, link: LinkEstimate) -> None:
+def measure_link(handles: KVHandles, region: StagingBuffer, link: LinkEstimate) -> None:
     """Time a small and a large copy in each direction, for the first decisions.
 
     Args:

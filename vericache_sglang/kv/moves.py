@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.host_image import DraftParts
-    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PrefillObserver
     from vericache_sglang.kv.request import Parts, RequestState
     from vericache_sglang.kv.transfers import Transfer
 
@@ -43,7 +43,7 @@ class KVMoves:
         self,
         handles: KVHandles,
         drafts: Callable[[RequestState], DraftParts | None],
-        watch: PromptWatch,
+        watch: PrefillObserver,
     ) -> None:
         self._drafts = drafts
         self._watch = watch

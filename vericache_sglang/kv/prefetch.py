@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.ledger import Account
-from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.staging import StagingBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class StagingPrefetcher:
 
     def __init__(
         self,
-        region: StagingRegion,
+        region: StagingBuffer,
         transfers: Transfers,
         host: HostStore,
         ledger: Ledger,
@@ -192,7 +192,7 @@ class StagingPrefetcher:
         self._staged.clear()
         self._key_of.clear()
         region = self.region
-        self.region = StagingRegion(region.start, region.slots, region.page)
+        self.region = StagingBuffer(region.start, region.slots, region.page)
 
     @property
     def keys(self) -> set[str]:

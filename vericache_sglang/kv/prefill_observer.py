@@ -22,7 +22,7 @@ ProbeObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
 attention output of the layer is needed; see ``observe``."""
 
 
-class PromptWatch:
+class PrefillObserver:
     """Passes a selector the observations it declared in ``needs``, and no others.
 
     Scores of single tokens (``Selector.update``) are kept per slot of the KV pool: a
@@ -211,7 +211,7 @@ def observed(layer: Any, observe: Callable[..., bool]) -> Callable[..., Any]:
 
     Args:
         layer: SGLang's ``RadixAttention``.
-        observe: See ``PromptWatch.observe``.
+        observe: See ``PrefillObserver.observe``.
     """
     attend = layer.forward
 

@@ -98,13 +98,13 @@ class RequestState:
         figures: Its speculation statistics.
         penalties: Of its output tokens; None where it has none.
         cursor: Its state in its grammar; None without a grammar.
-        late: Results may be processed one iteration later: only the end of the request
-            depends on them.
+        asynchronous: Results may be processed one iteration later: only the end of the
+            request depends on them.
         drafts: Tokens drafted since the last verification, as far as reported.
         drafted_from: The distributions [V] they were sampled from, under rejection
             sampling.
-        flying: Further draft tokens in flight, not reported yet.
-        sure: Committed tokens counted in ``verified`` and not reported yet.
+        drafts_in_flight: Further draft tokens in flight, not reported yet.
+        committed_in_flight: Committed tokens counted in ``verified``, not yet reported.
         pending_max: Upper bound of the tokens verified beyond ``verified``.
         round: Number of the draft-verify cycle; launching a verification and
             discarding drafts increment it.
@@ -125,11 +125,11 @@ class RequestState:
     figures: RequestStats
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
-    late: bool = False
+    asynchronous: bool = False
     drafts: list[int] = field(default_factory=list)
     drafted_from: list[torch.Tensor] = field(default_factory=list)
-    flying: int = 0
-    sure: int = 0
+    drafts_in_flight: int = 0
+    committed_in_flight: int = 0
     pending_max: int = 0
     round: int = 0
     parts: Parts | None = None
@@ -151,12 +151,12 @@ class RequestState:
     @property
     def drafted(self) -> int:
         """Draft tokens since the last verification, those in flight included."""
-        return len(self.drafts) + self.flying
+        return len(self.drafts) + self.drafts_in_flight
 
     @property
     def emitted(self) -> int:
         """Committed output tokens, those before a retraction included."""
-        return len(self.outputs) + self.sure
+        return len(self.outputs) + self.committed_in_flight
 
     @property
     def split(self) -> Parts:
@@ -193,7 +193,7 @@ class RequestState:
 
     def launch_draft(self) -> None:
         """Record the launch of a forward that drafts one token."""
-        self.flying += 1
+        self.drafts_in_flight += 1
 
     def land_draft(self, token: int, round: int) -> bool:
         """Record a reported draft token; return whether it would end the request.
@@ -205,7 +205,7 @@ class RequestState:
         """
         if round != self.round:
             return False
-        self.flying -= 1
+        self.drafts_in_flight -= 1
         self.drafts.append(token)
         ended = token in self.stops
         if self.cursor is not None:
@@ -220,7 +220,7 @@ class RequestState:
         """
         drafts = self.drafted
         self.verified += 1
-        self.sure += 1
+        self.committed_in_flight += 1
         self.pending_max += drafts
         self._next_round()
         return drafts
@@ -233,7 +233,7 @@ class RequestState:
             drafts: What ``launch_emission`` returned.
         """
         self.verified += len(tokens) - 1
-        self.sure -= 1
+        self.committed_in_flight -= 1
         self.pending_max -= drafts
         self.outputs.extend(tokens)
         self.pending = tokens[-1]
@@ -264,5 +264,5 @@ class RequestState:
     def _next_round(self) -> None:
         self.drafts = []
         self.drafted_from = []
-        self.flying = 0
+        self.drafts_in_flight = 0
         self.round += 1

@@ -52,7 +52,7 @@ def staged_pool_class(staging_tokens: int) -> type:
                 or self.post_capture_active
             ):
                 raise ValueError(
-                    f"no staging region in a KV pool of layout {self.kv_cache_layout}, "
+                    f"no staging buffer in a KV pool of layout {self.kv_cache_layout}, "
                     f"quantized={self.is_quantized_kv_cache}, "
                     f"post-capture={self.post_capture_active}"
                 )

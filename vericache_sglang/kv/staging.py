@@ -57,7 +57,7 @@ class Lease:
         return tuple(spans)
 
 
-class StagingRegion:
+class StagingBuffer:
     """Leases slots outside SGLang's allocator, in as few pieces as possible.
 
     The order of slots inside a row is arbitrary, so a lease may consist of pieces and

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vericache_sglang.observability.record import Observer
     from vericache_sglang.scheduling.plan import Move, RowAction
     from vericache_sglang.scheduling.runtime import Runtime
-    from vericache_sglang.scheduling.track import Track
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 
 P = ParamSpec("P")
 
@@ -244,7 +244,7 @@ class IterationReporter:
         }
 
 
-def _drafts_wanted(track: Track | None, drafts: int) -> int:
+def _drafts_wanted(track: ScheduledRequest | None, drafts: int) -> int:
     """Return the draft length chosen for a cycle; 0 for a request without drafts.
 
     Excludes further drafts, up to the graph's width, after a deadline miss.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.host_image import HostImage
     from vericache_sglang.kv.host_pages import HostTensor
-    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PrefillObserver
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     Tensors = Mapping[str, torch.Tensor]
@@ -80,7 +80,7 @@ class SegmentCopies:
 
     def __init__(self, handles: KVHandles) -> None:
         self.index = SegmentIndex()
-        self.scores: PromptWatch | None = None
+        self.scores: PrefillObserver | None = None
         self._handles = handles
         self._saves: list[Save] = []
         self._collecting = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.runtime.scheduler_settings import shape_of
+from vericache_sglang.runtime.scheduler_settings import spec_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.runtime import Runtime
 
 
-class Entrance:
+class RequestAdmission:
     """Admits requests to the runtime once everything compression needs is known.
 
     Args:
@@ -66,5 +66,5 @@ class Entrance:
         if budget is None:
             self._placement.watch.forget(state.rid)
             return
-        shape = shape_of(state, budget, self._placement, overlap=self._overlap)
-        self._runtime.arrive(shape)
+        spec = spec_of(state, budget, self._placement, overlap=self._overlap)
+        self._runtime.arrive(spec)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
 
 
-class Arrivals:
+class RequestStateFactory:
     """Creates request states as prefills are launched.
 
     Args:
@@ -93,9 +93,9 @@ class Arrivals:
             figures=figures,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
-            late=profile.rule is not SamplingRule.REJECTION
+            asynchronous=profile.rule is not SamplingRule.REJECTION
             and not looks_at_tokens(req),
-            sure=1,
+            committed_in_flight=1,
         )
 
     def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:

@@ -20,8 +20,8 @@ from vericache_sglang.scheduling.plan import (
     Plain,
     Plan,
     Residency,
+    SchedulerInput,
     Wait,
-    World,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.iteration_reporter import IterationReporter
-    from vericache_sglang.runtime.admission import Entrance
+    from vericache_sglang.runtime.admission import RequestAdmission
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.forward.mixed import MixedForward
     from vericache_sglang.runtime.in_flight import InFlightQueue
@@ -64,7 +64,7 @@ class Decoding:
         runtime: Plans iterations.
         tp_sync: Tensor-parallel sync; its measurements observe iteration times.
         overlap: SGLang runs its overlap schedule.
-        entrance: Admits requests to the runtime.
+        request_admission: Admits requests to the runtime.
         mixed: Runs planned rows.
         draft_tokens: Tokens of all requests.
         in_flight: In-flight forwards.
@@ -80,7 +80,7 @@ class Decoding:
     runtime: Runtime
     tp_sync: TensorParallelSync
     overlap: bool
-    entrance: Entrance
+    request_admission: RequestAdmission
     mixed: MixedForward
     draft_tokens: DraftTokenBuffer
     in_flight: InFlightQueue
@@ -132,7 +132,7 @@ class Decoding:
         }
         states = list(requests.values())
         all_here = len(states) == len(batch.reqs)
-        self.entrance.pass_on(batch, requests)
+        self.request_admission.pass_on(batch, requests)
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         if as_sglang and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: as fast as plain SGLang.
@@ -178,7 +178,7 @@ class Decoding:
         arrived, failed = prefetches.poll(reported.prefetches)
         for rid in failed:
             self._note_failure(rid)
-        world = World(
+        given = SchedulerInput(
             free_slots=room(batch.tree_cache),
             host_slots=reported.host_slots,
             rows=rows,
@@ -186,8 +186,8 @@ class Decoding:
             arrived=tuple(arrived),
             failed=tuple(failed),
         )
-        plan = self.runtime.plan(world)
-        self.tp_sync.check(world, plan)
+        plan = self.runtime.plan(given)
+        self.tp_sync.check(given, plan)
         for stage_in in plan.stage_ins:
             state = self.states[stage_in.rid]
             with self.recovery.of_request(state):
@@ -270,7 +270,7 @@ class Decoding:
             self.tp_sync.forward(last=last),
         )
         self.in_flight.launch(launched)
-        if not all(state.late for state in states):
+        if not all(state.asynchronous for state in states):
             self.in_flight.land_all()
         result: GenerationBatchResult = launched.result
         return result

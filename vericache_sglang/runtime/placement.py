@@ -26,8 +26,8 @@ from vericache_sglang.kv.ledger import Account, Ledger
 from vericache_sglang.kv.moves import KVMoves
 from vericache_sglang.kv.packed_drafts import Codes
 from vericache_sglang.kv.prefetch import StagingPrefetcher
-from vericache_sglang.kv.prefill_observer import PromptWatch
-from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.prefill_observer import PrefillObserver
+from vericache_sglang.kv.staging import StagingBuffer
 from vericache_sglang.kv.transfers import open_transfers
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
@@ -134,7 +134,9 @@ class KVPlacement:
             allocator.free,
             server_args,
         )
-        self.watch = self.segments.copies.scores = PromptWatch(selector, self.handles)
+        self.watch = self.segments.copies.scores = PrefillObserver(
+            selector, self.handles
+        )
         self.codes = None if codec is None else Codes(codec, self.handles)
         # Describes codes to GPU attention; None: CPU attention decodes them itself.
         self.draft_codes: DraftCodes | None = None
@@ -152,7 +154,7 @@ class KVPlacement:
         self._moves = KVMoves(self.handles, self.drafts, self.watch)
         self._read_weight = self._tp_sync.first(self._weigh_codes())
         self.prefetches = StagingPrefetcher(
-            StagingRegion(pool.staging_start, pool.staging_tokens, page),
+            StagingBuffer(pool.staging_start, pool.staging_tokens, page),
             transfers,
             self.host,
             self.ledger,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.compression.base import Selector
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.prefill_observer import PromptWatch
+    from vericache_sglang.kv.prefill_observer import PrefillObserver
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
 
@@ -47,7 +47,7 @@ class Probing:
     def __init__(
         self,
         selector: Selector | None,
-        watch: PromptWatch,
+        watch: PrefillObserver,
         handles: KVHandles,
         model_runner: Any,
         row: int,

@@ -1,10 +1,10 @@
-"""Scheduler inputs: settings of the server and the shape of each new request."""
+"""Scheduler inputs: settings of the server and the spec of each new request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.scheduling.plan import Shape
+from vericache_sglang.scheduling.plan import RequestSpec
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def runtime_settings(
     )
 
 
-def shape_of(
+def spec_of(
     state: RequestState,
     budget: Budget,
     placement: KVPlacement,
     *,
     overlap: bool,
-) -> Shape:
-    """Return the shape by which the runtime plans a request.
+) -> RequestSpec:
+    """Return the spec by which the runtime plans a request.
 
     Args:
         state: The request; its full prompt KV is on the device.
@@ -46,7 +46,7 @@ def shape_of(
         overlap: The prefill's result (the tree insertion) is processed only after the
             first decode was launched.
     """
-    return Shape(
+    return RequestSpec(
         rid=state.rid,
         prompt=state.prompt,
         kept=budget.slots,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vericache_sglang.kv.request import RequestState
-    from vericache_sglang.scheduling.plan import Plan, World
+    from vericache_sglang.scheduling.plan import Plan, SchedulerInput
 
 EXACT = 1 << 52
 """Integers below this are exact in float64."""
@@ -288,7 +288,7 @@ class TensorParallelSync:
         least = [int(min(each)) for each in zip(*rows, strict=True)]
         return Agreed(least[HOST_SLOTS], tuple(least[PREFETCHES:]))
 
-    def check(self, world: World, plan: Plan) -> None:
+    def check(self, given: SchedulerInput, plan: Plan) -> None:
         """Compare the ranks' plans if SGLang's strict memory checks are on.
 
         Raises:
@@ -296,12 +296,12 @@ class TensorParallelSync:
         """
         if self.alone or not self._strict:
             return
-        mine = _digest(f"{world} {plan}")
+        mine = _digest(f"{given} {plan}")
         found = [int(row[0]) for row in self.gather([mine])]
         if len(set(found)) > 1:
             raise InvariantError(
                 f"the ranks plan differently in iteration {plan.iteration}: plans "
-                f"{found}; here {world}, {plan}"
+                f"{found}; here {given}, {plan}"
             )
 
     def same_noise(self, state: RequestState) -> None:

@@ -17,8 +17,8 @@ from vericache_sglang.observability.counters import Totals
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
 from vericache_sglang.observability.sinks import open_sinks
-from vericache_sglang.runtime.admission import Entrance
-from vericache_sglang.runtime.arrival import Arrivals
+from vericache_sglang.runtime.admission import RequestAdmission
+from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
@@ -84,7 +84,7 @@ class VeriCacheWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = self.model_runner.device
         self._overlap = not server_args.disable_overlap_schedule
-        self._arrivals = Arrivals(
+        self._state_factory = RequestStateFactory(
             config,
             self.model_runner.model_config.vocab_size,
             self.device,
@@ -150,7 +150,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.verify_rows[0],
             self._tp_sync,
         )
-        self._entrance = Entrance(
+        self._request_admission = RequestAdmission(
             self.placement, probing, self.runtime, overlap=self._overlap
         )
         leads = self._tp_sync.leads
@@ -180,7 +180,7 @@ class VeriCacheWorker(BaseSpecWorker):
             runtime=self.runtime,
             tp_sync=self._tp_sync,
             overlap=self._overlap,
-            entrance=self._entrance,
+            request_admission=self._request_admission,
             mixed=mixed,
             draft_tokens=self._draft_tokens,
             in_flight=self._in_flight,
@@ -252,7 +252,7 @@ class VeriCacheWorker(BaseSpecWorker):
         each_of = self._recovery.each_of
         each_of(
             lambda: self.placement.watch.forget(req.rid),
-            lambda: self._entrance.forget(req.rid),
+            lambda: self._request_admission.forget(req.rid),
         )
         state = self._states.pop(req.rid, None)
         if state is None:
@@ -399,7 +399,7 @@ class VeriCacheWorker(BaseSpecWorker):
                         state = self._arrive(req, length)
                         rows.append(PendingRow(state, i, 0, state.round))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
-                if not all(row.state.late for row in rows):
+                if not all(row.state.asynchronous for row in rows):
                     self._in_flight.land_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1
@@ -409,7 +409,7 @@ class VeriCacheWorker(BaseSpecWorker):
         """Create a request's state; each prefill chunk replaces the previous one."""
         fits = self.placement.compressor.budget(length) is not None
         fits = fits and not self.placement.guard.off
-        state = self._arrivals.state_of(req, length, fits)
+        state = self._state_factory.state_of(req, length, fits)
         self._tp_sync.same_noise(state)
         self._states[req.rid] = state
         req.vericache_room, req.vericache_lost = PLAIN_ROOM, False

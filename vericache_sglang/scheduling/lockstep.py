@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.scheduling.ring import Ring
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
     from vericache_sglang.scheduling.settings import RuntimeSettings
-    from vericache_sglang.scheduling.track import Track
 
 
 class LockStep:
@@ -32,24 +32,24 @@ class LockStep:
         self._settings = settings
         self._at_once = at_once
         self.room = StagedRoom(settings)
-        self._members: dict[str, Track] = {}
-        self._to_verify: list[Track] = []
+        self._members: dict[str, ScheduledRequest] = {}
+        self._to_verify: list[ScheduledRequest] = []
 
-    def begin(self, track: Track) -> None:
+    def begin(self, track: ScheduledRequest) -> None:
         """See ``Pacing.begin``."""
         self._members[track.rid] = track
 
-    def hurry(self, track: Track) -> None:
+    def hurry(self, track: ScheduledRequest) -> None:
         """See ``Pacing.hurry``: a request that ended waits for the others."""
 
-    def end(self, track: Track) -> None:
+    def end(self, track: ScheduledRequest) -> None:
         """See ``Pacing.end``."""
         self._members.pop(track.rid, None)
         if track in self._to_verify:
             self._to_verify.remove(track)
         self.room.give(track)
 
-    def limit(self, track: Track) -> int:
+    def limit(self, track: ScheduledRequest) -> int:
         """See ``Pacing.limit``: no request drafts beyond the common cycle."""
         return min(track.length, track.cap(self._settings.draft_length))
 

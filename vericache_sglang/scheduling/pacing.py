@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.scheduling.ring import Ring
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
     from vericache_sglang.scheduling.settings import RuntimeSettings
-    from vericache_sglang.scheduling.track import Track
 
 
 @dataclass(slots=True)
@@ -22,20 +22,20 @@ class PacingStep:
         verifies: Requests verified in this iteration's forward.
     """
 
-    stage_ins: list[Track] = field(default_factory=list)
-    verifies: list[Track] = field(default_factory=list)
+    stage_ins: list[ScheduledRequest] = field(default_factory=list)
+    verifies: list[ScheduledRequest] = field(default_factory=list)
 
 
 class Pacing(Protocol):
     """Schedules the prefetch and the verification of every draft-verify cycle."""
 
-    def begin(self, track: Track) -> None:
+    def begin(self, track: ScheduledRequest) -> None:
         """Start a cycle, after a compress, verification, swap in or failed prefetch."""
 
-    def hurry(self, track: Track) -> None:
+    def hurry(self, track: ScheduledRequest) -> None:
         """Verify as early as possible: the request has nothing left to draft."""
 
-    def end(self, track: Track) -> None:
+    def end(self, track: ScheduledRequest) -> None:
         """End a cycle: verified, moved or finished. Frees its staging-buffer slots."""
 
     def step(self, now: int) -> PacingStep:
@@ -45,7 +45,7 @@ class Pacing(Protocol):
             now: Index of the iteration; one more than at the last call.
         """
 
-    def limit(self, track: Track) -> int:
+    def limit(self, track: ScheduledRequest) -> int:
         """Return the draft count at which a request waits for its verification."""
 
     def report(self) -> dict[str, int | float]:
@@ -71,7 +71,7 @@ class StagedRoom:
         self._slots: dict[str, int] = {}
         self.held = 0
 
-    def key(self, track: Track) -> str:
+    def key(self, track: ScheduledRequest) -> str:
         """Return the key of a request's prefetched residual KV."""
         return track.group if self._coalesce and track.group else track.rid
 
@@ -79,22 +79,22 @@ class StagedRoom:
         """Return whether a residual KV is prefetched or its prefetch is in flight."""
         return key in self._users
 
-    def take(self, track: Track) -> bool:
+    def take(self, track: ScheduledRequest) -> bool:
         """Allocate or share slots for a residual KV; False if they do not fit."""
         key = self.key(track)
         users = self._users.get(key)
         if users is None:
-            if self.held + track.shape.staged > self._total:
+            if self.held + track.spec.staged > self._total:
                 return False
-            self.held += track.shape.staged
-            self._slots[key] = track.shape.staged
+            self.held += track.spec.staged
+            self._slots[key] = track.spec.staged
             self._users[key] = {track.rid}
         else:
             users.add(track.rid)
         track.staged = True
         return True
 
-    def give(self, track: Track) -> None:
+    def give(self, track: ScheduledRequest) -> None:
         """Drop a request's reference, if it has one; the last one frees the slots."""
         if not track.staged:
             return

@@ -20,7 +20,7 @@ class Residency(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class RequestSpec:
     """Sizes and limits of a request when its decoding starts.
 
     Attributes:
@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class SchedulerInput:
     """Free memory, and what changed since the last plan.
 
     Attributes:

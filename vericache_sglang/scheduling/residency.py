@@ -19,18 +19,18 @@ from vericache_sglang.scheduling.plan import (
     Offload,
     Residency,
     Restore,
+    SchedulerInput,
     SwapIn,
     SwapOut,
-    World,
 )
 from vericache_sglang.scheduling.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.throughput import Throughput
-    from vericache_sglang.scheduling.track import Track
 
 ENTER = 1.08
 """Predicted gain from which drafting starts: 1 plus a margin for the model's error."""
@@ -83,11 +83,11 @@ class ResidencyPolicy:
 
     def moves(
         self,
-        tracks: Mapping[str, Track],
-        swapped: Mapping[str, Track],
-        candidates: Iterable[Track],
+        tracks: Mapping[str, ScheduledRequest],
+        swapped: Mapping[str, ScheduledRequest],
+        candidates: Iterable[ScheduledRequest],
         now: int,
-        world: World,
+        given: SchedulerInput,
         link_load_s: float,
     ) -> tuple[Move, ...]:
         """Return the moves to make after this iteration's forward.
@@ -97,33 +97,33 @@ class ResidencyPolicy:
             swapped: Swapped-out requests, the earliest swapped out first.
             candidates: Autoregressive requests that may be compressed now.
             now: This iteration.
-            world: Free memory on device and host.
+            given: Free memory on device and host.
             link_load_s: Link time of one prefetch of every request on the host, in
                 seconds.
         """
-        spare = world.free_slots - world.rows * self._round_slots()
-        if spare < 0 or world.blocked:
+        spare = given.free_slots - given.rows * self._round_slots()
+        if spare < 0 or given.blocked:
             if spare >= 0 and not self._helped and now % RELIEF_EVERY:
                 return ()  # KV compressed on the device would be offloaded again
-            relief = self._relief(tracks, now, world, short=spare < 0)
+            relief = self._relief(tracks, now, given, short=spare < 0)
             self._helped = relief is not None
             if relief is not None:
                 return (relief,)
-        back = self._bring_back(tracks, swapped, now, world, spare)
+        back = self._bring_back(tracks, swapped, now, given, spare)
         if back is not None:
             return (back,)
         splits: list[Move] = []
         for track in candidates:
             if len(splits) == MAX_SPLITS:
                 break
-            split = self._first_split(track, world, spare, now, link_load_s)
+            split = self._first_split(track, given, spare, now, link_load_s)
             if split is not None:
                 splits.append(split)
-                spare -= track.shape.kept
+                spare -= track.spec.kept
         return tuple(splits)
 
     def drafting_pays(
-        self, track: Track, rows: int, link_load_s: float, least: float
+        self, track: ScheduledRequest, rows: int, link_load_s: float, least: float
     ) -> bool:
         """Set the next cycle's draft length; return whether its gain is >= ``least``.
 
@@ -144,18 +144,20 @@ class ResidencyPolicy:
         track.share = self._throughput.drafting(track, track.residency, choice.length)
         return self._settings.residency != "auto" or choice.gain >= least
 
-    def leave_drafting(self, track: Track, now: int, world: World) -> Move | None:
+    def leave_drafting(
+        self, track: ScheduledRequest, now: int, given: SchedulerInput
+    ) -> Move | None:
         """Return the move that stops drafting; None if it is not possible now."""
         if track.residency is Residency.DEVICE:
             return Restore(track.rid)
-        room = PIN_ROOM * track.load_slots + world.rows * self._round_slots()
+        room = PIN_ROOM * track.load_slots + given.rows * self._round_slots()
         if (
             track.residency is Residency.HOST
             and not track.staged
-            and world.free_slots >= room
+            and given.free_slots >= room
             # The offload was chosen by the gain of the whole batch; the gain of one
             # request alone would undo it at once.
-            and not world.blocked
+            and not given.blocked
             and now - track.moved_at >= MIN_STAY
         ):
             return Load(track.rid)
@@ -166,44 +168,49 @@ class ResidencyPolicy:
 
     def _first_split(
         self,
-        track: Track,
-        world: World,
+        track: ScheduledRequest,
+        given: SchedulerInput,
         spare: int,
         now: int,
         link_load_s: float,
     ) -> Move | None:
         """Return the compression of an autoregressive request; None defers it."""
         forced = self._settings.residency
-        fits_host = self._fits_host(track, world)
+        fits_host = self._fits_host(track, given)
         if track.remaining < 2:
             return None
         if forced == "host":
             return Compress(track.rid, Residency.HOST) if fits_host else None
-        fits_device = track.shape.kept <= spare
+        fits_device = track.spec.kept <= spare
         if forced == "device":
             return Compress(track.rid, Residency.DEVICE) if fits_device else None
         where = Residency.DEVICE if fits_device else Residency.HOST
         if where is Residency.HOST and not fits_host:
             return None
         others_s = link_load_s if where is Residency.HOST else 0.0
-        choice = self._throughput.best(track, where, world.rows, others_s)
-        if choice.gain >= ENTER and self._amortised(track, choice.gain, world.rows):
+        choice = self._throughput.best(track, where, given.rows, others_s)
+        if choice.gain >= ENTER and self._amortised(track, choice.gain, given.rows):
             return Compress(track.rid, where)
         track.look_at = now + track.patience.wait()
         return None
 
-    def _fits_host(self, track: Track, world: World) -> bool:
+    def _fits_host(self, track: ScheduledRequest, given: SchedulerInput) -> bool:
         """Return whether the residual KV fits host budget and staging buffer."""
-        return track.shape.staged <= min(world.host_slots, self._settings.staging_slots)
+        return track.spec.staged <= min(given.host_slots, self._settings.staging_slots)
 
-    def _amortised(self, track: Track, gain: float, rows: int) -> bool:
+    def _amortised(self, track: ScheduledRequest, gain: float, rows: int) -> bool:
         """Return whether the remaining tokens save more time than compressing costs."""
         plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
         return saved_s > self._throughput.split_s(track)
 
     def _relief(
-        self, tracks: Mapping[str, Track], now: int, world: World, *, short: bool
+        self,
+        tracks: Mapping[str, ScheduledRequest],
+        now: int,
+        given: SchedulerInput,
+        *,
+        short: bool,
     ) -> Move | None:
         """Return the move that frees memory: the best offload, else a swap out."""
         if self._settings.residency == "device":
@@ -212,9 +219,9 @@ class ResidencyPolicy:
             track
             for track in tracks.values()
             if track.residency is Residency.DEVICE
-            and self._may_offload(track, now, world, short)
+            and self._may_offload(track, now, given, short)
         ]
-        movable.sort(key=lambda track: -track.shape.dropped)
+        movable.sort(key=lambda track: -track.spec.dropped)
         if movable:
             total, slots = self._priced(tracks)
             before = self._throughput.rate((total,))
@@ -225,27 +232,29 @@ class ResidencyPolicy:
                 ),
                 key=lambda priced: priced[0],
             )
-            room = track.shape.dropped / max(1, slots)
+            room = track.spec.dropped / max(1, slots)
             if short or after >= before * (1.0 + RELIEF_GAIN * room):
                 return self._offload(track)
-        return self._swap_out(tracks, now, world) if short else None
+        return self._swap_out(tracks, now, given) if short else None
 
-    def _may_offload(self, track: Track, now: int, world: World, short: bool) -> bool:
+    def _may_offload(
+        self, track: ScheduledRequest, now: int, given: SchedulerInput, short: bool
+    ) -> bool:
         stay = now - track.moved_at
         return (
             track.settled_at <= now
-            and track.shape.dropped > 0
-            and self._fits_host(track, world)
+            and track.spec.dropped > 0
+            and self._fits_host(track, given)
             and track.remaining > 1
             and (short or stay >= MIN_STAY)
         )
 
-    def _offload(self, track: Track) -> Move:
+    def _offload(self, track: ScheduledRequest) -> Move:
         if track.split:
             return Offload(track.rid)
         return Compress(track.rid, Residency.HOST)
 
-    def _priced(self, tracks: Mapping[str, Track]) -> tuple[Share, int]:
+    def _priced(self, tracks: Mapping[str, ScheduledRequest]) -> tuple[Share, int]:
         """Return the batch's share of an iteration and its KV slots, from a sample."""
         sample = list(islice(tracks.values(), SAMPLED))
         shares = [self._share(track) for track in sample]
@@ -257,7 +266,7 @@ class ResidencyPolicy:
         )
         return total, int(scale * sum(track.slots for track in sample))
 
-    def _share(self, track: Track) -> Share:
+    def _share(self, track: ScheduledRequest) -> Share:
         if track.residency is Residency.SWAPPED:
             return Share(0.0, 0.0)
         if not track.split:
@@ -268,13 +277,15 @@ class ResidencyPolicy:
             )
         return track.share
 
-    def _best_share(self, track: Track, residency: Residency, count: int) -> Share:
+    def _best_share(
+        self, track: ScheduledRequest, residency: Residency, count: int
+    ) -> Share:
         """Return a drafting request's share at its best length for ``residency``."""
         length = self._throughput.best(track, residency, count).length
         return self._throughput.drafting(track, residency, length)
 
     def _rate_after_offload(
-        self, track: Track, total: Share, count: int, slots: int
+        self, track: ScheduledRequest, total: Share, count: int, slots: int
     ) -> float:
         """Return tokens/s with ``track`` offloaded and its slots given to new requests.
 
@@ -285,7 +296,7 @@ class ResidencyPolicy:
             slots: Device slots they hold. The freed slots are assumed to be filled with
                 average requests of the batch.
         """
-        grown = 1.0 + track.shape.dropped / max(1, slots)
+        grown = 1.0 + track.spec.dropped / max(1, slots)
         then = self._best_share(track, Residency.HOST, count)
         now = self._throughput.plain(track)
         if track.split:
@@ -299,7 +310,7 @@ class ResidencyPolicy:
         return self._throughput.rate((batch, moved))
 
     def _swap_out(
-        self, tracks: Mapping[str, Track], now: int, world: World
+        self, tracks: Mapping[str, ScheduledRequest], now: int, given: SchedulerInput
     ) -> Move | None:
         """Swap out the request that arrived last; never the only running one."""
         running = [
@@ -314,7 +325,7 @@ class ResidencyPolicy:
             and not track.staged
             and now - track.emitted_at > SETTLED
             and now - track.moved_at > SETTLED
-            and track.slots <= world.host_slots
+            and track.slots <= given.host_slots
         ]
         if not swappable or len(running) < 2:
             return None
@@ -323,10 +334,10 @@ class ResidencyPolicy:
 
     def _bring_back(
         self,
-        tracks: Mapping[str, Track],
-        swapped: Mapping[str, Track],
+        tracks: Mapping[str, ScheduledRequest],
+        swapped: Mapping[str, ScheduledRequest],
         now: int,
-        world: World,
+        given: SchedulerInput,
         spare: int,
     ) -> Move | None:
         """Return the swap in of the earliest swapped-out request, or else a load."""
@@ -336,7 +347,7 @@ class ResidencyPolicy:
             stayed = now - first.swapped_at >= MIN_STAY or alone
             room = first.slots + self._round_slots()
             return SwapIn(first.rid) if stayed and spare >= room else None
-        if self._settings.residency != "auto" or world.blocked or now % PIN_EVERY:
+        if self._settings.residency != "auto" or given.blocked or now % PIN_EVERY:
             return None
         for track in tracks.values():
             if (

@@ -20,18 +20,18 @@ from vericache_sglang.scheduling.plan import (
     Offload,
     Plan,
     Prefetch,
+    RequestSpec,
     Residency,
     Restore,
     RowAction,
-    Shape,
+    SchedulerInput,
     SwapIn,
     SwapOut,
-    World,
 )
 from vericache_sglang.scheduling.residency import LEAVE, ResidencyPolicy
+from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.staggered import Staggered
 from vericache_sglang.scheduling.throughput import Throughput
-from vericache_sglang.scheduling.track import Track
 
 if TYPE_CHECKING:
     from vericache_sglang.scheduling.pacing import Pacing
@@ -66,29 +66,29 @@ class Runtime:
         self.throughput = Throughput(settings, self.estimates)
         self.policy = ResidencyPolicy(settings, self.throughput)
         self.pacing = _pacing(settings, self.throughput, self.estimates)
-        self.tracks: dict[str, Track] = {}
+        self.tracks: dict[str, ScheduledRequest] = {}
         self.now = 0
         self.steps_aside = 0
-        self._whole: dict[str, Track] = {}
-        self._swapped: dict[str, Track] = {}
-        self._leaving: dict[str, Track] = {}
+        self._whole: dict[str, ScheduledRequest] = {}
+        self._swapped: dict[str, ScheduledRequest] = {}
+        self._leaving: dict[str, ScheduledRequest] = {}
         self._host_slots: dict[str, list[int]] = {}
         self._link_slots = 0
         self._rows = 1
 
     # -- events -----------------------------------------------------------------
 
-    def arrive(self, shape: Shape) -> None:
+    def arrive(self, spec: RequestSpec) -> None:
         """Add a request that starts decoding, with its full KV on the device."""
-        track = Track(
-            shape=shape,
+        track = ScheduledRequest(
+            spec=spec,
             acceptance=Acceptance(self.estimates.prior),
             patience=Patience(),
-            remaining=shape.remaining,
+            remaining=spec.remaining,
             emitted_at=self.now,
         )
-        track.settled_at = track.look_at = self.now + 1 + shape.ready_in
-        self.tracks[shape.rid] = self._whole[shape.rid] = track
+        track.settled_at = track.look_at = self.now + 1 + spec.ready_in
+        self.tracks[spec.rid] = self._whole[spec.rid] = track
 
     def leave(self, rid: str) -> None:
         """Remove a request: finished, aborted or retracted."""
@@ -200,25 +200,25 @@ class Runtime:
 
     # -- plans ------------------------------------------------------------------
 
-    def plan(self, world: World) -> Plan:
+    def plan(self, given: SchedulerInput) -> Plan:
         """Decide one iteration.
 
         Linear in requests, with a small constant: prefetches and verifications are
         looked up by their iteration.
 
         Args:
-            world: Free memory, and the prefetches that ended since the last plan.
+            given: Free memory, and the prefetches that ended since the last plan.
         """
         self.now += 1
-        self._rows = max(1, world.rows)
+        self._rows = max(1, given.rows)
         self.throughput.refresh()
-        self._note_arrivals(world)
+        self._note_arrivals(given)
         step = self.pacing.step(self.now)
         return Plan(
             iteration=self.now,
             stage_ins=tuple(Prefetch(track.rid) for track in step.stage_ins),
             rows=self._actions(step.verifies),
-            moves=self._moves(world),
+            moves=self._moves(given),
         )
 
     def report(self) -> dict[str, int | float]:
@@ -236,15 +236,15 @@ class Runtime:
 
     # -- internals --------------------------------------------------------------
 
-    def _note_arrivals(self, world: World) -> None:
-        for rid in world.arrived:
+    def _note_arrivals(self, given: SchedulerInput) -> None:
+        for rid in given.arrived:
             track = self.tracks.get(rid)
             if track is None or not track.staged:
                 continue
             track.ready = True
             if track.closed or track.drafts >= track.most:
                 self.pacing.hurry(track)
-        for rid in world.failed:
+        for rid in given.failed:
             track = self.tracks.get(rid)
             if track is not None and track.staged:
                 track.failures += 1
@@ -254,7 +254,7 @@ class Runtime:
                     limit = self.pacing.limit(track)
                     track.most = track.drafts if track.closed else limit
 
-    def _actions(self, verifies: list[Track]) -> dict[str, RowAction]:
+    def _actions(self, verifies: list[ScheduledRequest]) -> dict[str, RowAction]:
         """Return every request's action, and update its state as if it had run."""
         for track in verifies:
             track.most = -1
@@ -278,9 +278,9 @@ class Runtime:
             rows[track.rid] = track.verify
         return rows
 
-    def _moves(self, world: World) -> tuple[Move, ...]:
+    def _moves(self, given: SchedulerInput) -> tuple[Move, ...]:
         for track in self._leaving.values():
-            move = self.policy.leave_drafting(track, self.now, world)
+            move = self.policy.leave_drafting(track, self.now, given)
             if move is not None:
                 return (move,)
         candidates = (
@@ -291,11 +291,11 @@ class Runtime:
             self._swapped,
             candidates,
             self.now,
-            world,
+            given,
             self._link_load_s(),
         )
 
-    def _split(self, track: Track, move: Move, group: str) -> None:
+    def _split(self, track: ScheduledRequest, move: Move, group: str) -> None:
         to_host = isinstance(move, Offload) or (
             isinstance(move, Compress) and move.residency is Residency.HOST
         )
@@ -310,7 +310,7 @@ class Runtime:
         self._price(track)
         self._begin(track)
 
-    def _to_plain(self, track: Track) -> None:
+    def _to_plain(self, track: ScheduledRequest) -> None:
         self._end(track)
         track.split = False
         track.drafts, track.closed, track.most = 0, False, -1
@@ -320,7 +320,7 @@ class Runtime:
         self.steps_aside += 1
         self._whole[track.rid] = track
 
-    def _out_of_date(self, track: Track) -> bool:
+    def _out_of_date(self, track: ScheduledRequest) -> bool:
         """Return whether the draft length has to be chosen again."""
         return (
             track.share is None
@@ -329,7 +329,7 @@ class Runtime:
             >= PRICE_STEP * (1.0 - track.priced_p) + LEAST_STEP
         )
 
-    def _price(self, track: Track) -> None:
+    def _price(self, track: ScheduledRequest) -> None:
         """Choose the draft length of the next cycles, or to stop drafting."""
         pays = self.policy.drafting_pays(track, self._rows, self._link_load_s(), LEAVE)
         if pays:
@@ -338,18 +338,18 @@ class Runtime:
             self._leaving[track.rid] = track
         track.priced_at, track.priced_p = self.now, track.acceptance.p
 
-    def _close_round(self, track: Track) -> None:
+    def _close_round(self, track: ScheduledRequest) -> None:
         """End a cycle whose drafts are being verified; frees what it held."""
         self.pacing.end(track)
         track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
         track.most = -1
 
-    def _emit(self, track: Track, tokens: int) -> None:
+    def _emit(self, track: ScheduledRequest, tokens: int) -> None:
         track.remaining -= tokens
         track.emitted += tokens
         track.emitted_at = self.now
 
-    def _next_round(self, track: Track) -> None:
+    def _next_round(self, track: ScheduledRequest) -> None:
         """Begin a cycle; its draft length depends on the results reported so far."""
         if track.remaining <= 0:
             return
@@ -359,7 +359,7 @@ class Runtime:
                 track.patience.reset()
         self._begin(track)
 
-    def _begin(self, track: Track) -> None:
+    def _begin(self, track: ScheduledRequest) -> None:
         if track.remaining <= 0:
             return
         self.pacing.begin(track)
@@ -367,20 +367,20 @@ class Runtime:
         if track.closed or track.most == 0:
             self.pacing.hurry(track)
 
-    def _end(self, track: Track) -> None:
+    def _end(self, track: ScheduledRequest) -> None:
         self.pacing.end(track)
         self._leaving.pop(track.rid, None)
         track.most, track.share = -1, None
 
-    def _count(self, track: Track) -> None:
+    def _count(self, track: ScheduledRequest) -> None:
         """Count a residual KV on the host once for all requests that share it."""
         key = track.group or track.rid
-        users = self._host_slots.setdefault(key, [0, track.shape.carried])
+        users = self._host_slots.setdefault(key, [0, track.spec.carried])
         users[0] += 1
         if users[0] == 1:
             self._link_slots += users[1]
 
-    def _uncount(self, track: Track) -> None:
+    def _uncount(self, track: ScheduledRequest) -> None:
         key = track.group or track.rid
         users = self._host_slots.get(key)
         if users is None or track.residency is Residency.DEVICE:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.scheduling.estimates import Estimates
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
     from vericache_sglang.scheduling.settings import RuntimeSettings
     from vericache_sglang.scheduling.throughput import Throughput
-    from vericache_sglang.scheduling.track import Track
 
 VERIFY_ROW = (Demand(VERIFY, 1),)
 
@@ -67,25 +67,25 @@ class Staggered:
         self.admission = Admission(self._rings, self.windows)
         self.room = StagedRoom(settings)
         self.slips = 0
-        self._queue: deque[Track] = deque()
-        self._starts: dict[int, list[Track]] = {}
-        self._dues: dict[int, list[Track]] = {}
-        self._late: deque[Track] = deque()
-        self._overdue: dict[str, Track] = {}
+        self._queue: deque[ScheduledRequest] = deque()
+        self._starts: dict[int, list[ScheduledRequest]] = {}
+        self._dues: dict[int, list[ScheduledRequest]] = {}
+        self._late: deque[ScheduledRequest] = deque()
+        self._overdue: dict[str, ScheduledRequest] = {}
         self._sharers: dict[str, dict[str, None]] = {}
 
-    def begin(self, track: Track) -> None:
+    def begin(self, track: ScheduledRequest) -> None:
         """See ``Pacing.begin``."""
         self._queue.append(track)
 
-    def hurry(self, track: Track) -> None:
+    def hurry(self, track: ScheduledRequest) -> None:
         """See ``Pacing.hurry``."""
         if track.residency is Residency.DEVICE or track.ready:
             self._overdue[track.rid] = track
         elif not track.staged and self._cancel(track):
             self._queue.appendleft(track)
 
-    def end(self, track: Track) -> None:
+    def end(self, track: ScheduledRequest) -> None:
         """See ``Pacing.end``."""
         self._cancel(track)
         self._overdue.pop(track.rid, None)
@@ -94,7 +94,7 @@ class Staggered:
             if track in waiting:
                 waiting.remove(track)
 
-    def limit(self, track: Track) -> int:
+    def limit(self, track: ScheduledRequest) -> int:
         """See ``Pacing.limit``: the graph's width, up to which late requests draft."""
         return track.cap(self._settings.draft_length)
 
@@ -141,15 +141,15 @@ class Staggered:
         """See ``Pacing.rings``."""
         return self._rings
 
-    def _starts_at(self, track: Track) -> int:
+    def _starts_at(self, track: ScheduledRequest) -> int:
         reservation = self.admission.reservation(track.rid)
         return -1 if reservation is None else reservation.first
 
-    def _start_late(self, track: Track) -> None:
+    def _start_late(self, track: ScheduledRequest) -> None:
         if not track.staged and track not in self._late:
             self._late.append(track)
 
-    def _admit(self, track: Track) -> bool:
+    def _admit(self, track: ScheduledRequest) -> bool:
         """Reserve a cycle; False leaves it at the head of the queue."""
         anchor = max(1, min(track.length, track.cap(self._settings.draft_length)))
         reservation = self._follow(track, anchor)
@@ -169,7 +169,7 @@ class Staggered:
                 self._starts.setdefault(first, []).append(track)
         return True
 
-    def _follow(self, track: Track, anchor: int) -> Reservation | None:
+    def _follow(self, track: ScheduledRequest, anchor: int) -> Reservation | None:
         """Share the prefetch of the same residual KV, if its deadline is late enough.
 
         Verifying few drafts costs more than a second prefetch: the deadline must allow
@@ -183,7 +183,7 @@ class Staggered:
             track.rid, next(iter(sharers)), VERIFY_ROW, lowest=lowest
         )
 
-    def _prefetch(self, track: Track) -> PrefetchDemand:
+    def _prefetch(self, track: ScheduledRequest) -> PrefetchDemand:
         """Return a cycle's demands on the rings (l_r and S_r of the paper)."""
         size = self._throughput.prefetch_bytes(track)
         if track.residency is not Residency.HOST or not size:
@@ -200,12 +200,12 @@ class Staggered:
             link_bytes_per_s=size / seconds,
             # A prefetch longer than the horizon reserves all of it, and will be late.
             iteration_s=max(iteration_s, seconds / (self.windows - 3)),
-            slots=track.shape.staged,
+            slots=track.spec.staged,
         )
         track.prefetch = (iteration_s, seconds, prefetch)
         return prefetch
 
-    def _choose(self) -> list[Track]:
+    def _choose(self) -> list[ScheduledRequest]:
         """Choose this iteration's verifications; the others miss their deadline."""
         ready = [
             track
@@ -220,7 +220,7 @@ class Staggered:
         self.slips += len(self._overdue)
         return chosen
 
-    def _cancel(self, track: Track) -> bool:
+    def _cancel(self, track: ScheduledRequest) -> bool:
         if self.admission.cancel(track.rid) is None:
             return False
         key = self.room.key(track)

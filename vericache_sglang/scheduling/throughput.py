@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vericache_sglang.scheduling.estimates import Estimates
+    from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
     from vericache_sglang.scheduling.settings import RuntimeSettings
-    from vericache_sglang.scheduling.track import Track
 
 
 class Throughput:
@@ -42,21 +42,21 @@ class Throughput:
         """Read the current iteration-time coefficients; called once per plan."""
         self._model = self._estimates.iteration.coefficients
 
-    def prefetch_s(self, track: Track) -> float:
+    def prefetch_s(self, track: ScheduledRequest) -> float:
         """Return the link time to prefetch a request's residual KV, in seconds."""
         return self._estimates.link.seconds(self.prefetch_bytes(track), "in")
 
-    def prefetch_bytes(self, track: Track) -> int:
+    def prefetch_bytes(self, track: ScheduledRequest) -> int:
         """Return the bytes that one prefetch moves."""
-        size = track.shape.carried * self._settings.token_bytes
+        size = track.spec.carried * self._settings.token_bytes
         return int(size * self._settings.transfer_fraction)
 
-    def split_s(self, track: Track) -> float:
+    def split_s(self, track: ScheduledRequest) -> float:
         """Return the time to compress a request's prompt, in seconds."""
-        return self._estimates.split_s.value * track.shape.prompt
+        return self._estimates.split_s.value * track.spec.prompt
 
     def cost(
-        self, track: Track, residency: Residency, rows: int, link_s: float
+        self, track: ScheduledRequest, residency: Residency, rows: int, link_s: float
     ) -> RoundCost:
         """Return the times that make up a draft-verify cycle.
 
@@ -83,20 +83,26 @@ class Throughput:
         )
 
     def best(
-        self, track: Track, residency: Residency, rows: int, link_s: float = 0.0
+        self,
+        track: ScheduledRequest,
+        residency: Residency,
+        rows: int,
+        link_s: float = 0.0,
     ) -> LengthChoice:
         """Return the draft length with the highest gain, and the gain."""
         cost = self.cost(track, residency, rows, link_s)
-        most = min(self._settings.draft_length, track.shape.longest)
+        most = min(self._settings.draft_length, track.spec.longest)
         return best_length(track.acceptance.p, cost, most)
 
-    def plain(self, track: Track) -> Share:
+    def plain(self, track: ScheduledRequest) -> Share:
         """Return a request's share of an iteration when it decodes autoregressively."""
         model = self._model
         per_slot = model.per_read_s + model.per_product_s
         return Share(model.per_token_s + per_slot * track.tokens, 1.0)
 
-    def drafting(self, track: Track, residency: Residency, length: int) -> Share:
+    def drafting(
+        self, track: ScheduledRequest, residency: Residency, length: int
+    ) -> Share:
         """Return a request's average share of an iteration when it speculates."""
         # Without base_s, which counts once per iteration.
         model, whole, windows = self._model, track.tokens, length + 1
@@ -121,10 +127,10 @@ class Throughput:
             link += share.link_s
         return tokens / max(seconds, link)
 
-    def _draft_slots(self, track: Track) -> int:
+    def _draft_slots(self, track: ScheduledRequest) -> int:
         """Return the slots one draft token reads, packed ones weighted by cost."""
         # On average half of a cycle's drafts have been appended already.
         half_round = self._settings.draft_length // 2
-        shape = track.shape
+        shape = track.spec
         exact = track.tokens - shape.kept - shape.dropped
         return exact + shape.reads + half_round

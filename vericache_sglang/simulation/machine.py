@@ -34,7 +34,7 @@ class SimulatedMachine:
         self.costs = costs
         self.now = 0.0
         self.pool = Room("KV pool", costs.slots - staging_slots)
-        self.staging = SharedRoom("staging region", staging_slots)
+        self.staging = SharedRoom("staging buffer", staging_slots)
         self.host = SharedRoom("host budget", host_slots)
         self.to_device = SerialLink(costs.link_bytes_per_s, costs.link_latency_s)
         self.to_host = SerialLink(costs.link_bytes_per_s, costs.link_latency_s)

@@ -14,11 +14,11 @@ from vericache_sglang.scheduling.plan import (
     Draft,
     Plain,
     Plan,
+    RequestSpec,
     Residency,
-    Shape,
+    SchedulerInput,
     Verify,
     Wait,
-    World,
 )
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.simulation.machine import SimulatedMachine
@@ -91,8 +91,8 @@ class SimulatedServer:
         self.running: dict[str, Running] = {}
         self.counters = SimulatedCounters()
         self.emitted: dict[str, int] = {}
-        self._arrivals = setup.workload.stream()
-        self._next: SimulatedRequest | None = next(self._arrivals, None)
+        self._state_factory = setup.workload.stream()
+        self._next: SimulatedRequest | None = next(self._state_factory, None)
         self._retracted: deque[Running] = deque()
         self._gaps = Gaps()
         self._start = SimulatedCounters()
@@ -164,7 +164,7 @@ class SimulatedServer:
             if self._retracted:
                 self._retracted.popleft()
             else:
-                self._next = next(self._arrivals, None)
+                self._next = next(self._state_factory, None)
             self._enter(head)
 
     def _head(self) -> Running | None:
@@ -226,7 +226,7 @@ class SimulatedServer:
         self.emitted.setdefault(state.rid, 0)
         if self.policy.drafts:
             self.runtime.arrive(
-                Shape(
+                RequestSpec(
                     rid=state.rid,
                     prompt=state.base,
                     kept=state.kept,
@@ -292,7 +292,7 @@ class SimulatedServer:
         arrived, self.offloader.arrived = tuple(self.offloader.arrived), []
         head = self._head()
         return self.runtime.plan(
-            World(
+            SchedulerInput(
                 free_slots=self.machine.pool.free,
                 host_slots=self.machine.host.free,
                 rows=len(self.running) - self._swapped(),

@@ -105,7 +105,7 @@ def _planes() -> dict[str, str]:
 
 
 def _commit() -> Build:
-    from vericache_kernels.board_commit import triton_impl as impl
+    from vericache_kernels.token_commit import triton_impl as impl
 
     signature = {
         **dict.fromkeys(("tokens", "pool_idx_at", "target", "tokens_out"), "*i64"),
@@ -113,4 +113,4 @@ def _commit() -> Build:
         "counts_out": "*i32",
     }
     fixed = {"MOST": DRAFTS + 1, "PLACES": DRAFTS + 1}
-    return Build("board commit", impl.commit_kernel, signature, fixed, impl.NUM_WARPS)
+    return Build("token commit", impl.commit_kernel, signature, fixed, impl.NUM_WARPS)

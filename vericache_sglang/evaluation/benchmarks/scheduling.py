@@ -25,10 +25,10 @@ from vericache_sglang.scheduling.plan import (
     Draft,
     Plain,
     Plan,
+    RequestSpec,
     Residency,
-    Shape,
+    SchedulerInput,
     Verify,
-    World,
 )
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
@@ -74,7 +74,7 @@ class Drill:
             token_bytes=max(1, int(self._prefetch_bytes / DROPPED)),
         )
         self.runtime = Runtime(settings, Estimates())
-        self._arrivals: deque[tuple[int, str]] = deque()
+        self._state_factory: deque[tuple[int, str]] = deque()
         self._drafts: dict[str, int] = {}
         self._left: dict[str, int] = {}
         self._requests = requests
@@ -103,13 +103,13 @@ class Drill:
         self.spent_ns += time.perf_counter_ns() - start
         return answer
 
-    def _world(self) -> World:
+    def _world(self) -> SchedulerInput:
         arrived = []
-        while self._arrivals and self._arrivals[0][0] <= self.runtime.now:
-            arrived.append(self._arrivals.popleft()[1])
+        while self._state_factory and self._state_factory[0][0] <= self.runtime.now:
+            arrived.append(self._state_factory.popleft()[1])
         rows = self._requests
         # Memory is tight and requests wait: every choice of residency is weighed.
-        return World(
+        return SchedulerInput(
             free_slots=rows * (2 * DRAFT_LENGTH + 3) + DROPPED // 2,
             host_slots=1 << 40,
             rows=rows,
@@ -122,7 +122,7 @@ class Drill:
         self._started += 1
         # Spread from the start, as after a long time.
         most = self._random.randint(OUTPUT // 8, OUTPUT)
-        shape = Shape(
+        shape = RequestSpec(
             rid=rid,
             prompt=PROMPT,
             kept=PROMPT - DROPPED,
@@ -140,7 +140,7 @@ class Drill:
             seconds = size / LINK_BYTES_PER_S
             now = float(plan.iteration)
             self._link_free = max(now, self._link_free) + seconds / ITERATION_S
-            self._arrivals.append((int(self._link_free), stage_in.rid))
+            self._state_factory.append((int(self._link_free), stage_in.rid))
             self._timed(partial(link.observe, size, seconds, "in"))
         for rid, action in plan.rows.items():
             if isinstance(action, Plain):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.board_commit import (
+from vericache_kernels.token_commit import (
     DraftTokenRows,
     DraftTokens,
     Emission,
-    board_commit,
+    token_commit,
 )
 from vericache_sglang.device.upload import upload
 
@@ -82,8 +82,8 @@ class DraftTokenBuffer:
         self._draft_tokens.tokens[pool_indices, 0] = tokens.to(torch.int64)
 
     def commit(self, rows: DraftTokenRows, target: torch.Tensor) -> Emission:
-        """Draft and accept; see ``board_commit``."""
-        return board_commit(self._draft_tokens, rows, target)
+        """Draft and accept; see ``token_commit``."""
+        return token_commit(self._draft_tokens, rows, target)
 
     def put(self, states: Sequence[RequestState]) -> None:
         """Write the pending tokens and drafts that the host has chosen."""

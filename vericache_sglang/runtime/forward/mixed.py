@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from vericache_kernels.board_commit import DRAFT, EMIT, DraftTokenRows
+from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
@@ -87,7 +87,7 @@ class MixedForward:
             The result, whose ``accept_lens`` are exact on the device; and the work
             done, None if every request waited.
         """
-        late = all(state.late for state in requests.values())
+        late = all(state.asynchronous for state in requests.values())
         rows = MixedRows(self._placement)
         for i, state in requests.items():
             rows.add(i, state, actions[i])

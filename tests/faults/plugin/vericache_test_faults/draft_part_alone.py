@@ -4,7 +4,7 @@ A verification still writes exact KV for its drafts, so decoded text is a little
 lossy than under a compressor that compresses it too.
 """
 
-from vericache_kernels.board_commit import EMIT, board_commit
+from vericache_kernels.token_commit import EMIT, token_commit
 from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
 
 NOTHING = -1
@@ -21,9 +21,9 @@ def lossy(draft_tokens, rows, target):
         if kind == EMIT and drafts:
             target[start : stop - 1] = draft_tokens.tokens[pool_idx, 1 : 1 + drafts]
             draft_tokens.tokens[pool_idx, drafts] = NOTHING
-    return board_commit(draft_tokens, rows, target)
+    return token_commit(draft_tokens, rows, target)
 
 
 def install():
     """Emit the drafts; the target's token only where there is none."""
-    draft_tokens.board_commit = lossy
+    draft_tokens.token_commit = lossy

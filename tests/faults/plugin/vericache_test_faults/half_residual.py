@@ -1,7 +1,7 @@
 """The verify row reads a stranger's slot in place of half the complement.
 
 One wrong slot of a thousand changes no token; that is for the row's own test
-(``tests/engine/test_rows.py``), which checks every slot.
+(``tests/runtime/test_rows.py``), which checks every slot.
 """
 
 from vericache_sglang.runtime.forward.rows import MixedRows

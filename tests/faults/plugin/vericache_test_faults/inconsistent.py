@@ -20,7 +20,7 @@ from vericache_sglang.kv.prefetch import StagingPrefetcher
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
 from vericache_sglang.prefix_cache.compress import PromptCompressor
 from vericache_sglang.prefix_cache.index import SegmentIndex
-from vericache_sglang.runtime.arrival import Arrivals
+from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.forward.rows import MixedRows
 from vericache_sglang.runtime.in_flight import InFlightQueue
 from vericache_sglang.runtime.tp_host import TensorParallelHost
@@ -35,7 +35,7 @@ WHERE = {
     "ledger": (Ledger, "check", 3, 2),
     # What concerns one request.
     "prefetch": (StagingPrefetcher, "start", 5, 2),
-    "arrival": (Arrivals, "state_of", 3, 1),
+    "arrival": (RequestStateFactory, "state_of", 3, 1),
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
     "compress": (PromptCompressor, "to_host", 2, 2),

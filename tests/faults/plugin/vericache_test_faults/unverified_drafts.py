@@ -1,6 +1,6 @@
 """Every draft is accepted, whatever the full KV says: a lossy server."""
 
-from vericache_kernels.board_commit import EMIT, board_commit
+from vericache_kernels.token_commit import EMIT, token_commit
 from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
 
 
@@ -12,9 +12,9 @@ def trusting(draft_tokens, rows, target):
     ):
         if kind == EMIT:
             target[start : stop - 1] = draft_tokens.tokens[pool_idx, 1 : stop - start]
-    return board_commit(draft_tokens, rows, target)
+    return token_commit(draft_tokens, rows, target)
 
 
 def install():
     """Emit the drafts and the target's last token."""
-    draft_tokens.board_commit = trusting
+    draft_tokens.token_commit = trusting

@@ -1,4 +1,4 @@
-"""Triton kernel of ``board_commit``: one program per row."""
+"""Triton kernel of ``token_commit``: one program per row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vericache_kernels.board_commit.rows import EMIT, Emission
+from vericache_kernels.token_commit.rows import EMIT, Emission
 
 if TYPE_CHECKING:
-    from vericache_kernels.board_commit.rows import DraftTokenRows, DraftTokens
+    from vericache_kernels.token_commit.rows import DraftTokenRows, DraftTokens
 
 EMITS = tl.constexpr(EMIT)
 NUM_WARPS = 1
@@ -64,7 +64,7 @@ def commit_kernel(
 def launch(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
-    """See ``board_commit``; the arguments are validated."""
+    """See ``token_commit``; the arguments are validated."""
     count, most = len(rows.pool_idx), draft_tokens.most
     tokens = target.new_empty(count, most)
     counts = torch.empty(count, dtype=torch.int32, device=target.device)

@@ -11,7 +11,7 @@ from simulated_cuda import simulated, until
 
 pytest.importorskip("sglang")
 
-from test_mover import KINDS, PLANES, STEP, History
+from test_moves import KINDS, PLANES, STEP, History
 from tiny_engine import opened, wait_for
 
 from vericache_sglang.errors import LostKVError

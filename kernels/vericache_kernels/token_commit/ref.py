@@ -1,4 +1,4 @@
-"""Torch reference of ``board_commit``, without a loop over rows."""
+"""Torch reference of ``token_commit``, without a loop over rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.board_commit.rows import EMIT, Emission
+from vericache_kernels.token_commit.rows import EMIT, Emission
 
 if TYPE_CHECKING:
-    from vericache_kernels.board_commit.rows import DraftTokenRows, DraftTokens
+    from vericache_kernels.token_commit.rows import DraftTokenRows, DraftTokens
 
 
 def commit_rows(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
-    """See ``board_commit``; any device, without synchronisation."""
+    """See ``token_commit``; any device, without synchronisation."""
     place = torch.arange(draft_tokens.most, device=target.device)
     first = rows.first.long()
     queries = first.diff()

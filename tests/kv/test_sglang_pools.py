@@ -1,4 +1,4 @@
-"""The staging region is there, behind SGLang's slots, and SGLang does not see it."""
+"""The staging buffer is there, behind SGLang's slots, and SGLang does not see it."""
 
 import pytest
 import torch

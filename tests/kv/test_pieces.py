@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.pieces import Piece, deal
 from vericache_sglang.kv.segment_length import SEGMENT
-from vericache_sglang.kv.staging import Span, StagingRegion
+from vericache_sglang.kv.staging import Span, StagingBuffer
 
 LEAST = 500_000
 """Bytes from which a copy is long (design: 0.5 to 2 MB each)."""
@@ -94,7 +94,7 @@ def test_on_8_ranks_only_prompts_of_their_own_are_copied_in_long_pieces():
 
 def test_a_scattered_staging_region_cuts_a_prompt_no_more_than_it_must():
     """Half full with leases of 2K slots, every other one given back."""
-    region = StagingRegion(0, 65536)
+    region = StagingBuffer(0, 65536)
     leases = [region.take(2048) for _ in range(32)]
     for lease in leases[::2]:
         region.give(lease)

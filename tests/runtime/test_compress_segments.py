@@ -9,7 +9,7 @@ pytest.importorskip("sglang")
 
 from known_kv import DIM, HEADS, LAYERS
 from segment_world import SHORT, shorten_segments
-from test_mover import drafts_on_a_row, moves_of
+from test_moves import drafts_on_a_row, moves_of
 from tiny_segments import tiered
 
 from vericache_sglang.kv.row_edit import room

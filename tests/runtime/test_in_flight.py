@@ -36,7 +36,7 @@ def request(rid="r", drafts=()):
         stops=frozenset([99]),
         longest=3,
         figures=RequestStats(True, 3),
-        late=True,
+        asynchronous=True,
     )
     state.drafts = list(drafts)
     return state

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vericache_sglang.scheduling.plan import (
     Draft,
     Plain,
+    RequestSpec,
     Residency,
-    Shape,
     Verify,
     Wait,
 )
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Track:
+class ScheduledRequest:
     """One running request.
 
     Attributes:
-        shape: Sizes and limits on arrival.
+        spec: Sizes and limits on arrival.
         acceptance: Its acceptance probability.
         patience: Back-off before an autoregressive request may speculate again.
         remaining: Tokens it may still emit.
@@ -58,7 +58,7 @@ class Track:
         look_at: Iteration from which compressing it is considered (again).
     """
 
-    shape: Shape
+    spec: RequestSpec
     acceptance: Acceptance
     patience: Patience
     remaining: int
@@ -93,14 +93,14 @@ class Track:
 
     def __post_init__(self) -> None:
         # Created once: every plan lists every request, and the records are immutable.
-        self.rid = rid = self.shape.rid
+        self.rid = rid = self.spec.rid
         self.plain, self.draft = Plain(rid), Draft(rid)
         self.verify, self.wait = Verify(rid), Wait(rid)
 
     @property
     def tokens(self) -> int:
         """Tokens with full KV, wherever it is."""
-        return self.shape.prompt + self.emitted
+        return self.spec.prompt + self.emitted
 
     @property
     def slots(self) -> int:
@@ -111,16 +111,16 @@ class Track:
         if not self.split:
             return self.tokens
         if self.residency is Residency.DEVICE:
-            return self.tokens + self.shape.kept
-        return self.tokens - self.shape.dropped
+            return self.tokens + self.spec.kept
+        return self.tokens - self.spec.dropped
 
     @property
     def load_slots(self) -> int:
         """Device slots that loading takes: the full KV goes beside the draft KV."""
-        return self.shape.dropped + self.shape.kept
+        return self.spec.dropped + self.spec.kept
 
     def cap(self, draft_length: int) -> int:
         """Most useful drafts: a verification of d drafts emits up to d + 1 tokens."""
         if self.closed:
             return self.drafts
-        return max(0, min(draft_length, self.shape.longest, self.remaining - 1))
+        return max(0, min(draft_length, self.spec.longest, self.remaining - 1))

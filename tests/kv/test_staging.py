@@ -1,4 +1,4 @@
-"""The staging region under random takes and gives, against a set of slots."""
+"""The staging buffer under random takes and gives, against a set of slots."""
 
 from itertools import combinations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.kv.staging import Lease, Span, StagingRegion
+from vericache_sglang.kv.staging import Lease, Span, StagingBuffer
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)))
 
@@ -39,7 +39,7 @@ def fewest(lengths, wanted):
 @pytest.mark.parametrize("page", [1, 4, 16])
 @given(steps=STEPS)
 def test_a_take_succeeds_exactly_where_there_is_room(page, steps):
-    region = StagingRegion(96, 64, page)
+    region = StagingBuffer(96, 64, page)
     free, held = set(range(96, 160)), []
     for take, wanted, which in steps:
         if take:
@@ -69,7 +69,7 @@ def test_a_take_succeeds_exactly_where_there_is_room(page, steps):
 def test_equal_calls_give_equal_leases(steps):
     histories = []
     for _ in range(2):
-        region, held, seen = StagingRegion(8, 64, 4), [], []
+        region, held, seen = StagingBuffer(8, 64, 4), [], []
         for take, wanted, which in steps:
             if take and (lease := region.take(wanted)):
                 held.append(lease)
@@ -95,7 +95,7 @@ def test_equal_calls_give_equal_leases(steps):
 )
 def test_the_pieces_of_a_fragmented_region(wanted, pieces):
     """Free spans of 6, 4 and 6 slots, at 0, 8 and 24."""
-    region = StagingRegion(0, 30)
+    region = StagingBuffer(0, 30)
     sizes = [6, 2, 4, 12, 6]
     leases = [region.take(size) for size in sizes]
     assert [lease.pieces[0].slots for lease in leases] == sizes
@@ -122,7 +122,7 @@ def test_a_lease_has_no_more_slots_than_it_has():
 
 
 def test_giving_back_twice_is_an_error_even_when_the_slots_are_leased_again():
-    region = StagingRegion(0, 10)
+    region = StagingBuffer(0, 10)
     lease = region.take(4)
     region.give(lease)
     with pytest.raises(InvariantError, match="given back twice"):
@@ -137,11 +137,11 @@ def test_giving_back_twice_is_an_error_even_when_the_slots_are_leased_again():
 
 
 def test_an_empty_region_stages_nothing():
-    assert StagingRegion(7, 0).take(1) is None
+    assert StagingBuffer(7, 0).take(1) is None
 
 
 def test_a_broken_last_page_is_never_leased():
-    region = StagingRegion(16, 40, 16)
+    region = StagingBuffer(16, 40, 16)
     assert (region.slots, region.free) == (32, 32)
     assert region.take(33) is None
     assert region.take(32).pieces == (Span(16, 32),)
@@ -149,9 +149,9 @@ def test_a_broken_last_page_is_never_leased():
 
 def test_a_region_begins_at_a_page():
     with pytest.raises(InvariantError, match="starts at slot 7, pages are 4"):
-        StagingRegion(7, 64, 4)
+        StagingBuffer(7, 64, 4)
 
 
 def test_a_lease_of_nothing_is_an_error():
     with pytest.raises(InvariantError, match="a lease of 0 slots"):
-        StagingRegion(0, 64).take(0)
+        StagingBuffer(0, 64).take(0)

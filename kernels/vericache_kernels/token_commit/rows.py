@@ -1,4 +1,4 @@
-"""Records of ``board_commit``: the draft token buffer and a forward's rows over it."""
+"""Records of ``token_commit``: the draft token buffer and a forward's rows over it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from vericache_sglang.kv.host_image import CopyTarget
 from vericache_sglang.kv.link import Link
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
-from vericache_sglang.kv.staging import Lease, Span, StagingRegion
+from vericache_sglang.kv.staging import Lease, Span, StagingBuffer
 from vericache_sglang.kv.swapped import SwappedImage, gathered
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.kv.transfers import open_transfers
@@ -147,7 +147,7 @@ def test_segments_arrive_one_behind_the_other(counts, links):
 
 
 def test_a_fragmented_region_still_stages(links):
-    region = StagingRegion(0, POOL, 4)
+    region = StagingBuffer(0, POOL, 4)
     leases = [region.take(4) for _ in range(POOL // 4)]
     for lease in leases[::2]:
         region.give(lease)
@@ -162,7 +162,7 @@ def test_a_fragmented_region_still_stages(links):
 
 
 def test_a_full_region_or_a_small_lease_starts_nothing(links):
-    region = StagingRegion(0, 20)
+    region = StagingBuffer(0, 20)
     assert region.take(16)
     assert region.take(16) is None
     pool = new_pool(torch.float32)

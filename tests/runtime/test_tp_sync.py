@@ -25,11 +25,11 @@ from vericache_sglang.scheduling.plan import (
     Load,
     Offload,
     Plan,
+    RequestSpec,
     Residency,
-    Shape,
+    SchedulerInput,
     SwapOut,
     Verify,
-    World,
 )
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
@@ -155,7 +155,7 @@ def test_any_number_of_prefetches_is_synchronised(ranks, count):
 
 
 def compare_plans(group, rank, lengths, strict):
-    world = World(free_slots=1, host_slots=1, rows=1)
+    world = SchedulerInput(free_slots=1, host_slots=1, rows=1)
     rows = {"a": Verify("a")} if lengths[rank] else {}
     plan = Plan(iteration=17, stage_ins=(), rows=rows, moves=())
     agreed(group, strict=strict).check(world, plan)
@@ -371,7 +371,7 @@ def serve(group, rank, seed, listens):
     for iteration in range(60):
         if iteration % 6 == 0 and len(runtime.tracks) < 6:
             runtime.arrive(
-                Shape(
+                RequestSpec(
                     rid=str(iteration), prompt=400, kept=100, dropped=300, remaining=99
                 )
             )
@@ -389,7 +389,7 @@ def serve(group, rank, seed, listens):
             state: [r for r, p in progress.items() if p == state] for state in Progress
         }
         coming = {rid: coming[rid] - 1 for rid in at[TRAVELLING]}
-        world = World(
+        world = SchedulerInput(
             free_slots=10**5,
             host_slots=reported.host_slots,
             rows=max(1, len(runtime.tracks)),

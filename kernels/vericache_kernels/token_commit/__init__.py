@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from vericache_kernels.board_commit.ref import commit_rows
-from vericache_kernels.board_commit.rows import (
+from vericache_kernels.token_commit.ref import commit_rows
+from vericache_kernels.token_commit.rows import (
     DRAFT,
     EMIT,
     DraftTokenRows,
@@ -24,15 +24,15 @@ __all__ = [
     "DraftTokenRows",
     "DraftTokens",
     "Emission",
-    "board_commit",
     "bytes_moved",
+    "token_commit",
 ]
 
 TOKEN_BYTES = 8
 COUNT_BYTES = 4
 
 
-def board_commit(
+def token_commit(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
     """Store drafted tokens and accept matching drafts (paper section 4.1, step 3).
@@ -58,7 +58,7 @@ def board_commit(
     check(draft_tokens, rows, target)
     if target.device.type == "cpu":
         return commit_rows(draft_tokens, rows, target)
-    from vericache_kernels.board_commit.triton_impl import launch
+    from vericache_kernels.token_commit.triton_impl import launch
 
     return launch(draft_tokens, rows, target)
 
@@ -69,9 +69,9 @@ def bytes_moved(
     """Return a lower bound on the bytes that one call moves, for emitting rows.
 
     Args:
-        draft_tokens: See ``board_commit``.
-        rows: See ``board_commit``.
-        target: See ``board_commit``.
+        draft_tokens: See ``token_commit``.
+        rows: See ``token_commit``.
+        target: See ``token_commit``.
     """
     count = len(rows.pool_idx)
     read = sum(vector.nbytes for vector in rows.vectors().values())
@@ -87,7 +87,7 @@ def check(
     """Validate shapes, dtypes, strides and devices; does not read tensor contents.
 
     Raises:
-        ValueError: See ``board_commit``.
+        ValueError: See ``token_commit``.
     """
     if (
         draft_tokens.tokens.dim() != 2

@@ -16,8 +16,8 @@ from simulated_cuda import simulated, until
 pytest.importorskip("sglang")
 
 from segment_world import shorten_segments
+from test_compress_segments import ABOVE, History
 from test_device_moves import WIDE_PLANES
-from test_segment_splitter import ABOVE, History
 from tiny_engine import opened
 from tiny_segments import tiered
 
@@ -77,7 +77,7 @@ def test_what_is_written_beside_a_forward_comes_behind_its_stores(seed, slots, s
         cuda.runs = True
         options = {"cuda": cuda, "slots": slots, "dtype": torch.bfloat16}
         with tiered(host_segments=30, **options) as engine:
-            cuda.late = engine.streams.forward_stream
+            cuda.asynchronous = engine.streams.forward_stream
             history = History(engine)
             for each in steps:
                 iterate(engine, history, each)
@@ -95,7 +95,7 @@ def test_a_row_made_whole_in_slots_of_a_request_that_still_stores(codec):
         cuda.runs = True
         options = {"cuda": cuda, "codec": codec, "dtype": torch.bfloat16, "keep": 0.8}
         with opened(slots=112, **options) as engine:
-            cuda.late = engine.streams.forward_stream
+            cuda.asynchronous = engine.streams.forward_stream
             for rid, text in ("a", "x"), ("b", "y"):
                 engine.admit(rid, text, 40)
                 assert engine.move(Compress(rid, Residency.HOST), rid)

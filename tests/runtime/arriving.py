@@ -14,7 +14,7 @@ from vericache_sglang.kv.ledger import Ledger
 from vericache_sglang.kv.prefetch import StagingPrefetcher
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.kv.split_layers import as_bits
-from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.staging import StagingBuffer
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
@@ -53,7 +53,7 @@ class Prefetching:
         self.link = LinkLog(self.estimate)
         self.transfers = ThreadTransfers(self.keys, self.values, gbps)
         self.prefetches = StagingPrefetcher(
-            StagingRegion(START, ROOM),
+            StagingBuffer(START, ROOM),
             self.transfers,
             self.host,
             self.ledger,

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from segment_world import shorten_segments
-from test_segment_splitter import ABOVE, left_behind, on_host
+from test_compress_segments import ABOVE, left_behind, on_host
 from tiny_segments import tiered
 
 from vericache_sglang.scheduling.plan import Residency, SwapIn, SwapOut

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.sglang
 
-from test_mover import PLANES, STEP, History, short_segments  # noqa: E402, F401
+from test_moves import PLANES, STEP, History, short_segments  # noqa: E402, F401
 from tiny_engine import TinyEngine  # noqa: E402
 
 PAGE = 4

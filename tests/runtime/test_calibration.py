@@ -12,7 +12,7 @@ from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.host_store import HostStore
-from vericache_sglang.kv.staging import StagingRegion
+from vericache_sglang.kv.staging import StagingBuffer
 from vericache_sglang.kv.transfers import open_transfers
 from vericache_sglang.scheduling.estimates import START_COEFFICIENTS
 from vericache_sglang.scheduling.link import LinkEstimate
@@ -36,7 +36,7 @@ def handles(gbps, where=torch.clone, host_bytes=1 << 21):
 
 
 def test_the_emulated_link_is_found_out_and_the_region_given_back():
-    region = StagingRegion(3000, 3000)
+    region = StagingBuffer(3000, 3000)
     link = LinkEstimate(8e9)
     measure_link(handles(0.1), region, link)
     for direction in ("in", "out"):
@@ -50,7 +50,7 @@ def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
     with simulated(seed=1) as device:
         device.runs = True
         made = handles(0.0, device.put)
-        region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
+        region, link = StagingBuffer(3000, 3000), LinkEstimate(8e9)
         measure_link(made, region, link)
         made.transfers.close()
         assert made.host.used_bytes == 0
@@ -62,7 +62,7 @@ def test_the_link_of_a_device_is_timed_by_copies_of_its_own():
 
 @pytest.mark.parametrize(("slots", "nbytes"), [(16, 1 << 21), (3000, 1 << 13)])
 def test_without_room_to_time_the_start_is_left(slots, nbytes):
-    link, region = LinkEstimate(8e9), StagingRegion(3000, slots)
+    link, region = LinkEstimate(8e9), StagingBuffer(3000, slots)
     measure_link(handles(0.0, host_bytes=nbytes), region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
     assert region.used == 0
@@ -77,7 +77,7 @@ def test_a_link_that_fails_is_reported_and_leaves_the_start(caplog):
 
     broken = handles(0.0)
     broken.transfers.start = lambda image, lease, drafts: Failing()
-    region, link = StagingRegion(3000, 3000), LinkEstimate(8e9)
+    region, link = StagingBuffer(3000, 3000), LinkEstimate(8e9)
     measure_link(broken, region, link)
     assert link.bytes_per_s(1 << 21, "in") == 8e9
     assert region.used == 0

@@ -17,7 +17,7 @@ from vericache_sglang.compression.base import Needs, Selector
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.prefill_observer import (
-    PromptWatch,
+    PrefillObserver,
     attention_parents,
     observed,
 )
@@ -71,7 +71,7 @@ def watch_of(selector):
         page_size=1,
     )
     pool = SimpleNamespace(k_buffer=[torch.zeros(SLOTS, HEADS, DIM)] * LAYERS)
-    return PromptWatch(selector, SimpleNamespace(geometry=geometry, pool=pool))
+    return PrefillObserver(selector, SimpleNamespace(geometry=geometry, pool=pool))
 
 
 def batch_of(parts, mode="EXTEND"):

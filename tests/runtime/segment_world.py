@@ -60,7 +60,7 @@ PRICES = Prices(
 
 
 class Scores:
-    """Scores of tokens by slot, as ``PromptWatch`` keeps them.
+    """Scores of tokens by slot, as ``PrefillObserver`` keeps them.
 
     Attributes:
         table: [L, H, slots].

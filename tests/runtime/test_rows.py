@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vericache_kernels.board_commit import EMIT, DraftTokenRows
+from vericache_kernels.token_commit import EMIT, DraftTokenRows
 from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.request import Parts, RequestState
@@ -200,7 +200,7 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
     assert listed == [*KEPT, *DECODE[: 4 + accepted]]
 
     request.land_emission(target[: accepted + 1], 2)
-    assert (request.pending_max, request.sure) == (0, 0)
+    assert (request.pending_max, request.committed_in_flight) == (0, 0)
     reported = MixedRows(world)
     reported.add(0, request, Draft("r"))
     again = reported.inputs(draft_tokens)
