@@ -74,7 +74,7 @@ WRITES: tuple[Write, ...] = (
         owner=REQ,
         names=("skip_radix_cache_insert",),
         files=(
-            *("compress.py", "compress_segments.py", "offload.py", "recovery.py"),
+            *("compress.py", "moves.py", "recovery.py"),
             "worker.py",
         ),
         reason="A row that does not list a request's full KV must not be cached.",
@@ -98,7 +98,7 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=KV,
         names=("kv_committed_len", "kv_allocated_len", "cache_protected_len"),
-        files=("compress_segments.py", "departure.py", "offload.py", "row_edit.py"),
+        files=("compress.py", "departure.py", "moves.py", "row_edit.py"),
         reason="They are the lengths of a row, which compressing shortens; SGLang "
         "frees, counts and allocates by them.",
         remove_when="SGLang lets a worker replace the slots of a row.",
@@ -109,6 +109,14 @@ WRITES: tuple[Write, ...] = (
         files=("iteration.py",),
         reason="A move has freed slots: SGLang tries admission again.",
         remove_when=SCHEDULING,
+    ),
+    Write(
+        owner="sglang.srt.managers.scheduler.Scheduler",
+        names=("chunked_req", "last_batch"),
+        files=("worker.py",),
+        reason="After an error every running request returns to the queue: none is "
+        "being prefilled any more.",
+        remove_when="SGLang lets a worker retract every request.",
     ),
     Write(
         owner=RUNNER,

@@ -20,7 +20,7 @@ class Drive:
 
     def __init__(self, *, windows=0.5, residuals=2, verifies=2, draft_length=8):
         throughput = SimpleNamespace(
-            prefetch_bytes=lambda track: track.shape.dropped,
+            prefetch_bytes=lambda track: track.spec.dropped,
             prefetch_s=lambda track: windows,
         )
         one_second = SimpleNamespace(iteration_s=SimpleNamespace(value=1.0))

@@ -175,7 +175,7 @@ def _draft_longest() -> None:
     best = Throughput.best
 
     def longest(self: Any, track: Any, *args: Any, **named: Any) -> Any:
-        most = min(self._settings.draft_length, track.shape.longest)
+        most = min(self._settings.draft_length, track.spec.longest)
         return replace(best(self, track, *args, **named), length=most)
 
     _put(Throughput, "best", longest)

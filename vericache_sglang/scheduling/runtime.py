@@ -132,8 +132,11 @@ class Runtime:
         self._close_round(track)
         track.unreported = True
         self._emit(track, drafted + 1)
-        track.held_up = track.remaining <= 0
-        self._next_round(track)
+        # With one token left a further cycle would draft nothing; if drafts of this one
+        # are rejected, more are left.
+        track.held_up = track.remaining <= 1
+        if not track.held_up:
+            self._next_round(track)
 
     def verified(self, rid: str, drafted: int, emitted: int) -> None:
         """Record the result of a verification.

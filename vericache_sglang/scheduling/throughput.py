@@ -131,6 +131,6 @@ class Throughput:
         """Return the slots one draft token reads, packed ones weighted by cost."""
         # On average half of a cycle's drafts have been appended already.
         half_round = self._settings.draft_length // 2
-        shape = track.spec
-        exact = track.tokens - shape.kept - shape.dropped
-        return exact + shape.reads + half_round
+        spec = track.spec
+        exact = track.tokens - spec.kept - spec.dropped
+        return exact + spec.reads + half_round
