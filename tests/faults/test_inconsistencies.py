@@ -106,13 +106,7 @@ def expect_sound(server, prompts, wanted):
     ("row", "kind"),
     [
         *(("look-up", CACHE), ("ledger", CACHE), ("prefetch", REQUEST)),
-        *(
-            ("index", ALL),
-            ("compress", ALL),
-            ("move", ALL),
-            ("plan", ALL),
-            ("rows", ALL),
-        ),
+        *(("index", ALL), ("compress", ALL), ("move", ALL), ("plan", ALL)),
         *(("rows", ALL), ("sampling", ALL), ("outcome", ALL)),
         *(("end", ALL), ("release", ALL)),
     ],
