@@ -265,7 +265,7 @@ class Server:
     def _state(self, rid, tokens, more):
         """Prefill a prompt; returns the state of its request."""
         state = self.engine.admit(rid, rid, tokens)
-        for name, value in {"late": True, **more}.items():
+        for name, value in {"asynchronous": True, **more}.items():
             setattr(state, name, value)
         for none in ("lora_id", "grammar", "token_type_ids"):
             setattr(state.req, none, None)

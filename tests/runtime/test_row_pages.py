@@ -35,7 +35,7 @@ class PagedEngine(TinyEngine):
             page = listed[start : start + PAGE]
             assert page[0] % PAGE == 0, "a page begins anywhere"
             assert page == list(range(page[0], page[0] + len(page)))
-        self.read[type(action).__name__, state.layout.name] += 1
+        self.read[type(action).__name__, str(state.residency)] += 1
         return row, slots
 
 

@@ -131,7 +131,7 @@ class RowSampler:
 
         Args:
             batch: The decode batch.
-            rows: The rows of the forward; of asynchronous requests (``late``) only.
+            rows: The rows of the forward; of asynchronous requests only.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
 

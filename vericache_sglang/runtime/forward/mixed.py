@@ -87,7 +87,7 @@ class MixedForward:
             The result, whose ``accept_lens`` are exact on the device; and the work
             done, None if every request waited.
         """
-        late = all(state.asynchronous for state in requests.values())
+        asynchronous = all(state.asynchronous for state in requests.values())
         rows = MixedRows(self._placement)
         for i, state in requests.items():
             rows.add(i, state, actions[i])
@@ -109,7 +109,7 @@ class MixedForward:
         # The remaining rows belong to the padding of a graph.
         logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
         asked = _queries(rows, requests, actions)
-        if late:
+        if asynchronous:
             target = self._sampler.targets(batch, asked, logits, inputs.positions)
             result = self._leave_on_device(batch, rows, asked, target)
         else:
