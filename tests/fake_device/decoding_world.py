@@ -223,7 +223,8 @@ class Server:
             tokens: Of its prompt.
             asks: As of ``admit``, of the one that joins.
         """
-        state = self._state(rid, tokens, {"outputs": [], "pending": -1, "sure": 1})
+        first = {"outputs": [], "pending": -1, "committed_in_flight": 1}
+        state = self._state(rid, tokens, first)
         length = torch.tensor([tokens], device="cuda")
         batch_index = torch.tensor([state.req_pool_idx], device="cuda")
         self.states[rid] = state
