@@ -1,4 +1,4 @@
-"""Flights land in order, whoever asks, and nothing lands twice."""
+"""In-flight forwards are recorded in order, and none is recorded twice."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def request(rid="r", drafts=()):
 
 
 def entry(*runs, decode=True):
-    """A flight whose passengers are numbers; ``None`` emits nothing and drafts 40."""
+    """A forward whose requests are numbers; ``None`` emits nothing and drafts 40."""
     tokens = torch.zeros(len(runs), STRIDE, dtype=torch.int64)
     counts, pending_rows = [], []
     for i, run in enumerate(runs):
@@ -80,7 +80,7 @@ def test_results_of_ended_requests_are_reported_as_discarded():
     assert reported == [([2, 3, 0], frozenset({1}))]
 
 
-def test_a_flight_tells_every_passenger_its_tokens():
+def test_every_request_of_a_forward_gets_its_tokens():
     in_flight, told, counted = recorded()
     in_flight.launch(entry([1, 2, 3], None, [4]))
     assert told == []
@@ -159,7 +159,7 @@ def test_a_decode_that_is_withdrawn_is_replaced_in_its_report(landed):
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from(["launch", "report", "wait", "all"]), max_size=30))
-def test_whoever_asks_flights_land_once_and_in_order(history):
+def test_forwards_are_recorded_once_and_in_order(history):
     in_flight, told, _ = recorded()
     launched = 0
     for what in history:
@@ -254,3 +254,13 @@ def test_what_lands_after_its_host_copy_was_lost_is_nothing():
     state.lost = True  # the runtime knows it no more, and the draft ends it
     recorder.land(pending_row, [99])
     assert runtime.told == []
+
+
+def test_a_lost_report_delays_no_later_one():
+    """As after an error in taking it: other ranks have counted it."""
+    in_flight, told, _ = recorded()
+    in_flight.launch(entry([1]))
+    in_flight.settle()
+    in_flight.launch(entry([2]))
+    in_flight.land_reported()
+    assert [tokens for _, tokens in told] == [[1], [2]]

@@ -238,8 +238,9 @@ HISTORIES = st.lists(
 )
 
 
-def follow(config, history, latency, seed, late):
+def follow(config, history, latency, seed, late, runtime=None):
     executor, arrived = Executor(config, latency=latency, seed=seed, late=late), 0
+    executor.runtime = runtime or executor.runtime
     for kind, *rest in history:
         if kind == "run":
             for _ in range(rest[0]):
@@ -265,6 +266,17 @@ def test_every_history_keeps_the_promises_and_ranks_agree(
         one.leave(rid)
     assert one.runtime.report()["staging_held_slots"] == 0
     assert not one.runtime.tracks
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, HISTORIES, HISTORIES, st.integers(0, 99), st.booleans())
+def test_a_cleared_runtime_plans_as_a_new_one(config, before, history, seed, late):
+    """After an error, ranks agree again, whichever results each had received."""
+    runtime = follow(config, before, 2, seed, late).runtime
+    runtime.clear()
+    assert runtime.estimates.report() == Runtime(config).estimates.report()
+    again = follow(config, history, 2, seed, late, runtime)
+    assert again.plans == follow(config, history, 2, seed, late).plans
 
 
 @settings(max_examples=40, deadline=None)

@@ -140,6 +140,14 @@ class InFlightQueue:
         for each, outcome in zip(air, outcomes[::-1], strict=True):
             self._conclude_all(each, outcome)
 
+    def settle(self) -> None:
+        """Record all forwards and expect no report of any of them.
+
+        A report that an error prevented would delay all later ones, on this rank only.
+        """
+        self.land_all()
+        self._reported = self._decodes
+
     def _land(self) -> None:
         _, oldest = self._air.popleft()
         self._conclude_all(oldest, oldest.outcome() if oldest.pending_rows else None)

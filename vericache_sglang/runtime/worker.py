@@ -333,7 +333,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _forget_all(self) -> None:
         """Reset all accounting; SGLang resets its slots and cache at the same time."""
-        self._in_flight.land_all()
+        self._in_flight.settle()
         for state in list(self._states.values()):
             self.release(state.req)
         self.runtime.clear()

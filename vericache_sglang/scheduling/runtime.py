@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.scheduling.acceptance import Acceptance
+from vericache_sglang.scheduling.acceptance import Acceptance, Prior
 from vericache_sglang.scheduling.draft_length import Patience
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.lockstep import LockStep
@@ -101,12 +101,16 @@ class Runtime:
             group.pop(rid, None)
 
     def clear(self) -> None:
-        """Remove every request and every reservation."""
+        """Remove every request, every reservation and what was learned from requests.
+
+        After an error the ranks may have received the results of different forwards.
+        """
         groups = (self.tracks, self._whole, self._swapped, self._leaving)
         for group in groups:
             group.clear()
         self._host_slots.clear()
         self._link_slots = 0
+        self.estimates.prior = Prior()
         # The windows of new rings start at 0.
         self.now = 0
         self.pacing = _pacing(self.settings, self.throughput, self.estimates)
