@@ -91,9 +91,20 @@ def requests_of(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]
 
 
 def compare(
-    plain: Server, ours: Server, asked: list[dict[str, Any]], pairs: int
+    plain: Server,
+    ours: Server,
+    asked: list[dict[str, Any]],
+    pairs: int,
+    least_s: float,
 ) -> dict[str, Any]:
     """Have two servers answer the same requests by turns, without cached prefixes.
+
+    Args:
+        plain: The one.
+        ours: The other.
+        asked: Requests of a pass, sent at once.
+        pairs: Least pairs of passes.
+        least_s: Least time of all passes, in seconds: short passes vary the most.
 
     Returns:
         Ratios of plain SGLang's time to ours: of whole passes, to the first token, and
@@ -103,9 +114,11 @@ def compare(
         _pass(server, asked)
     found: dict[str, list[float]] = {"seconds": [], "ttft_s": [], "tpot_s": []}
     different, before = 0, ours.counters()
-    for i in range(pairs):
+    took_s = 0.0
+    while (i := len(found["seconds"])) < pairs or took_s < least_s:
         order = (plain, ours) if i % 2 == 0 else (ours, plain)
         passes = {server: _pass(server, asked) for server in order}
+        took_s += sum(done.seconds for done in passes.values())
         different += mismatches(passes[plain], passes[ours])
         times = [_times(passes[server]) for server in (plain, ours)]
         for key, ratios in found.items():
@@ -156,7 +169,8 @@ def _hardest(options: argparse.Namespace, results: Results) -> None:
             with served(system, options.model) as ours:
                 for case in chosen:
                     asked = requests_of(options, case)
-                    results.row(case.name, compare, plain, ours, asked, options.pairs)
+                    limits = options.pairs, options.seconds
+                    results.row(case.name, compare, plain, ours, asked, *limits)
     rows = results.rows.values()
     differ = sum(row["mismatched_requests"] for row in rows)
     results.figures["mismatched_requests"] = differ
@@ -178,7 +192,8 @@ HARDEST = Benchmark(
     seed=3,
     options={
         "kinds": ([str], "kinds of requests; by default all"),
-        "pairs": (7, "timed pairs per point"),
+        "pairs": (7, "least timed pairs per point"),
+        "seconds": (45.0, "least seconds of timed passes per point"),
         "floor": (0.97, "least ratio that does not fail"),
     },
     measure=_hardest,
