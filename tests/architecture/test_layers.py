@@ -40,11 +40,12 @@ ROOM_OF = {
     "evaluation": "plugin",
     "bench": "plugin",
     "divergence": "plugin",
+    "workload": "plugin",
     "calibrate": "platforms",
 }
 LEAVES = {"evaluation", "calibrate"}
 """Nobody's foundation: only they import themselves."""
-LEAF_DOORS = {"bench.py": "evaluation", "divergence.py": "evaluation"}
+LEAF_DOORS = dict.fromkeys(("bench.py", "divergence.py", "workload.py"), "evaluation")
 """Commands that lead into one of them."""
 NO_TORCH = {
     *("registry", "errors", "demo_records", "provenance", "config", "planning"),

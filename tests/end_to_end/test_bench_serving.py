@@ -10,6 +10,7 @@ import pytest
 from live_server import MODEL
 from programs.drafting import draw_prompts, expect_drafting
 
+from vericache_sglang.evaluation import export
 from vericache_sglang.evaluation.workload import load_tokenizer
 
 pytestmark = [pytest.mark.server, pytest.mark.extended]
@@ -31,13 +32,11 @@ def conversations(tmp_path_factory):
     return file
 
 
-def start(server, backend, conversations, results):
+def start(server, backend, results, *dataset):
     """Start the benchmark; it writes its results to ``results``."""
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend]
     command += ["--base-url", server.url, "--model", str(MODEL), "--disable-tqdm"]
-    command += ["--dataset-name", "random", "--dataset-path", str(conversations)]
-    command += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT)]
-    command += ["--random-range-ratio", "1.0", "--num-prompts", str(REQUESTS)]
+    command += [*dataset, "--num-prompts", str(REQUESTS)]
     command += ["--max-concurrency", "4", "--warmup-requests", "0"]
     command += ["--output-file", str(results), "--output-details"]
     paths = [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -55,17 +54,43 @@ def start(server, backend, conversations, results):
     )
 
 
+def ended(run):
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output[-3000:]
+
+
+def test_an_exported_workload_gets_plain_answers(servers, tmp_path):
+    """A data set of the paper, as its synthetic twin, sent as chats."""
+    workload = tmp_path / "workload.jsonl"
+    flags = ["--tasks", "complex-func-bench", "--samples", str(REQUESTS)]
+    assert export.main([*flags, "--context", "600", "--out", str(workload)]) == 0
+    dataset = ("--dataset-name", "openai", "--dataset-path", str(workload))
+    dataset += ("--sharegpt-output-len", str(OUTPUT))
+    answers = []
+    with expect_drafting(servers[0]):
+        for number, server in enumerate(servers):
+            results = tmp_path / f"{number}.jsonl"
+            ended(start(server, "sglang-oai-chat", results, *dataset))
+            told = json.loads(results.read_text())
+            assert told["completed"] == REQUESTS
+            answers.append(sorted(told["generated_texts"]))
+    assert answers[0] == answers[1]
+    assert all(answers[0])
+
+
 def test_the_benchmark_completes_with_plain_answers(servers, conversations, tmp_path):
     """Both of its clients at once: SGLang's own protocol and OpenAI completions."""
     ours, plain = servers
+    cut = ("--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT))
+    dataset = ("--dataset-name", "random", "--dataset-path", str(conversations), *cut)
     runs = {}
     with expect_drafting(ours):
         for backend in ("sglang", "sglang-oai"):
             results = tmp_path / f"{backend}.jsonl"
-            runs[results] = start(ours, backend, conversations, results)
+            ratio = ("--random-range-ratio", "1.0")
+            runs[results] = start(ours, backend, results, *dataset, *ratio)
         for run in runs.values():
-            output, _ = run.communicate(timeout=240)
-            assert run.returncode == 0, output[-3000:]
+            ended(run)
 
     tokenizer = load_tokenizer(MODEL)
     ids = [

@@ -268,7 +268,7 @@ def test_every_history_keeps_the_promises_and_ranks_agree(
     assert not one.runtime.tracks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(CONFIGS, HISTORIES, HISTORIES, st.integers(0, 99), st.booleans())
 def test_a_cleared_runtime_plans_as_a_new_one(config, before, history, seed, late):
     """After an error, ranks agree again, whichever results each had received."""

@@ -173,6 +173,26 @@ def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast.from_pretrained(model)
 
 
+def open_tokenizer(model: Path) -> Any:
+    """Load any model's tokenizer.
+
+    Args:
+        model: Folder, or name on a hub.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
+
+    define_missing_ops()  # before transformers looks for torchvision
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {model}: {error}") from error
+
+
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """Count the tokens of ``text``, special tokens written out included."""
     return len(tokenizer.encode(text, add_special_tokens=False))

@@ -38,6 +38,10 @@ ENTER = 1.08
 LEAVE = 0.98
 """Predicted gain below which drafting stops; the gap to ``ENTER`` is hysteresis."""
 
+PAYBACK = 2.0
+"""Seconds that drafting must be predicted to save per second of compressing: an answer
+may end early, and the first cycles are the least certain."""
+
 MAX_SPLITS = 2
 """Prompts compressed per iteration: each costs about one pass over the prompt's KV."""
 
@@ -199,10 +203,10 @@ class ResidencyPolicy:
         return track.spec.staged <= min(given.host_slots, self._settings.staging_slots)
 
     def _amortised(self, track: ScheduledRequest, gain: float, rows: int) -> bool:
-        """Return whether the remaining tokens save more time than compressing costs."""
+        """Return whether the remaining tokens pay for compressing the prompt."""
         plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
-        return saved_s > self._throughput.split_s(track)
+        return saved_s > PAYBACK * self._throughput.split_s(track)
 
     def _relief(
         self,

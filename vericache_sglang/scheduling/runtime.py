@@ -111,6 +111,7 @@ class Runtime:
         self._host_slots.clear()
         self._link_slots = 0
         self.estimates.prior = Prior()
+        self.policy = ResidencyPolicy(self.settings, self.throughput)
         # The windows of new rings start at 0.
         self.now = 0
         self.pacing = _pacing(self.settings, self.throughput, self.estimates)

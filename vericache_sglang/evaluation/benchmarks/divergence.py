@@ -12,11 +12,9 @@ measured from what it has verified with.
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
@@ -36,9 +34,13 @@ from vericache_sglang.evaluation.quality import (
     word_f1,
 )
 from vericache_sglang.evaluation.systems import described, words
-from vericache_sglang.evaluation.tasks.catalog import TASKS
-from vericache_sglang.evaluation.tasks.sample import TwinSize
-from vericache_sglang.evaluation.workload import DEMO_CALLS, count_tokens
+from vericache_sglang.evaluation.tasks.catalog import (
+    SAMPLING,
+    TASKS,
+    prompt_of,
+    samples_of,
+)
+from vericache_sglang.evaluation.workload import open_tokenizer
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from vericache_sglang.evaluation.systems import System
     from vericache_sglang.evaluation.tasks.sample import Task, TaskSample
 
-SYNTHETIC = "synthetic"
 FULL, AGAIN = "full KV", "full KV, all at once"
 WHOLE = 1024
 """Vocabularies up to this many tokens are compared whole where ``--top-k`` is 0."""
@@ -90,17 +91,10 @@ class Study:
 
     def prompt(self, sample: TaskSample, messages: Sequence[Any]) -> list[int]:
         """Return a prompt's token ids."""
-        if sample.text:
-            found = self.tokenizer.encode(sample.text)
-        else:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(sample.tools) or None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-            found = self.tokenizer.encode(text, add_special_tokens=False)
-        return list(found)
+        text = prompt_of(self.tokenizer, sample, messages)
+        if text is None:
+            return list(self.tokenizer.encode(sample.text))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def converse(self, server: Server, task: Task, sample: TaskSample) -> Conversation:
         """Answer one sample to its end, as the data set's own runner asks."""
@@ -174,61 +168,25 @@ def prepare(options: argparse.Namespace) -> Study:
         ConfigError: An option is out of bounds, a task is unknown, or its data is
             missing or malformed.
     """
-    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
-
-    define_missing_ops()  # before transformers looks for torchvision
-    from transformers import AutoConfig, AutoTokenizer
-
-    unknown = [name for name in options.tasks if name not in TASKS]
-    if unknown:
-        raise ConfigError(f"--tasks {unknown[0]}; known: {', '.join(TASKS)}")
-    for name in ("samples", "output", "turns", "kl_tokens", "clients"):
+    for name in ("output", "turns", "kl_tokens", "clients"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1")
     if not options.temperature > 0:
         raise ConfigError("--temperature must be > 0: KL is of sampled sequences")
     if options.top_k < 0:
         raise ConfigError("--top-k must be >= 0")
+    tokenizer = open_tokenizer(options.model)
+    from transformers import AutoConfig
+
     model = str(options.model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {model}: {error}") from error
+    vocabulary = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     top_k = options.top_k or (vocabulary if vocabulary <= WHOLE else MOST_LISTED)
     return Study(
         options,
         tokenizer,
-        {name: _samples(options, name, tokenizer) for name in options.tasks},
+        samples_of(options, tokenizer),
         min(top_k, vocabulary),
     )
-
-
-def _samples(
-    options: argparse.Namespace, name: str, tokenizer: Any
-) -> list[TaskSample]:
-    if options.data != SYNTHETIC:
-        folder = Path(options.data)
-        own = folder / name
-        return TASKS[name].load(own if own.is_dir() else folder)[: options.samples]
-    calls = DEMO_CALLS.get(options.model.name, 0)
-    if calls < 2:
-        raise ConfigError(
-            "--data synthetic: only demo-model-long answers the synthetic twins; give "
-            "--data DIR"
-        )
-    try:
-        return TASKS[name].twin(
-            TwinSize(
-                random.Random(options.seed),
-                options.samples,
-                options.context,
-                partial(count_tokens, tokenizer),
-                calls,
-            )
-        )
-    except ValueError as error:
-        raise ConfigError(f"--context: {error}") from error
 
 
 def systems_of(line: Line, options: argparse.Namespace) -> list[System]:
@@ -435,10 +393,7 @@ DIVERGENCE = Benchmark(
     options={
         "compressors": (["kvzip", "turboquant:bits=2"], "as --vericache-compressor"),
         "keeps": ([0.25], "shares of tokens, of selectors"),
-        "tasks": ([*TASKS], "data sets"),
-        "data": (SYNTHETIC, "folder of the data sets' own files, one below it a task"),
-        "samples": (4, "of each task, in the files' order"),
-        "context": (1500, "tokens of a synthetic prompt, at most"),
+        **SAMPLING,
         "output": (2048, "most tokens of an answer; data sets ask for up to 16,000"),
         "turns": (20, "most answers in one conversation"),
         "temperature": (0.5, "of the sequences whose KL is measured, > 0"),
