@@ -17,6 +17,7 @@ from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
 from vericache_sglang.evaluation.benchmarks.hardest import HARDEST
 from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
 from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
+from vericache_sglang.evaluation.benchmarks.paper_figures import FIGURES
 from vericache_sglang.evaluation.benchmarks.sampling import SAMPLING
 from vericache_sglang.evaluation.benchmarks.scheduling import SCHEDULING
 from vericache_sglang.evaluation.benchmarks.shared_prefix import SHARED_PREFIX
@@ -46,6 +47,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "divergence": DIVERGENCE,
     "scheduling": SCHEDULING,
     "fuzz": FUZZ,
+    "figures": FIGURES,
 }
 """Benchmarks of the demo models, by name; without a name, systems are compared."""
 
@@ -62,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
+    if arguments and arguments[0] in ("--figure", "--figures"):
+        arguments[:1] = ["figures", "--figures"]
     if arguments and not arguments[0].startswith("-"):
         name = arguments.pop(0)
     if name and name not in BENCHMARKS:
