@@ -177,8 +177,7 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         assert counters["host_used_bytes"] <= counters["host_budget_bytes"]
         assert counters["cache_checksum_failures"] == 0
         # What is in the store alone at the end depends on which client was faster.
-        for figure in ("cache_store_written_bytes", "cache_match_store_tokens"):
-            assert (counters[figure] > 0) is store
+        assert (counters["cache_store_written_bytes"] > 0) is store
         assert (counters["cache_match_store_tokens"] > 0) is store
     finally:
         server.close()

@@ -18,7 +18,7 @@ from conftest import BOTH, OURS
 
 from vericache_sglang.planning.graph_sizes import graph_tokens
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 GRAPHS = (
     *("--cuda-graph-backend-decode", "full"),
@@ -50,12 +50,7 @@ class GraphServer(LiveServer):
         return Counter((mode, int(size)) for did, mode, size in lines if did == what)
 
 
-EXTENDED = [
-    pytest.param(name, marks=pytest.mark.extended) for name in list(SERVERS)[1:]
-]
-
-
-@pytest.fixture(scope="module", params=[next(iter(SERVERS)), *EXTENDED])
+@pytest.fixture(scope="module", params=list(SERVERS))
 def graphs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
     server = GraphServer(folder, *SERVERS[request.param])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from live_server import LiveServer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
@@ -68,7 +68,6 @@ class Client(threading.Thread):
         return self.chunks[-1]
 
 
-@pytest.mark.extended
 def test_requests_that_take_too_long_are_refused(server, prompts):
     """Three run into the limit while they draft, one while it queues."""
     running = [Client(server, prompt, 10000) for prompt in prompts[:3]]

@@ -42,14 +42,19 @@ def test_openai_client_gets_the_same_answer(servers, prompts):
     "params",
     [
         {},
-        {"stop": ['"', ","]},
         {"more": {"return_logprob": True, "top_logprobs_num": 2}},
-        {"regex": r"\{\"name\":\"[a-z_]+\"\}"},
-        {"frequency_penalty": 0.7, "presence_penalty": 0.3, "ignore_eos": True},
-        {"repetition_penalty": 1.3, "ignore_eos": True},
-        {"min_new_tokens": 30},
-        {"logit_bias": {"20": -50.0, "30": 3.0}, "ignore_eos": True},
         {"n": 3},
+        *(
+            pytest.param(params, marks=pytest.mark.extended)
+            for params in (
+                {"stop": ['"', ","]},
+                {"regex": r"\{\"name\":\"[a-z_]+\"\}"},
+                {"frequency_penalty": 0.7, "presence_penalty": 0.3, "ignore_eos": True},
+                {"repetition_penalty": 1.3, "ignore_eos": True},
+                {"min_new_tokens": 30},
+                {"logit_bias": {"20": -50.0, "30": 3.0}, "ignore_eos": True},
+            )
+        ),
     ],
     ids=lambda params: ",".join(params.get("more", params)) or "greedy",
 )

@@ -43,7 +43,7 @@ def extended(*values):
     ("what", "number", "started"),
     [
         ("pytest", signal.SIGKILL, "processes"),
-        ("scripts/test.sh", signal.SIGINT, "processes"),
+        extended("scripts/test.sh", signal.SIGINT, "processes"),
         extended("pytest", signal.SIGKILL, "servers"),
         extended("pytest", signal.SIGINT, "servers"),
         extended("pytest -n 1", signal.SIGTERM, "processes"),

@@ -73,7 +73,8 @@ def test_a_failed_copy_is_made_again(waves, plain):
     assert compare(plain, ours) == []
 
 
-@pytest.mark.parametrize("compressor", ["keynorm", extended(PLANES)])
+@pytest.mark.extended
+@pytest.mark.parametrize("compressor", ["keynorm", PLANES])
 def test_a_copy_to_the_host_that_fails_ends_nothing(compressor, waves, plain):
     ours = run_with("failing_saves", waves, compressor=compressor, residency="host")
     assert ours["state"]["rounds"] > 0, "a later copy was made"
@@ -84,7 +85,7 @@ def test_a_copy_to_the_host_that_fails_ends_nothing(compressor, waves, plain):
     ("call", "how"),
     [
         ("scores", "raise"),
-        ("keep_share", "nan"),
+        extended("keep_share", "nan"),
         *(extended("scores", how) for how in ("exit", "nothing", "shape")),
         *(extended("update", how) for how in ("raise", "shape")),
         *(extended("open", "raise"), extended("keep_share", "text")),
@@ -101,7 +102,8 @@ def test_a_faulty_selector_costs_its_requests_their_drafts(call, how, waves, pla
     assert compare(plain, ours) == []
 
 
-@pytest.mark.parametrize("call", ["encode_draft", extended("decode")])
+@pytest.mark.extended
+@pytest.mark.parametrize("call", ["encode_draft", "decode"])
 def test_a_faulty_codec_costs_its_requests_their_drafts(call, waves, plain):
     line = f"test-faulty-codec:call={call}"
     ours = run(system(line, compressor=line, draft_length=8), MODEL, waves)
@@ -111,6 +113,7 @@ def test_a_faulty_codec_costs_its_requests_their_drafts(call, waves, plain):
     assert compare(plain, ours) == []
 
 
+@pytest.mark.extended
 def test_a_full_disk_costs_the_store_and_no_answer(waves, plain, tmp_path):
     where = json.dumps({"directory": str(tmp_path / "store")})
     engine = {
@@ -127,6 +130,7 @@ def test_a_full_disk_costs_the_store_and_no_answer(waves, plain, tmp_path):
     assert not list((tmp_path / "store").iterdir()), "something is left behind"
 
 
+@pytest.mark.extended
 def test_a_leaked_residual_is_seen_by_the_ledger(waves):
     with pytest.raises(ServerError, match="held by dead requests"):
         run_with("leaked_residual", waves)

@@ -27,6 +27,7 @@ HELD = ("kept_slots", "staging_slots", "staging_bytes", "host_bytes", "running")
 
 CACHE, REQUEST, ALL = "cache_inconsistencies", "request_errors", "iteration_errors"
 KINDS = (CACHE, REQUEST, ALL)
+EXTENDED = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +103,20 @@ def expect_sound(server, prompts, wanted):
     assert server.process.poll() is None
 
 
+def extended(*rows):
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=EXTENDED)
+        for row in rows
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
-        *(("look-up", CACHE), ("ledger", CACHE), ("prefetch", REQUEST)),
-        *(("index", ALL), ("compress", ALL), ("move", ALL), ("plan", ALL)),
-        *(("rows", ALL), ("sampling", ALL), ("outcome", ALL)),
-        *(("end", ALL), ("release", ALL)),
+        *(("look-up", CACHE), ("prefetch", REQUEST), ("compress", ALL)),
+        *(("plan", ALL), ("outcome", ALL)),
+        *extended(("ledger", CACHE), ("index", ALL), ("move", ALL), ("rows", ALL)),
+        *extended(("sampling", ALL), ("end", ALL), ("release", ALL)),
     ],
 )
 def test_no_request_is_lost_and_every_answer_is_right(
@@ -149,17 +157,14 @@ def test_what_fails_every_time_ends_no_server(server, prompts, wanted):
     expect_sound(server, prompts, wanted)
 
 
-def extended(*rows):
-    return [pytest.param(row, marks=pytest.mark.extended) for row in rows]
-
-
 @pytest.mark.parametrize(
     "row",
     [
-        "plan",  # on all ranks alike
         # On one rank: in its choice of rows, before the forward; in its sampling, after
         # it; in what concerns one request, which the other rank knows nothing of.
-        *("rows@1", "sampling@1", "prefetch@1"),
+        "sampling@1",
+        *extended("rows@1", "prefetch@1"),
+        *extended("plan"),  # on all ranks alike
         *extended("plan@0", "compress@1", "move", "move@1", "outcome@1", "outcome"),
         *extended("arrival@1", "end@1", "release@1", "rows@0", "sampling@0"),
     ],
@@ -168,7 +173,7 @@ def test_ranks_recover_together(ranks, prompts, wanted, row):
     expect_recovery(ranks, prompts, wanted, row, ALL)
 
 
-@pytest.mark.extended
+@EXTENDED
 @pytest.mark.parametrize(
     "row", ["plan", "rows@1", "sampling@1", "outcome@1", "move@1", "arrival@1", "end@1"]
 )
@@ -176,7 +181,7 @@ def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, 
     expect_recovery(ranks_in_turn, prompts, wanted, row, ALL)
 
 
-@pytest.mark.extended
+@EXTENDED
 @pytest.mark.parametrize("which", ["server", "ranks", "ranks_in_turn"])
 def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
     """A request is prefilled again, or aborted after its second error."""
@@ -199,7 +204,7 @@ def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
     expect_sound(server, prompts, wanted)
 
 
-@pytest.mark.extended
+@EXTENDED
 @pytest.mark.parametrize("row", ["always", "always@1"])
 def test_what_fails_every_time_ends_no_rank(ranks, prompts, wanted, row):
     before = inject(ranks, row)

@@ -12,7 +12,7 @@ from vericache_sglang.evaluation.matrix import system
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 
 def test_no_object_of_the_engine_refers_to_another_block_table(tmp_path):

@@ -100,6 +100,7 @@ def test_tokens_are_identical_while_everything_moves(name, engine, requests, pla
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+@pytest.mark.extended
 def test_tokens_are_identical_where_the_model_decides(requests, plain):
     """Whatever the throughput model chooses on this machine, nothing changes."""
     ours = run(system("auto", residency="auto", draft_length=16), MODEL, requests)

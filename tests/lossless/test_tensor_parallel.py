@@ -26,7 +26,7 @@ BY_HEAD = [
 ]
 """Codecs with calibrated tables, a row of them for every KV head."""
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,6 @@ def run_with(fault, waves, engine=None, **settings):
     return run(broken, MODEL, waves)
 
 
-@pytest.mark.extended
 def test_plain_sglang_answers_on_two_ranks_as_on_one(requests, plain):
     """So what the other tests compare with is the answer, not one of two."""
     assert compare(run(PLAIN, MODEL, requests[:1]), first(plain)) == []
@@ -68,7 +67,6 @@ def test_a_bad_rank_costs_all_ranks_the_same_and_no_token(requests, plain):
     assert [len(ids) for ids in drawn] == [24] * len(drawn)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("call", ["keep_share", "scores"])
 def test_a_compressor_that_fails_on_one_rank_fails_on_both(call, requests, plain):
     line = f"test-faulty-share:call={call},rank=1"
@@ -81,7 +79,6 @@ def test_a_compressor_that_fails_on_one_rank_fails_on_both(call, requests, plain
     assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
-@pytest.mark.extended
 def test_tokens_are_identical_while_everything_moves(requests, plain):
     """Random splits, offloads, pins, parks, resumes and unsplits on both ranks."""
     ours = run_with(
@@ -95,7 +92,6 @@ def test_tokens_are_identical_while_everything_moves(requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("line", BY_HEAD, ids=["kvquant", "rotatekv"])
 def test_tables_of_a_codec_are_cut_by_head(line, requests, plain):
     """Each rank packs and reads its own heads with its own part of the tables."""
@@ -109,7 +105,6 @@ def test_tables_of_a_codec_are_cut_by_head(line, requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
-@pytest.mark.extended
 def test_ranks_that_do_not_listen_are_stopped(requests):
     """Were the plans not compared, the ranks would wait for each other for ever."""
     with pytest.raises(ServerError, match="plan differently in iteration"):

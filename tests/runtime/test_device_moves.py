@@ -48,7 +48,7 @@ def cached_texts(engine):
         assert torch.equal(engine.kv.at(cached), kv[:, :, : len(cached)]), text
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.extended), 4])
 @pytest.mark.parametrize(("codec", "selects"), KINDS)
 def test_any_history_keeps_every_bit_and_every_slot(codec, selects, page):
     codec = WIDE_PLANES if codec == PLANES else codec

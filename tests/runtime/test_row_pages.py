@@ -39,7 +39,10 @@ class PagedEngine(TinyEngine):
         return row, slots
 
 
-@pytest.mark.parametrize(("codec", "examples"), [("", 12), (PLANES, 5)])
+@pytest.mark.parametrize(
+    ("codec", "examples"),
+    [("", 12), pytest.param(PLANES, 5, marks=pytest.mark.extended)],
+)
 def test_whatever_a_forward_reads_is_whole_pages(codec, examples):
     seen = Counter()
 

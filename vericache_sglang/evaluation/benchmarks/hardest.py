@@ -100,6 +100,8 @@ def compare(
 ) -> dict[str, Any]:
     """Have two servers answer the same requests by turns, without cached prefixes.
 
+    Every pair begins its prompts with another number, so nothing has to be flushed.
+
     Args:
         plain: The one.
         ours: The other.
@@ -112,13 +114,14 @@ def compare(
         the first token, and per later token where there are any.
     """
     for server in (plain, ours):
-        _pass(server, asked)
+        server.flush()  # other points have the same prompts
+        _pass(server, asked, 0)
     found: dict[str, list[float]] = {"seconds": [], "ttft_s": [], "tpot_s": []}
     different, before = 0, ours.counters()
     took_s = 0.0
     while (i := len(found["seconds"])) < pairs or took_s < least_s:
         order = (plain, ours) if i % 2 == 0 else (ours, plain)
-        passes = {server: _pass(server, asked) for server in order}
+        passes = {server: _pass(server, asked, i + 1) for server in order}
         took_s += sum(done.seconds for done in passes.values())
         different += mismatches(passes[plain], passes[ours])
         times = [_times(passes[server]) for server in (plain, ours)]
@@ -132,9 +135,9 @@ def compare(
     }
 
 
-def _pass(server: Server, asked: list[dict[str, Any]]) -> Any:
-    server.flush()
-    done = closed_loop(server.url, asked, len(asked), lambda: None, 3600.0)
+def _pass(server: Server, asked: list[dict[str, Any]], number: int) -> Any:
+    fresh = [{**body, "text": f"{number} {body['text']}"} for body in asked]
+    done = closed_loop(server.url, fresh, len(fresh), lambda: None, 3600.0)
     failed = [answer.error for answer in done.answers if answer.error]
     if failed:
         raise RuntimeError(f"a request failed: {failed[0]}")
