@@ -78,11 +78,12 @@ fi
 rm -f "$stamp"
 : >"$log"
 
+# Most modules are never imported: without --no-compile pip compiles them all.
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 # PyPI's torch is the CUDA build; a local index or wheel folder may hold the CPU one.
 install_cpu_torch() {
-  "${pip[@]}" install --no-deps "$cpu_torch" ||
-    "${pip[@]}" install --no-deps "$cpu_torch" \
+  "${pip[@]}" install --no-compile --no-deps "$cpu_torch" ||
+    "${pip[@]}" install --no-compile --no-deps "$cpu_torch" \
       --index-url https://download.pytorch.org/whl/cpu
 }
 
@@ -90,12 +91,12 @@ if [[ "$device" == cpu ]]; then
   step "installing torch for CPU" install_cpu_torch
 fi
 # The locks are complete, so there is nothing to resolve.
-install=("${pip[@]}" install --no-deps --require-hashes -r)
+install=("${pip[@]}" install --no-compile --no-deps --require-hashes -r)
 step "installing the other packages (1 to 2 minutes; CUDA's: several)" \
   "${install[@]}" "$requirements"
 step "installing the test tools" "${install[@]}" "$test_requirements"
 step "installing this project" \
-  "${pip[@]}" install --no-deps --no-build-isolation -e "$root"
+  "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
 
 echo "$fingerprint" >"$stamp"
 say "ready: $venv ($device)"

@@ -59,9 +59,9 @@ check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy" "$bin/mypy"
 rm -f "$report"
-# Two processes: a server under test keeps one core busy. What shares servers stays in
-# one process (tests/conftest.py). A hanging test ends by its own timeout (pyproject.toml).
-check "pytest" "$bin/python" -m pytest -n 2 --no-loadscope-reorder \
+# Three processes on two cores: a test waits for its server a third of the time. What shares
+# servers stays in one process (tests/conftest.py). A hanging test ends by its own timeout (pyproject.toml).
+check "pytest" "$bin/python" -m pytest -n 3 --no-loadscope-reorder \
   --durations=25 --junitxml="$report" "${every[@]}" "$@"
 
 printf '\n== summary\n'

@@ -49,7 +49,15 @@ def cached_texts(engine):
 
 
 @pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.extended), 4])
-@pytest.mark.parametrize(("codec", "selects"), KINDS)
+@pytest.mark.parametrize(
+    ("codec", "selects"),
+    [
+        pytest.param(
+            *kind, marks=pytest.mark.extended if kind == (PLANES, False) else []
+        )
+        for kind in KINDS
+    ],
+)
 def test_any_history_keeps_every_bit_and_every_slot(codec, selects, page):
     codec = WIDE_PLANES if codec == PLANES else codec
 
