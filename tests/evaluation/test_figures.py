@@ -12,6 +12,7 @@ from vericache_sglang.evaluation.figures import (
     accepted,
     decode_rate,
     latencies,
+    median_interval,
     middle,
     mismatches,
     pass_figures,
@@ -42,6 +43,11 @@ def test_nothing_has_no_spread():
 def test_repeats_are_told_by_median_and_extremes():
     assert middle([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
     assert middle([1.0, 2.0])["median"] == 1.5
+
+
+@pytest.mark.parametrize(("n", "outside"), [(1, 0), (7, 0), (9, 1), (40, 13)])
+def test_the_interval_of_a_median_by_tables_of_the_sign_test(n, outside):
+    assert median_interval(range(n)) == (outside, n - 1 - outside)
 
 
 def test_a_burst_is_one_wait_and_then_none():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import comb
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +71,18 @@ def middle(values: Sequence[float]) -> dict[str, float] | None:
         return None
     median = float(np.median(values))
     return {"median": median, "min": min(values), "max": max(values)}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return two of the values between which the median lies with at least 95 %.
+
+    By order statistics, so for any distribution; of fewer than six values the least and
+    the greatest, which hold it less surely.
+    """
+    ordered, n = sorted(values), len(values)
+    tails = accumulate(comb(n, k) / 2**n for k in range(n))
+    outside = max(1, sum(tail <= 0.025 for tail in tails))
+    return ordered[outside - 1], ordered[-outside]
 
 
 def token_waits(times: Sequence[tuple[float, int]]) -> list[float]:
