@@ -13,6 +13,7 @@ from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.planning.acceptance import AcceptanceCurve, Geometric, MissByKeep
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
+from vericache_sglang.planning.inter import Cluster
 from vericache_sglang.planning.memory import (
     ledger,
     memory_overview,
@@ -21,7 +22,8 @@ from vericache_sglang.planning.memory import (
 )
 from vericache_sglang.planning.models import CATALOGUE, find_model
 from vericache_sglang.planning.paper.report import page
-from vericache_sglang.planning.plot import Curve, draw
+from vericache_sglang.planning.plot import Curve, lengths_figure, save, sweeps_figure
+from vericache_sglang.planning.pools import GIGABYTE, pools_summary, sweeps
 from vericache_sglang.planning.recommend import (
     DEFAULT_ACCEPTANCE,
     KEEPS,
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             alone = args.model is args.gpu is None and not rest
             text = (_audited() if alone else _memory(args, rest)) + "\n"
         else:
-            text = page() if args.paper else _plan(args) + "\n"
+            plan = _remote if args.remote else _plan
+            text = page() if args.paper else plan(args) + "\n"
         print(text, end="")
     except VeriCacheError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--datasheet", action="store_true", help="datasheet rates, not measured ones")
     add("--save", type=Path, metavar="YAML", help="write the settings to this file")
     add("--plot", type=Path, metavar="PNG", help="draw speedup over draft length")
+    add(
+        "--remote",
+        type=_pools,
+        metavar="L:R",
+        help="plan remote prefixes instead: L instances near the store, R behind a "
+        "slow link; the best mix of the paper's six paths, both sweeps of figure 13",
+    )
+    add("--near-gb", type=float, default=40, metavar="GB/S", help="link of a near one")
+    add("--far-gb", type=float, default=1.2, metavar="GB/S", help="link of a far one")
+    add("--draft-length", type=int, default=40, metavar="N", help="with --remote")
     add("--paper", action="store_true", help="print the paper's figures beside ours")
     add(
         "--memory",
@@ -170,11 +183,48 @@ def _plan(args: argparse.Namespace) -> str:
             )
             for keep in shown
         ]
-        draw(curves, f"{model.name} on {machine.name}", args.plot)
+        save(lengths_figure(curves, f"{model.name} on {machine.name}"), args.plot)
         notes.append(f"Drawn: {args.plot}")
     if args.save is not None:
         _save(result, args.save)
         notes.append(f"Saved: {args.save}")
+    return "\n".join(notes)
+
+
+def _pools(given: str) -> tuple[int, int]:
+    local, _, remote = given.partition(":")
+    if not (local.isdecimal() and remote.isdecimal() and int(local)):
+        raise argparse.ArgumentTypeError(f"L:R with L >= 1, got {given!r}")
+    return int(local), int(remote)
+
+
+def _remote(args: argparse.Namespace) -> str:
+    _require(args, "model", "gpu", "context", "output")
+    if min(args.near_gb, args.far_gb) <= 0 or min(args.draft_length, args.output) < 1:
+        raise ConfigError("--near-gb, --far-gb, --draft-length, --output must be > 0")
+    model, keep = find_model(args.model), _keeps(args.keep or [0.25])[0]
+    acceptance, assumed = _acceptance(args.accept, (keep,))
+    local, remote = args.remote
+    cluster = Cluster(
+        machine=machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet),
+        local=local,
+        remote=remote,
+        local_bytes_per_s=args.near_gb * GIGABYTE,
+        remote_bytes_per_s=args.far_gb * GIGABYTE,
+        weight_bytes=model.weight_bytes,
+        kv_full_bytes=args.context * model.kv_bytes_per_token,
+        compressed=keep,
+        output_tokens=args.output,
+        draft_length=args.draft_length,
+        acceptance_rate=acceptance.accepted(args.draft_length, keep)
+        / args.draft_length,
+    )
+    found = sweeps(cluster)
+    notes = [pools_summary(model.name, cluster, found), "", f"Assumed: {assumed}"]
+    notes.append("Arithmetic only: this version has no remote roles")
+    if args.plot is not None:
+        save(sweeps_figure(found, f"{model.name} on {cluster.machine.name}"), args.plot)
+        notes.append(f"Drawn: {args.plot}")
     return "\n".join(notes)
 
 

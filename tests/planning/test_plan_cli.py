@@ -1,5 +1,6 @@
 """``python -m vericache_sglang.plan``: report, files, refusals."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,49 @@ def test_plot_is_written(run, tmp_path):
     status, out, _ = run(*LONG, "--keep", "0.2", "0.3", "--plot", path)
     assert (status, f"Drawn: {path}" in out) == (0, True)
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+REMOTE = ["--model", "mistral-small-24b", "--gpu", "rtx-pro-6000", "--remote", "1:4"]
+
+
+def test_remote_pools_are_planned_and_both_sweeps_go_through_them(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    path = tmp_path / "pools.png"
+    asked = [*REMOTE, "--context", "24414", "--output", "256"]
+    status, out, _ = run(*asked, "--plot", path)
+    assert status == 0
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    (gain,) = re.findall(r"all six paths .* ([\d.]+)x", out)
+    instances, arrival = (
+        re.findall(r"([\d.]+)x", line)
+        for line in out.splitlines()
+        if line.startswith("over B1")
+    )
+    assert instances[3] == gain, "the fourth instance of the sweep is the cluster"
+    assert min(map(float, instances + arrival)) >= 1
+    assert max(map(float, arrival)) > float(arrival[0])
+    more = [*asked, "--near-gb", "80"]
+    assert run(*more)[1] != out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--context", "24414"], "--output must be given"),
+        (["--context", "99999999", "--output", "9"], "room for one full KV"),
+        (["--context", "24414", "--output", "9", "--far-gb", "0"], "--far-gb"),
+    ],
+)
+def test_remote_refuses_by_name(run, more, words):
+    status, _, err = run(*REMOTE, *more)
+    assert status == 2
+    assert words in err
+
+
+@pytest.mark.parametrize("pools", ["4", "0:4", "1:-1", "a:b"])
+def test_pools_are_two_numbers(run, pools):
+    with pytest.raises(SystemExit):
+        run(*REMOTE[:-1], pools)
 
 
 def test_plain_serving_is_recommended_and_not_saved(run, tmp_path):

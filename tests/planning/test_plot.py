@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.planning.plot import Curve, draw, figure_of
+from vericache_sglang.planning.plot import Curve, lengths_figure, save, sweeps_figure
+from vericache_sglang.planning.pools import Sweep
 
 CURVES = [
     Curve("keep 0.2", ((1, 0.9, 0.5), (8, 0.8, 2.1), (32, 0.6, 1.9))),
@@ -15,7 +16,7 @@ CURVES = [
 
 def test_every_point_is_drawn_under_its_label():
     pytest.importorskip("matplotlib", reason="only --plot needs it")
-    figure = figure_of(CURVES, "a model on a GPU")
+    figure = lengths_figure(CURVES, "a model on a GPU")
     assert figure.get_suptitle() == "a model on a GPU"
     assert tuple(figure.get_size_inches() * 160) == (1600, 720)
     rates, speeds = figure.axes
@@ -30,13 +31,25 @@ def test_every_point_is_drawn_under_its_label():
     assert (full.get_label(), set(full.get_ydata())) == ("full KV", {1})
 
 
+def test_every_sweep_has_its_axes():
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    pair = [
+        Sweep(label="instances", points=((1, 1.1), (4, 1.5))),
+        Sweep(label="arrival", points=((0.5, 1.0), (5.0, 1.7), (8.0, 1.2))),
+    ]
+    axes = sweeps_figure(pair, "two pools").axes
+    for sweep, each in zip(pair, axes, strict=True):
+        assert each.get_xlabel() == sweep.label
+        assert tuple(map(tuple, each.lines[0].get_xydata())) == sweep.points
+
+
 def test_an_unwritable_path_is_named(tmp_path):
     pytest.importorskip("matplotlib", reason="only --plot needs it")
     with pytest.raises(ConfigError, match=r"--plot: .*nowhere"):
-        draw(CURVES, "a model on a GPU", tmp_path / "nowhere" / "curve.png")
+        save(lengths_figure(CURVES, "a model"), tmp_path / "nowhere" / "curve.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
-        draw(CURVES, "a model on a GPU", tmp_path / "curve.png")
+        lengths_figure(CURVES, "a model on a GPU")

@@ -1,4 +1,4 @@
-"""Plots speedup and acceptance rate over draft length."""
+"""Plots of ``plan``: speedup over draft length, or over the sizes of two pools."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.figure import Figure
+
+    from vericache_sglang.planning.pools import Sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +29,25 @@ class Curve:
     points: tuple[tuple[int, float, float], ...]
 
 
-def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
-    """Write a PNG of 1600 x 720 pixels: acceptance rate left, speedup right.
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, 160 dots per inch.
 
     Raises:
-        ConfigError: matplotlib is missing, or ``path`` cannot be written.
+        ConfigError: ``path`` cannot be written.
     """
-    figure = figure_of(curves, title)
     try:
         figure.savefig(path, format="png", dpi=160)
     except OSError as error:
         raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
 
 
-def figure_of(curves: Sequence[Curve], title: str) -> Figure:
-    """Return the figure that ``draw`` writes.
+def lengths_figure(curves: Sequence[Curve], title: str) -> Figure:
+    """Return acceptance rate (left) and speedup (right) over draft length.
 
     Raises:
         ConfigError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = _figure(title)
     rates, speeds = figure.subplots(1, 2)
     for curve in curves:
         lengths, rate, speed = zip(*curve.points, strict=True)
@@ -63,5 +60,30 @@ def figure_of(curves: Sequence[Curve], title: str) -> Figure:
         axes.set_xlabel("draft length (tokens)")
         axes.grid(alpha=0.3)
         axes.legend()
+    return figure
+
+
+def sweeps_figure(sweeps: Sequence[Sweep], title: str) -> Figure:
+    """Return one plot of each sweep of two pools.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    figure = _figure(title)
+    for axes, sweep in zip(figure.subplots(1, len(sweeps)), sweeps, strict=True):
+        axes.plot(*zip(*sweep.points, strict=True), marker=".")
+        axes.axhline(1, color="grey", linewidth=1, linestyle="--")
+        axes.set(xlabel=sweep.label, ylabel="throughput / B1 and B2's (x)")
+        axes.set(ylim=(0, None))
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _figure(title: str) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     figure.suptitle(title)
     return figure

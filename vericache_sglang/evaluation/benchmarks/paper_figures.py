@@ -18,7 +18,6 @@ from vericache_sglang.planning.acceptance import (
     PUBLISHED_QWEN_32B,
     Geometric,
 )
-from vericache_sglang.planning.inter import BASELINE_PATHS, Cluster, solve
 from vericache_sglang.planning.intra import full_kv, resident_drafts, search
 from vericache_sglang.planning.paper import remote
 from vericache_sglang.planning.paper.assumptions import (
@@ -30,6 +29,7 @@ from vericache_sglang.planning.paper.assumptions import (
     server,
 )
 from vericache_sglang.planning.paper.long_context import speedup
+from vericache_sglang.planning.pools import SWEEPS, over_baseline
 from vericache_sglang.simulation.policies import policies
 from vericache_sglang.simulation.presets import Preset, costs_of
 from vericache_sglang.simulation.report import LABEL
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 OVERHEAD_S = 2e-3
 """Added to every simulated forward, in seconds; as ``simulate``'s default."""
-
-INSTANCES = range(1, 9)
-"""Remote instances for one local one."""
 
 LEFT_OUT = {
     "fig4": "`bench divergence` measures it on a model of one's own",
@@ -195,26 +192,10 @@ def _simulated_link(ratio: float, size: Size) -> float:
     return gain(preset, "hybrid", size, link_gb_per_s=_link(ratio))
 
 
-def _cluster() -> Cluster:
-    return remote.cluster("qwen3-32b", RTX, 1, remote.OUTPUT_TOKENS)
-
-
-def _over_both(cluster: Cluster) -> float:
-    """Return the throughput of all six paths over that of B1 and B2."""
-    return solve(cluster).tokens_per_s / solve(cluster, BASELINE_PATHS).tokens_per_s
-
-
-def _instances(count: int, size: Size) -> float:
-    return _over_both(replace(_cluster(), remote=count))
-
-
-def _arrival(ratio: float, size: Size) -> float:
-    """Return the speedup where KV arrives in ``ratio`` draft-verify cycles."""
-    cluster = _cluster()
-    batch = cluster.slots
-    cycle_s = (cluster.draft_length + 1) * batch * cluster.token_s(batch)
-    moved = cluster.compressed * cluster.kv_full_bytes
-    return _over_both(replace(cluster, remote_bytes_per_s=moved / (ratio * cycle_s)))
+def _swept(label: str, value: float, size: Size) -> float:
+    change, _ = SWEEPS[label]
+    cluster = remote.cluster("qwen3-32b", RTX, 1, remote.OUTPUT_TOKENS)
+    return over_baseline(change(cluster, value))
 
 
 def _sim(known: Mapping[str, Preset], policy: str, name: str, size: Size) -> float:
@@ -301,16 +282,16 @@ TARGETS: Mapping[str, Target] = {
         "plain paths (the paper's text: best at 4)",
         x="G_R / G_L",
         y="throughput / B1 and B2's",
-        points=tuple(INSTANCES),
-        columns={"planned": _instances},
+        points=SWEEPS["G_R / G_L"][1],
+        columns={"planned": partial(_swept, "G_R / G_L")},
     ),
     "fig13-right-arrival": Target(
         title="Arrival of remote KV in draft-verify cycles of a full batch; Qwen-32B "
         "(the paper's text: pays up to about 5)",
         x="T_init_remote / T_decode",
         y="throughput / B1 and B2's",
-        points=(0.25, 0.5, 1, 2, 3, 5, 8, 12),
-        columns={"planned": _arrival},
+        points=SWEEPS["T_init_remote / T_decode"][1],
+        columns={"planned": partial(_swept, "T_init_remote / T_decode")},
     ),
 }
 """By the name of ``--figures``."""
