@@ -76,7 +76,7 @@ CASES = [
 ]
 
 
-class Limits(NamedTuple):
+class StoppingRule(NamedTuple):
     """Pairs of passes at one point.
 
     Attributes:
@@ -111,7 +111,7 @@ def requests_of(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]
 
 
 def compare(
-    plain: Server, ours: Server, asked: list[dict[str, Any]], limits: Limits
+    plain: Server, ours: Server, asked: list[dict[str, Any]], limits: StoppingRule
 ) -> dict[str, Any]:
     """Have two servers answer the same requests by turns, without cached prefixes.
 
@@ -176,7 +176,7 @@ def _times(done: Any) -> dict[str, float]:
 
 def _hardest(options: argparse.Namespace, results: Results) -> None:
     cases = [case for case in CASES if not options.kinds or case.kind in options.kinds]
-    limits = Limits(options.pairs, options.most, options.floor)
+    limits = StoppingRule(options.pairs, options.most, options.floor)
     slots = max(2 * case.requests * (case.context + 700) for case in cases)
     engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
     with served(described("plain", None, engine), options.model) as plain:
