@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vericache_sglang.planning.acceptance import Geometric
 from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.intra import (
+    InnerDrafter,
     IntraChoice,
     ServerModel,
     estimate,
@@ -210,3 +211,21 @@ def test_nothing_fits_beside_too_large_weights():
     assert search(server, [0.1], [4]).tokens_per_s == 0
     assert full_kv(server).tokens_per_s == 0
     assert most_offloaded(server, 0.1, 4, 0) == 0
+
+
+def test_an_inner_drafter_by_hand():
+    """With k = 2 at 1/2, m = 7/4: 3 drafts take 12/7 of a cycle's 19/7 forwards."""
+    inner = InnerDrafter(length=2, accept=0.5, weight_bytes=10, kv_bytes=1)
+    found = estimate(replace(HAND, inner=inner, flops_per_token=1.0), CHOICE)
+    share = (12 / 7 * 0.5 + 1) / (19 / 7)
+    assert found.hbm_s == pytest.approx((40 + 32 * share + 2 * (10 + 4)) / 10)
+    assert found.compute_s == pytest.approx(4 * (3 + 3 * 7 / 19) / 1000)
+    assert found.link_s == pytest.approx(24 * 0.5 / (19 / 7) / 2)
+    # All 3 drafts are accepted, so the verification's own proposals count: 3/4.
+    assert found.tokens_per_s * found.iteration_s == pytest.approx(4 * 4.75 / (19 / 7))
+
+
+def test_an_inner_drafter_alone_divides_the_reads():
+    inner = InnerDrafter(length=3, accept=1.0)
+    alone = full_kv(replace(HAND, inner=inner))
+    assert alone.tokens_per_s == pytest.approx(4 * full_kv(HAND).tokens_per_s)

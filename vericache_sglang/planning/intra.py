@@ -11,13 +11,44 @@ follows from it; ``printed_transfer`` uses the printed equation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vericache_sglang.planning.acceptance import AcceptanceCurve
     from vericache_sglang.planning.hardware import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerDrafter:
+    """A drafter whose proposals the model checks in every forward, as EAGLE3.
+
+    Appendix A.3 multiplies the accepted length of a cycle by m. A cycle still drafts x
+    tokens, and m divides the iterations they take: verifications come more often, so
+    that the mean KV read and the transfers per iteration rise. The default proposes
+    nothing.
+
+    Attributes:
+        length: k, proposals per row and forward, >= 0.
+        accept: alpha, probability that a proposal is accepted, in [0, 1].
+        weight_bytes: Read once per proposal.
+        kv_bytes: Read per proposal and request.
+    """
+
+    length: int = 0
+    accept: float = 0.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """m, expected tokens of a row per forward, >= 1."""
+        return sum(self.accept**i for i in range(self.length + 1))
+
+    def iterations(self, draft_length: int) -> float:
+        """Return n = x / m, the forwards that draft ``draft_length`` tokens."""
+        return draft_length / self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +66,7 @@ class ServerModel:
             the paper.
         most_verifies: Most offloaded requests verified per iteration; None: no limit.
         printed_transfer: Whether to compute t_xfer as printed; see the module.
+        inner: Proposes tokens to every row.
     """
 
     machine: Machine
@@ -46,6 +78,7 @@ class ServerModel:
     staging_bytes: float | None = None
     most_verifies: int | None = None
     printed_transfer: bool = False
+    inner: InnerDrafter = field(default_factory=InnerDrafter)
 
     def fitting(self, room_bytes: float, share: float = 1.0, skip: int = 0) -> int:
         """Return the whole number of requests that fit into ``room_bytes``.
@@ -127,9 +160,9 @@ def split_residual(keep: float) -> float:
     return 1 - keep
 
 
-def mean_share(keep: float, draft_length: int) -> float:
-    """Return KV_avg / KV_full, Eq. (kv_avg): x iterations at c, one at 1."""
-    return (draft_length * keep + 1) / (draft_length + 1)
+def mean_share(keep: float, iterations: float) -> float:
+    """Return KV_avg / KV_full, Eq. (kv_avg): n draft iterations at c, one at 1."""
+    return (iterations * keep + 1) / (iterations + 1)
 
 
 def used_bytes(server: ServerModel, choice: IntraChoice) -> float:
@@ -147,16 +180,22 @@ def estimate(server: ServerModel, choice: IntraChoice) -> Estimate:
     The memory constraint is not checked; ``search`` proposes only choices that fit.
     """
     x, total = choice.draft_length, choice.resident + choice.offloaded
-    machine, kv_all = server.machine, total * server.kv_bytes
+    machine, inner, kv_all = server.machine, server.inner, total * server.kv_bytes
+    drafting, k = inner.iterations(x), inner.length
     accepted = server.acceptance.accepted(x, choice.keep) if x else 0.0
-    share = mean_share(choice.keep, x) if x else 1.0
-    hbm_s = (server.weight_bytes + kv_all * share) / machine.hbm_bytes_per_s
-    # One token per drafting request; each verification has x drafts and one more.
-    passes = total * ((x / (x + 1) + 1) if x else 1)
+    share = mean_share(choice.keep, drafting)
+    proposing = k * (inner.weight_bytes + total * inner.kv_bytes)
+    read = server.weight_bytes + kv_all * share + proposing
+    hbm_s = read / machine.hbm_bytes_per_s
+    # k + 1 tokens per row; each verification has x drafts too.
+    passes = total * (1 + k + x / (drafting + 1))
     compute_s = passes * server.flops_per_token / machine.flops_per_s
     gpu_s = max(hbm_s, compute_s)
     link_s, cycles = _transfer(server, choice, gpu_s)
-    tokens = total * (accepted + 1) / (x + 1)
+    # Proposals of a verification count where all drafts before them were accepted.
+    shorter = server.acceptance.accepted(x - 1, choice.keep) if x > 1 else 0.0
+    bonus = 1 + (accepted - shorter if x else 1.0) * (inner.tokens - 1)
+    tokens = total * (accepted + bonus) / (drafting + 1)
     return Estimate(
         choice=choice,
         hbm_s=hbm_s,
@@ -256,7 +295,8 @@ def most_offloaded(
     room = server.machine.memory_bytes - taken - staging
     count = server.fitting(room, share, skip=held)
     if server.most_verifies is not None:
-        count = min(count, server.most_verifies * (draft_length + 1))
+        cycle = server.inner.iterations(draft_length) + 1
+        count = min(count, int(server.most_verifies * cycle))
     if server.printed_transfer:  # load_constraint at its smallest l, 1
         count = min(count, draft_length + 1)
     return count
@@ -291,7 +331,7 @@ def _footprint(
     server: ServerModel, keep: float, draft_length: int
 ) -> tuple[float, float]:
     if server.staging_bytes is None:
-        return 0.0, mean_share(keep, draft_length)
+        return 0.0, mean_share(keep, server.inner.iterations(draft_length))
     return server.staging_bytes, keep
 
 
@@ -301,13 +341,14 @@ def _transfer(
     if not choice.offloaded or not choice.transfer_fraction:
         return 0.0, 0
     offloaded = choice.offloaded * server.kv_bytes
-    moved = offloaded * choice.transfer_fraction / (choice.draft_length + 1)
+    cycle = server.inner.iterations(choice.draft_length) + 1
+    moved = offloaded * choice.transfer_fraction / cycle
     link_s = moved / server.machine.link_bytes_per_s
     if server.printed_transfer:
         # Largest l that load_constraint allows: t_xfer decreases with l.
-        cycles = max(1, floor((choice.draft_length + 1) / choice.offloaded))
+        cycles = max(1, floor(cycle / choice.offloaded))
         return link_s / cycles, cycles
-    one_load_s = link_s * (choice.draft_length + 1) / choice.offloaded
+    one_load_s = link_s * cycle / choice.offloaded
     return link_s, ceil(one_load_s / max(gpu_s, link_s))
 
 
