@@ -366,7 +366,7 @@ class VeriCacheWorker(BaseSpecWorker):
         return self._totals.over(
             {
                 **self.placement.report(),
-                **self.runtime.report(),
+                **self.runtime.figures(),
                 **graph_figures(self.model_runner),
                 "answer_epoch": self.control_gate.epoch,
                 "kv_read_bytes_per_s": self._read_rate(),

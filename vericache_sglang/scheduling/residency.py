@@ -149,22 +149,29 @@ class ResidencyPolicy:
         return self._settings.residency != "auto" or choice.gain >= least
 
     def leave_drafting(
-        self, track: ScheduledRequest, now: int, given: SchedulerInput
+        self, leaving: Iterable[ScheduledRequest], now: int, given: SchedulerInput
     ) -> Move | None:
-        """Return the move that stops drafting; None if it is not possible now."""
-        if track.residency is Residency.DEVICE:
-            return Restore(track.rid)
-        room = PIN_ROOM * track.load_slots + given.rows * self._round_slots()
-        if (
-            track.residency is Residency.HOST
-            and not track.staged
-            and given.free_slots >= room
-            # The offload was chosen by the gain of the whole batch; the gain of one
-            # request alone would undo it at once.
-            and not given.blocked
-            and now - track.moved_at >= MIN_STAY
-        ):
-            return Load(track.rid)
+        """Return the move by which one request stops drafting; None if none can now.
+
+        Args:
+            leaving: Requests for which drafting does not pay.
+            now: This iteration.
+            given: Free memory on the device.
+        """
+        spare = given.free_slots - given.rows * self._round_slots()
+        for track in leaving:
+            if track.residency is Residency.DEVICE:
+                return Restore(track.rid)
+            if (
+                # The offload was chosen by the gain of the whole batch; the gain of one
+                # request alone would undo it at once.
+                not given.blocked
+                and track.residency is Residency.HOST
+                and not track.staged
+                and now - track.moved_at >= MIN_STAY
+                and spare >= PIN_ROOM * track.load_slots
+            ):
+                return Load(track.rid)
         return None
 
     def _round_slots(self) -> int:
@@ -348,7 +355,7 @@ class ResidencyPolicy:
         if swapped:
             first = next(iter(swapped.values()))
             alone = len(swapped) == len(tracks)
-            stayed = now - first.swapped_at >= MIN_STAY or alone
+            stayed = now - first.moved_at >= MIN_STAY or alone
             room = first.slots + self._round_slots()
             return SwapIn(first.rid) if stayed and spare >= room else None
         if self._settings.residency != "auto" or given.blocked or now % PIN_EVERY:
