@@ -30,12 +30,9 @@ def request(rid="r", drafts=()):
         ),
         prompt=8,
         verified=10,
-        pending=7,
         outputs=[5, 6, 7],
         profile=GREEDY_FAST,
-        eligible=True,
         stops=frozenset([99]),
-        longest=3,
         figures=RequestStats(True, 3),
         asynchronous=True,
     )

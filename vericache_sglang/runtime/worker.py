@@ -415,6 +415,6 @@ class VeriCacheWorker(BaseSpecWorker):
         req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
         req.vericache_swapped_slots = 0
         whole = length >= len(req.origin_input_ids) + len(req.output_ids)
-        if whole and not state.eligible:  # its observations will not be used
+        if whole and not state.figures.enabled:  # its observations will not be used
             self.placement.watch.forget(req.rid)
         return state

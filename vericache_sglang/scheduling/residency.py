@@ -159,14 +159,17 @@ class ResidencyPolicy:
             given: Free memory on the device.
         """
         spare = given.free_slots - given.rows * self._round_slots()
+        # An offload was chosen by the gain of the whole batch; while others wait, the
+        # gain of one request alone would undo it at once.
+        loads = not given.blocked
+        # Looking up a member of an enum takes longer than the comparison.
+        device, host = Residency.DEVICE, Residency.HOST
         for track in leaving:
-            if track.residency is Residency.DEVICE:
+            if track.residency is device:
                 return Restore(track.rid)
             if (
-                # The offload was chosen by the gain of the whole batch; the gain of one
-                # request alone would undo it at once.
-                not given.blocked
-                and track.residency is Residency.HOST
+                loads
+                and track.residency is host
                 and not track.staged
                 and now - track.moved_at >= MIN_STAY
                 and spare >= PIN_ROOM * track.load_slots
@@ -226,11 +229,11 @@ class ResidencyPolicy:
         """Return the move that frees memory: the best offload, else a swap out."""
         if self._settings.residency == "device":
             return None
+        device = Residency.DEVICE
         movable = [
             track
             for track in tracks.values()
-            if track.residency is Residency.DEVICE
-            and self._may_offload(track, now, given, short)
+            if track.residency is device and self._may_offload(track, now, given, short)
         ]
         movable.sort(key=lambda track: -track.spec.dropped)
         if movable:

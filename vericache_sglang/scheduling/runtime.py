@@ -266,19 +266,17 @@ class Runtime:
         rows: dict[str, RowAction] = {}
         now = self.now
         for rid, track in self.tracks.items():
-            if track.split:
-                if track.drafts < track.most:
-                    track.drafts += 1
-                    rows[rid] = track.draft
-                else:
-                    track.waited += 1
-                    rows[rid] = track.wait
-            elif track.remaining > 0:
+            drafts = track.drafts
+            if drafts < track.most:
+                track.drafts = drafts + 1
+                rows[rid] = track.draft
+            elif track.split or track.remaining <= 0:
+                track.waited += 1
+                rows[rid] = track.wait
+            else:
                 track.remaining -= 1
                 track.emitted_at = now
                 rows[rid] = track.plain
-            else:
-                rows[rid] = track.wait
         for track in verifies:
             rows[track.rid] = track.verify
         return rows

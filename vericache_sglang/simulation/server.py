@@ -194,7 +194,6 @@ class SimulatedServer:
         return Running(
             request=request,
             luck=Random(f"{self.setup.seed}/{request.rid}"),
-            base=request.prompt,
             dropped=request.prompt - kept,
         )
 
@@ -214,7 +213,7 @@ class SimulatedServer:
             )
 
     def _enter(self, state: Running) -> None:
-        state.base, state.at_base = state.tokens, state.emitted
+        state.at_base = state.emitted
         self.machine.pool.take(state.base)
         state.held = state.base
         new = state.emitted if self.setup.precomputed else state.base
