@@ -449,7 +449,7 @@ class KVPlacement:
         if parts.residency is Residency.SWAPPED:
             req.vericache_room = 0
             req.vericache_swapped_slots = state.swappable_slots
-        elif parts.residency is Residency.HOST or parts.draft_row >= 0:
+        elif parts.residency is not None:
             # With overlap one cycle may be unreported while the next one is written.
             req.vericache_room = 2 * (self._config.draft_length + 1)
 
