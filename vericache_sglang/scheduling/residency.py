@@ -134,7 +134,7 @@ class ResidencyPolicy:
         True for every gain if the residency is forced.
 
         Args:
-            track: The request; its ``length`` and ``share`` are set.
+            track: The request; its ``length`` is set.
             rows: Running requests.
             link_load_s: Link time of one prefetch of every request on the host, in
                 seconds.
@@ -144,8 +144,7 @@ class ResidencyPolicy:
         if track.residency is Residency.HOST:
             others_s = max(0.0, link_load_s - self._throughput.prefetch_s(track))
         choice = self._throughput.best(track, track.residency, rows, others_s)
-        track.length = choice.length
-        track.share = self._throughput.drafting(track, track.residency, choice.length)
+        track.length, track.share = choice.length, None
         return self._settings.residency != "auto" or choice.gain >= least
 
     def leave_drafting(

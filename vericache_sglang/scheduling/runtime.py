@@ -325,8 +325,7 @@ class Runtime:
     def _out_of_date(self, track: ScheduledRequest) -> bool:
         """Return whether the draft length has to be chosen again."""
         return (
-            track.share is None
-            or self.now - track.priced_at >= PRICE_EVERY
+            self.now - track.priced_at >= PRICE_EVERY
             or abs(track.acceptance.p - track.priced_p)
             >= PRICE_STEP * (1.0 - track.priced_p) + LEAST_STEP
         )
@@ -384,6 +383,7 @@ class Runtime:
         self._leaving.pop(track.rid, None)
         self._verified.pop(track.rid, None)
         track.most, track.share = -1, None
+        track.priced_at = self.now - PRICE_EVERY
 
     def _count(self, track: ScheduledRequest) -> None:
         """Count a residual KV on the host once for all requests that share it."""
