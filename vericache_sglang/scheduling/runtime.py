@@ -254,9 +254,6 @@ class Runtime:
                 continue
             self.pacing.end(track)
             self.pacing.begin(track)
-            if track.most < 0:  # its verification was planned
-                limit = self.pacing.limit(track)
-                track.most = track.drafts if track.closed else limit
         return tuple(abandoned)
 
     def _actions(self, verifies: list[ScheduledRequest]) -> dict[str, RowAction]:
@@ -267,7 +264,7 @@ class Runtime:
         now = self.now
         for rid, track in self.tracks.items():
             drafts = track.drafts
-            if drafts < track.most:
+            if drafts < track.most:  # -1 unless it may draft
                 track.drafts = drafts + 1
                 rows[rid] = track.draft
             elif track.split or track.remaining <= 0:
