@@ -224,7 +224,7 @@ class Server:
             tokens: Of its prompt.
             asks: As of ``admit``, of the one that joins.
         """
-        first = {"outputs": [], "pending": -1, "committed_in_flight": 1}
+        first = {"outputs": [], "committed_in_flight": 1}
         state = self._state(rid, tokens, first)
         length = torch.tensor([tokens], device="cuda")
         batch_index = torch.tensor([state.req_pool_idx], device="cuda")
