@@ -25,6 +25,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
 
 from vericache_sglang.evaluation.workload import load_tokenizer
+from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.sampling.grammar import GrammarCursor
 from vericache_sglang.sampling.penalties import Penalties
 from vericache_sglang.sampling.profile import Profile, SamplingRule
@@ -77,7 +78,7 @@ def grammar(backend):
         state.req.grammar = compiled(backend).copy()
         state.req.grammar.accept_token(SAID)
         state.cursor = GrammarCursor(state.req.grammar)
-        state.eligible = backend != "outlines"  # which takes no draft back
+        state.figures.enabled = backend != "outlines"  # which takes no draft back
         batch.has_grammar = True
 
     return ask
@@ -162,7 +163,7 @@ def joined(device):
 @scenario("asking, decoded plainly")
 def decoding_plainly(device):
     with server(device, slots=400) as made:
-        made.admit("a", "b", "c", asks=asks(logprobs), eligible=False)
+        made.admit("a", "b", "c", asks=asks(logprobs), figures=RequestStats(False, 8))
         made.run(SETTLED)
         waits = made.join("d")
         return waits + made.run(LOOKED_AT, most=1)

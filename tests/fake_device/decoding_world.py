@@ -28,6 +28,7 @@ from vericache_sglang.attention.cuda_backend import RaggedAttnBackend
 from vericache_sglang.kv.calibration import starting_coefficients
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
+from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.algorithm import NAME, VeriCacheAlgorithm
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
@@ -223,7 +224,7 @@ class Server:
             tokens: Of its prompt.
             asks: As of ``admit``, of the one that joins.
         """
-        first = {"outputs": [], "pending": -1, "committed_in_flight": 1}
+        first = {"outputs": [], "committed_in_flight": 1}
         state = self._state(rid, tokens, first)
         length = torch.tensor([tokens], device="cuda")
         batch_index = torch.tensor([state.req_pool_idx], device="cuda")
@@ -450,7 +451,7 @@ def decoded_plainly(graphs):
 
     def run(device):
         with server(device, graphs, slots=400) as made:
-            made.admit("a", "b", eligible=False)
+            made.admit("a", "b", figures=RequestStats(False, 8))
             waits = made.run(LOOKED_AT)
             replayed = made.target.graphs.replayed if graphs else []
         assert replayed == [("DECODE", 2)] * LOOKED_AT * graphs

@@ -71,7 +71,7 @@ def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
         reads=reads,
         remaining=500,
     )
-    track = ScheduledRequest(shape, Acceptance(estimates.prior), Patience(), 500)
+    track = ScheduledRequest(shape, Acceptance(estimates.prior), Patience())
     assert budget.coded / 20 < reads < 0.8 * budget.offered
     choice = Throughput(settings, estimates).best(track, Residency.DEVICE, ROWS)
     assert choice.gain > ENTER

@@ -64,7 +64,7 @@ def told(pacing="staggered", **changed):
     )
     runtime = Runtime(settings)
     zeros = dict.fromkeys(LIVE, 0)
-    return {**Counters().report(), **runtime.report(), **zeros, **changed}
+    return {**Counters().report(), **runtime.figures(), **zeros, **changed}
 
 
 def record(*rows, at=0.0):

@@ -16,6 +16,7 @@ from vericache_sglang.runtime.in_flight import (
 )
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.scheduling.plan import RowResult
 
 STRIDE = 4
 
@@ -29,12 +30,9 @@ def request(rid="r", drafts=()):
         ),
         prompt=8,
         verified=10,
-        pending=7,
         outputs=[5, 6, 7],
         profile=GREEDY_FAST,
-        eligible=True,
         stops=frozenset([99]),
-        longest=3,
         figures=RequestStats(True, 3),
         asynchronous=True,
     )
@@ -62,7 +60,9 @@ def entry(*runs, decode=True):
 def recorded():
     told, counted = [], []
     in_flight = InFlightQueue(
-        lambda pending_row, tokens: told.append((pending_row.at, tokens)) or True,
+        lambda rows, runs: told.extend(
+            (row.at, tokens) for row, tokens in zip(rows, runs, strict=True)
+        ),
         lambda counts, discarded: counted.append(counts()),
     )
     return in_flight, told, counted
@@ -72,7 +72,7 @@ def test_results_of_ended_requests_are_reported_as_discarded():
     """The iteration's observers must count what the counters count, and no more."""
     reported = []
     in_flight = InFlightQueue(
-        lambda pending_row, tokens: pending_row.at != 1,
+        lambda rows, runs: frozenset({rows[1].at}),
         lambda counts, discarded: reported.append((counts(), discarded)),
     )
     in_flight.launch(entry([1, 2], [3, 4, 5], None))
@@ -184,14 +184,8 @@ class Runtime:
     def __init__(self):
         self.told = []
 
-    def launched(self, rid, drafted):
-        self.told.append(("launched", rid, drafted))
-
-    def verified(self, rid, drafted, emitted):
-        self.told.append(("verified", rid, drafted, emitted))
-
-    def stop_drafted(self, rid):
-        self.told.append(("stop drafted", rid))
+    def report(self, results):
+        self.told.extend(results)
 
 
 def world(*states):
@@ -215,10 +209,10 @@ def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_land
         0,
     )
     assert ended == ["r"], "its staging is free for the next"
-    recorder.land(pending_row, [11, 50])
+    recorder.land([pending_row], [[11, 50]])
     assert (state.verified, state.pending_max, state.emitted) == (12, 0, 5)
     assert (state.outputs, state.pending) == ([5, 6, 7, 11, 50], 50)
-    assert runtime.told == [("launched", "r", 2), ("verified", "r", 2, 2)]
+    assert runtime.told == [RowResult("r", drafted=2, emitted=2)]
 
 
 def test_a_draft_of_an_earlier_round_is_forgotten():
@@ -227,13 +221,13 @@ def test_a_draft_of_an_earlier_round_is_forgotten():
     drafted = recorder.launch(state, 0, verifies=False, emits=False)
     assert state.drafted == 1
     verified = recorder.launch(state, 0, verifies=True, emits=True)
-    recorder.land(drafted, [99])
-    recorder.land(verified, [99, 50])
+    recorder.land([drafted], [[99]])
+    recorder.land([verified], [[99, 50]])
     assert (state.drafts, state.drafted) == ([], 0)
-    assert ("stop drafted", "r") not in runtime.told
+    assert runtime.told == [RowResult("r", drafted=1, emitted=2)]
     stopped = recorder.launch(state, 0, verifies=False, emits=False)
-    recorder.land(stopped, [99])
-    assert runtime.told[-1] == ("stop drafted", "r")
+    recorder.land([stopped], [[99]])
+    assert runtime.told[1:] == [RowResult("r")]
     assert state.drafts == [99]
 
 
@@ -242,9 +236,9 @@ def test_what_lands_after_its_request_has_left_is_nothing():
     recorder, runtime, _, living = world(state)
     pending_row = recorder.launch(state, 0, verifies=True, emits=True)
     living["r"] = request()  # it was retracted, and is here again
-    recorder.land(pending_row, [11, 50])
+    assert recorder.land([pending_row], [[11, 50]]) == {0}
     assert living["r"].outputs == [5, 6, 7]
-    assert runtime.told == [("launched", "r", 1)]
+    assert runtime.told == []
 
 
 def test_what_lands_after_its_host_copy_was_lost_is_nothing():
@@ -252,7 +246,7 @@ def test_what_lands_after_its_host_copy_was_lost_is_nothing():
     recorder, runtime, _, _ = world(state)
     pending_row = recorder.launch(state, 0, verifies=False, emits=False)
     state.lost = True  # the runtime knows it no more, and the draft ends it
-    recorder.land(pending_row, [99])
+    recorder.land([pending_row], [[99]])
     assert runtime.told == []
 
 

@@ -80,12 +80,9 @@ def state(layout=Residency.HOST, drafts=(), codes=()):
         req=SimpleNamespace(rid="r", kv=kv),
         prompt=8,
         verified=10,
-        pending=7,
         outputs=[5, 6, 7],
         profile=GREEDY_FAST,
-        eligible=True,
         stops=frozenset(),
-        longest=8,
         figures=RequestStats(True, 8),
     )
     made.drafts = list(drafts)

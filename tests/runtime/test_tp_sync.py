@@ -1,5 +1,6 @@
 """Ranks that know different things reach the same plans; real gloo, forked ranks."""
 
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from vericache_sglang.scheduling.plan import (
     Plan,
     RequestSpec,
     Residency,
+    RowResult,
     SchedulerInput,
     SwapOut,
     Verify,
@@ -376,8 +378,8 @@ def serve(group, rank, seed, listens):
                 )
             )
         seen = []
-        for rid, wait in coming.items():
-            if own.random() < 0.03 and not runtime.gives_up(rid):
+        for wait in coming.values():
+            if own.random() < 0.03:
                 seen.append(FAILED)
             else:
                 seen.append(ARRIVED if wait <= 0 else TRAVELLING)
@@ -396,13 +398,15 @@ def serve(group, rank, seed, listens):
             arrived=tuple(at[ARRIVED]),
             failed=tuple(at[FAILED]),
         )
+        drafted = Counter({rid: t.drafts for rid, t in runtime.tracks.items()})
         plan = runtime.plan(world)
         for stage_in in plan.stage_ins:
             coming[stage_in.rid] = own.randrange(4)
-        for rid, action in plan.rows.items():
-            if isinstance(action, Verify):
-                drafted = runtime.tracks[rid].drafts
-                runtime.verified(rid, drafted, shared.randint(1, drafted + 1))
+        runtime.report(
+            RowResult(rid, drafted[rid], shared.randint(1, drafted[rid] + 1))
+            for rid, action in plan.rows.items()
+            if isinstance(action, Verify)
+        )
         for move in plan.moves:
             runtime.moved(move)
         for rid in [r for r, track in runtime.tracks.items() if track.remaining <= 0]:

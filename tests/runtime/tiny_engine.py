@@ -254,12 +254,9 @@ class TinyEngine:
             req=req,
             prompt=tokens,
             verified=tokens,
-            pending=7,
             outputs=[7],
             profile=GREEDY_FAST,
-            eligible=True,
             stops=frozenset(),
-            longest=8,
             figures=RequestStats(True, 8),
         )
         self.requests[rid] = Request(state, text)

@@ -183,12 +183,9 @@ def _state(params: SamplingParams, first: int, rejection: bool) -> RequestState:
         req=req,
         prompt=PROMPT,
         verified=PROMPT,
-        pending=first,
         outputs=[first],
         profile=profile.profile_of(req, deterministic=False, rejection=rejection),
-        eligible=True,
         stops=frozenset(),
-        longest=DRAFTS,
         figures=RequestStats(True, DRAFTS),
     )
 

@@ -63,9 +63,7 @@ def track(rid, where=DEVICE, *, split=True, p=0.95, prompt=20_000, **fields):
         dropped=prompt - kept,
         remaining=1000,
     )
-    made = ScheduledRequest(
-        shape, Acceptance(Prior(p)), Patience(), remaining=1000, split=split
-    )
+    made = ScheduledRequest(shape, Acceptance(Prior(p)), Patience(), split=split)
     made.residency, made.length = where, 8
     for name, value in fields.items():
         setattr(made, name, value)
@@ -210,7 +208,7 @@ def test_a_request_in_flight_is_not_swapped(fields):
 
 
 def test_the_last_one_running_is_not_swapped():
-    left = [track("a", HOST), track("b", SWAPPED, swapped_at=NOW)]
+    left = [track("a", HOST), track("b", SWAPPED, moved_at=NOW)]
     assert moves(policy(), *left, free=0) == ()
 
 
@@ -220,12 +218,12 @@ def test_swapped_requests_return_in_order_once_they_fit():
     assert moves(policy(), *batch, free=needed) == (SwapIn("b"),)
     # "c" would fit, but "b" left first.
     assert moves(policy(), *batch, free=needed - 1) == ()
-    batch[1].swapped_at = NOW - MIN_STAY + 1
+    batch[1].moved_at = NOW - MIN_STAY + 1
     assert moves(policy(), *batch) == ()
 
 
 def test_a_server_with_nobody_else_does_not_wait_for_the_minimum_stay():
-    assert moves(policy(), track("a", SWAPPED, swapped_at=NOW - 1)) == (SwapIn("a"),)
+    assert moves(policy(), track("a", SWAPPED, moved_at=NOW - 1)) == (SwapIn("a"),)
 
 
 def test_nobody_is_split_or_pinned_before_the_swapped_return():
@@ -261,7 +259,7 @@ def test_a_residual_is_brought_back_when_memory_is_spare(
 def test_leaving_drafting_gives_up_copies_or_brings_the_residual_back(where):
     chooser, world = policy(), SchedulerInput(free_slots=10**6, host_slots=0, rows=1)
     leaving = Restore("a") if where is DEVICE else Load("a")
-    assert chooser.leave_drafting(track("a", where), NOW, world) == leaving
+    assert chooser.leave_drafting([track("a", where)], NOW, world) == leaving
 
 
 @pytest.mark.parametrize(
@@ -274,7 +272,7 @@ def test_a_residual_on_the_host_stays_there_when_it_may_not_return(
 ):
     world = SchedulerInput(free_slots=free, host_slots=0, rows=1, blocked=blocked)
     there = track("a", HOST, moved_at=NOW - stayed)
-    assert policy().leave_drafting(there, NOW, world) is None
+    assert policy().leave_drafting([there], NOW, world) is None
 
 
 def test_leaving_takes_a_worse_gain_than_entering():

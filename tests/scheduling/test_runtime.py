@@ -15,6 +15,7 @@ from vericache_sglang.scheduling.plan import (
     RequestSpec,
     Residency,
     Restore,
+    RowResult,
     SchedulerInput,
     SwapIn,
     SwapOut,
@@ -48,6 +49,7 @@ class Executor:
         self.coming, self.staged = [], {}
         self.longest = 0
         self.asynchronous, self.air = late, []
+        self.failed = set()
 
     def arrive(self, rid, tokens, prompt=400):
         shape = RequestSpec(
@@ -71,8 +73,7 @@ class Executor:
         self.coming = [each for each in self.coming if each[0] > now]
         arrived, failed = [], []
         for _, rid in due:
-            # A second failure in a row would lose the complement: not here.
-            if self._happens(0.1) and not self.runtime.gives_up(rid):
+            if self._happens(0.1):
                 failed.append(rid)
                 del self.staged[rid]
             else:
@@ -92,13 +93,17 @@ class Executor:
             )
         )
         self.plans.append(plan)
+        for rid in plan.abandoned:
+            assert rid in failed
+            assert rid in self.failed, "one failure is no reason"
+            self.leave(rid)
+        self.failed = {*self.failed, *failed} & self.left.keys()
         self._check(plan)
         launched_before, self.air = self.air, []
         self._perform(plan)
         if plan.moves:
             launched_before, self.air = [*launched_before, *self.air], []
-        for outcome in launched_before:
-            self._land(*outcome)
+        self._land(launched_before)
         self._make(plan)
 
     def _happens(self, p):
@@ -136,7 +141,7 @@ class Executor:
                 # One more token comes with the verification.
                 assert self.drafts[rid] < self.left[rid]
                 if self._happens(0.05):
-                    self.runtime.stop_drafted(rid)
+                    self.runtime.report([RowResult(rid)])
             elif isinstance(action, Plain):
                 self._emit(rid, 1)
             elif isinstance(action, Verify):
@@ -160,16 +165,18 @@ class Executor:
         self.longest = max(self.longest, waited)
         self._forget(rid)
         self.begun[rid] = self.runtime.now
+        self.failed.discard(rid)
+        result = RowResult(rid, drafted, right + 1)
         if self.asynchronous:
-            self.runtime.launched(rid, drafted)
-            self.air.append((rid, drafted, right + 1))
+            self.air.append(result)
         else:
-            self._land(rid, drafted, right + 1)
+            self._land([result])
 
-    def _land(self, rid, drafted, tokens):
-        if rid in self.left:
-            self.runtime.verified(rid, drafted, tokens)
-            self._emit(rid, tokens)
+    def _land(self, results):
+        self.runtime.report(results)
+        for result in results:
+            if result.rid in self.left:
+                self._emit(result.rid, result.emitted)
 
     def _emit(self, rid, tokens):
         assert tokens <= self.left[rid]
@@ -264,7 +271,7 @@ def test_every_history_keeps_the_promises_and_ranks_agree(
     assert one.plans == other.plans, "equal reports give equal plans"
     for rid in list(one.left):
         one.leave(rid)
-    assert one.runtime.report()["staging_held_slots"] == 0
+    assert one.runtime.figures()["staging_held_slots"] == 0
     assert not one.runtime.tracks
 
 

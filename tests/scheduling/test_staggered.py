@@ -41,9 +41,7 @@ class Drive:
             rid=rid, prompt=200, kept=100, dropped=DROPPED, remaining=1000
         )
         prior = Prior()
-        made = ScheduledRequest(
-            shape, Acceptance(prior), Patience(), remaining=1000, split=True
-        )
+        made = ScheduledRequest(shape, Acceptance(prior), Patience(), split=True)
         made.length, made.residency, made.group = length, where, group
         self.pacing.begin(made)
         return made

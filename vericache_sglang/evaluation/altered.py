@@ -129,7 +129,6 @@ def _emit_drafts() -> None:
         track = self._runtime.tracks.get(state.rid)
         if track is not None and track.split:
             track.emitted_at = self._runtime.now
-            track.emitted += 1
             track.remaining -= 1
             _begin(self._runtime, track)
         return launch(self, state, at, verifies=verifies, emits=emits)

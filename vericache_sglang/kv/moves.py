@@ -103,7 +103,7 @@ class KVMoves:
             TransferError: The copy could not be made; nothing changed.
         """
         parts, row, kv = state.split, self._handles.row(state), state.req.kv
-        held = state.row_length + state.pending_max + state.drafted
+        held = state.swappable_slots
         own = row[parts.shared_count : kv.kv_allocated_len].to(torch.int64).clone()
         taken = own[:0]
         if not len(own):  # shared draft KV, and nothing decoded yet
@@ -132,8 +132,7 @@ class KVMoves:
         row[: self._page] = own[: self._page].to(row.dtype)
         kv.kv_committed_len -= state.row_length
         kv.kv_allocated_len, kv.cache_protected_len = self._page, 0
-        parts.residency, parts.swapped_slots = Residency.SWAPPED, held
-        parts.shared_slots = None
+        parts.residency, parts.shared_slots = Residency.SWAPPED, None
         return transfer
 
     def swap_in(self, state: RequestState, tree_cache: Any) -> bool:
@@ -146,7 +145,8 @@ class KVMoves:
             LostKVError: The host copy is damaged.
         """
         parts, row, kv = state.split, self._handles.row(state), state.req.kv
-        pages = -(-parts.swapped_slots // self._page) * self._page
+        held = state.swappable_slots
+        pages = -(-held // self._page) * self._page
         fresh = allocate(tree_cache, pages - self._page)
         if fresh is None:
             return False
@@ -155,7 +155,7 @@ class KVMoves:
             raise InvariantError(f"{state.rid} is not swapped out")
         slots = torch.cat([row[: self._page].to(torch.int64), fresh])
         try:
-            self._transfers.place(image, CopyTarget(slots[: parts.swapped_slots]))
+            self._transfers.place(image, CopyTarget(slots[:held]))
         except TransferError as error:
             free(tree_cache, fresh)
             raise LostKVError(str(error)) from error
@@ -164,7 +164,7 @@ class KVMoves:
         parts.residency = Residency.HOST
         kv.kv_committed_len = committed + state.row_length
         self._host.drop_swapped(state.rid)
-        behind = slots[parts.head : parts.swapped_slots]
+        behind = slots[parts.head : held]
         self._watch.note(behind, self._noted.pop(state.rid, []))
         return True
 

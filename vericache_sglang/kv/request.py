@@ -39,7 +39,6 @@ class Parts:
         draft_row: Index of the draft block-table row, which lists the draft KV and the
             decode slots, where the request's own row lists more; -1 for none.
         listed: Decode slots listed in the draft block-table row.
-        swapped_slots: Slots held when the request was swapped out.
         noted: Per layer [H, B], scores of the prompt's tokens; empty without any.
         segments: Names of the prompt's segments, where other prompts share its KV.
         shared_slots: [n] int64, slots of shared draft KV, which the request does not
@@ -53,7 +52,6 @@ class Parts:
     insertable: bool
     draft_row: int = -1
     listed: int = 0
-    swapped_slots: int = 0
     noted: list[torch.Tensor] = field(default_factory=list)
     segments: tuple[str, ...] = ()
     shared_slots: torch.Tensor | None = None
@@ -89,13 +87,10 @@ class RequestState:
         req: SGLang's ``Req``.
         prompt: Tokens prefilled, T; after a retraction this includes earlier output.
         verified: F, committed tokens whose exact KV exists.
-        pending: The last verified token reported; it has no KV yet.
-        outputs: Output tokens verified and reported, ``pending`` included.
+        outputs: Output tokens verified and reported; the last one has no KV yet.
         profile: How the next token is sampled from the logits.
-        eligible: The request may be compressed when there is room.
         stops: Token ids that end the request.
-        longest: Most draft tokens between two verifications.
-        figures: Its speculation statistics.
+        figures: Its speculation statistics, and whether and how far it may draft.
         penalties: Of its output tokens; None where it has none.
         cursor: Its state in its grammar; None without a grammar.
         asynchronous: Results may be processed one iteration later: only the end of the
@@ -116,12 +111,9 @@ class RequestState:
     req: Any
     prompt: int
     verified: int
-    pending: int
     outputs: list[int]
     profile: Profile
-    eligible: bool
     stops: frozenset[int]
-    longest: int
     figures: RequestStats
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
@@ -147,6 +139,11 @@ class RequestState:
         """Its row in the block table and in the draft token buffer."""
         row: int = self.req.kv.req_pool_idx
         return row
+
+    @property
+    def pending(self) -> int:
+        """The last verified token reported; it has no KV yet."""
+        return self.outputs[-1]
 
     @property
     def drafted(self) -> int:
@@ -182,6 +179,13 @@ class RequestState:
         if self.parts.residency is Residency.SWAPPED:
             return 0
         return self.verified - self.parts.budget.offered + self.parts.head
+
+    @property
+    def swappable_slots(self) -> int:
+        """Slots of its draft KV and decoded tokens: on the device, or swapped out."""
+        budget = self.split.budget
+        decoded = self.verified - budget.offered + self.pending_max + self.drafted
+        return budget.slots + decoded
 
     @property
     def remaining(self) -> int:
@@ -236,7 +240,6 @@ class RequestState:
         self.committed_in_flight -= 1
         self.pending_max -= drafts
         self.outputs.extend(tokens)
-        self.pending = tokens[-1]
         if self.penalties is not None:
             self.penalties.note(tokens)
         if self.cursor is not None:

@@ -47,7 +47,7 @@ class RequestAdmission:
         """
         probed = False
         for batch_index, state in requests.items():
-            if not state.eligible or state.planned:
+            if not state.figures.enabled or state.planned:
                 continue
             if self._placement.compressor.known(state) or self._probing.done(state):
                 self._arrive(state)

@@ -65,14 +65,14 @@ class RequestStateFactory:
         longest = options.draft_length
         if req.grammar is not None:
             longest = min(longest, MOST_DRAFTS)
-        eligible = (
+        enabled = (
             fits
             and options.enabled
             and draftable(req)
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        figures = RequestStats(eligible, longest, options.report)
+        figures = RequestStats(enabled, longest, options.report)
         req.customized_info = {**(req.customized_info or {}), KEY: figures}
         outputs = list(req.output_ids)
         profile = profile_of(
@@ -84,12 +84,9 @@ class RequestStateFactory:
             req=req,
             prompt=length,
             verified=length,
-            pending=-1,
             outputs=outputs,
             profile=profile,
-            eligible=eligible,
             stops=stop_tokens(req),
-            longest=longest,
             figures=figures,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,

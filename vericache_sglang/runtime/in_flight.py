@@ -79,8 +79,8 @@ class InFlightQueue:
     their completion times, so all tensor-parallel ranks record the same results.
 
     Args:
-        conclude: Takes a pending row and its tokens; returns False if its request had
-            ended and the results are discarded.
+        conclude: Takes a forward's pending rows and their tokens; returns the batch
+            indices whose requests had ended and whose results are discarded.
         landed: Takes a function that returns the accept lengths of a decode batch, and
             the batch indices whose results were discarded.
 
@@ -90,7 +90,7 @@ class InFlightQueue:
 
     def __init__(
         self,
-        conclude: Callable[[PendingRow, list[int]], bool],
+        conclude: Callable[[Sequence[PendingRow], Sequence[list[int]]], frozenset[int]],
         landed: Callable[[Callable[[], list[int]], frozenset[int]], None],
     ) -> None:
         self._conclude = conclude
@@ -158,11 +158,7 @@ class InFlightQueue:
         """Record the results of a forward; ``outcome`` is None without pending rows."""
         if outcome is not None:
             runs, counts = outcome
-            discarded = frozenset(
-                pending_row.at
-                for pending_row, tokens in zip(ended.pending_rows, runs, strict=True)
-                if not self._conclude(pending_row, tokens)
-            )
+            discarded = self._conclude(ended.pending_rows, runs)
             if ended.decode:
                 self._landed(lambda: counts, discarded)
         elif ended.decode:

@@ -176,8 +176,6 @@ class Decoding:
         self.placement.poll_outgoing()
         reported = self.tp_sync.hear(self.placement.host_slots, prefetches.progress())
         arrived, failed = prefetches.poll(reported.prefetches)
-        for rid in failed:
-            self._note_failure(rid)
         given = SchedulerInput(
             free_slots=room(batch.tree_cache),
             host_slots=reported.host_slots,
@@ -188,17 +186,14 @@ class Decoding:
         )
         plan = self.runtime.plan(given)
         self.tp_sync.check(given, plan)
+        for rid in plan.abandoned:
+            self.recovery.lose(self.states[rid])
         for stage_in in plan.stage_ins:
             state = self.states[stage_in.rid]
             with self.recovery.of_request(state):
                 state.figures.staged_bytes += self.placement.start_prefetch(state)
         self.placement.counters.note_drafting(self.runtime.drafting)
         return plan
-
-    def _note_failure(self, rid: str) -> None:
-        """Count a failed prefetch; two in a row send the request back to prefill."""
-        if self.runtime.gives_up(rid):
-            self.recovery.lose(self.states[rid])
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
         """Carry out a plan's moves; return those that were made."""

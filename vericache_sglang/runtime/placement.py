@@ -447,8 +447,9 @@ class KVPlacement:
         req.vericache_room = PLAIN_ROOM
         req.vericache_swapped_slots = 0
         if parts.residency is Residency.SWAPPED:
-            req.vericache_room, req.vericache_swapped_slots = 0, parts.swapped_slots
-        elif parts.residency is Residency.HOST or parts.draft_row >= 0:
+            req.vericache_room = 0
+            req.vericache_swapped_slots = state.swappable_slots
+        elif parts.residency is not None:
             # With overlap one cycle may be unreported while the next one is written.
             req.vericache_room = 2 * (self._config.draft_length + 1)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vericache_sglang.runtime.in_flight import PendingRow
+from vericache_sglang.scheduling.plan import RowResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.placement import KVPlacement
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class ResultRecorder:
-    """Records the launch of a row and, now or later, its results.
+    """Records the launch of every row and, now or later, the results of a forward.
 
     Args:
         placement: Frees staged KV at the launch of its verification; has the counters.
-        runtime: Starts the next draft-verify cycle at the launch and receives results.
+        runtime: Receives the results that its plan could not foresee.
         states: rid -> running request.
     """
 
@@ -50,31 +51,36 @@ class ResultRecorder:
         drafts = state.launch_emission()
         if verifies:
             self._placement.prefetches.end(state.rid)
-            self._runtime.launched(state.rid, drafts)
         return PendingRow(state, at, drafts, state.round, verifies)
 
-    def land(self, pending_row: PendingRow, tokens: list[int]) -> bool:
-        """Record a row's results; discard those of finished or lost requests.
+    def land(
+        self, rows: Sequence[PendingRow], runs: Sequence[list[int]]
+    ) -> frozenset[int]:
+        """Record a forward's results; discard those of finished or lost requests.
 
         Args:
-            pending_row: From ``launch``.
-            tokens: The drafted token, or the emitted tokens.
+            rows: From ``launch``.
+            runs: By row, the drafted token or the emitted tokens.
 
         Returns:
-            False if the request had ended before its results were known; they are
-            discarded and not counted.
+            Batch indices of the requests that had ended before their results were
+            known; they are discarded and not counted.
         """
-        state = pending_row.state
-        if self._states.get(state.rid) is not state or state.lost:
-            return False
-        if pending_row.drafts < 0:
-            if state.land_draft(tokens[0], pending_row.round):
-                self._runtime.stop_drafted(state.rid)
-            return True
-        if pending_row.verifies:
-            accepted = len(tokens) - 1
-            self._placement.counters.note_round(pending_row.drafts, accepted)
-            state.figures.note_round(pending_row.drafts, accepted)
-            self._runtime.verified(state.rid, pending_row.drafts, len(tokens))
-        state.land_emission(tokens, pending_row.drafts)
-        return True
+        discarded = []
+        results = []
+        for row, tokens in zip(rows, runs, strict=True):
+            state = row.state
+            if self._states.get(state.rid) is not state or state.lost:
+                discarded.append(row.at)
+            elif row.drafts < 0:
+                if state.land_draft(tokens[0], row.round):
+                    results.append(RowResult(state.rid))
+            else:
+                if row.verifies:
+                    accepted = len(tokens) - 1
+                    self._placement.counters.note_round(row.drafts, accepted)
+                    state.figures.note_round(row.drafts, accepted)
+                    results.append(RowResult(state.rid, row.drafts, len(tokens)))
+                state.land_emission(tokens, row.drafts)
+        self._runtime.report(results)
+        return frozenset(discarded)

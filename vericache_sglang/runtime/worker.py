@@ -366,7 +366,7 @@ class VeriCacheWorker(BaseSpecWorker):
         return self._totals.over(
             {
                 **self.placement.report(),
-                **self.runtime.report(),
+                **self.runtime.figures(),
                 **graph_figures(self.model_runner),
                 "answer_epoch": self.control_gate.epoch,
                 "kv_read_bytes_per_s": self._read_rate(),
@@ -415,6 +415,6 @@ class VeriCacheWorker(BaseSpecWorker):
         req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
         req.vericache_swapped_slots = 0
         whole = length >= len(req.origin_input_ids) + len(req.output_ids)
-        if whole and not state.eligible:  # its observations will not be used
+        if whole and not state.figures.enabled:  # its observations will not be used
             self.placement.watch.forget(req.rid)
         return state

@@ -1,4 +1,4 @@
-"""Input records of the runtime, and the frozen plans it returns."""
+"""What the runtime is told, and the frozen plans it returns."""
 
 from __future__ import annotations
 
@@ -76,6 +76,22 @@ class SchedulerInput:
     blocked: bool = False
     arrived: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Result of a verification, or a draft that ends its request.
+
+    Attributes:
+        rid: Request id.
+        drafted: Drafts verified, >= 0.
+        emitted: Accepted drafts and the bonus token, in [1, drafted + 1]; 0: the row
+            drafted a token that would end the request, so further drafts are useless.
+    """
+
+    rid: str
+    drafted: int = 0
+    emitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +182,8 @@ class Plan:
 
     Attributes:
         iteration: Index of the iteration, one more per plan.
+        abandoned: Requests whose prefetches failed too often; they are prefilled again
+            and tracked no more.
         stage_ins: Prefetches to start before the forward.
         rows: One action per tracked request, by request id.
         moves: KV moves to make after the forward, in order; the executor reports each
@@ -173,6 +191,7 @@ class Plan:
     """
 
     iteration: int
+    abandoned: tuple[str, ...] = ()
     stage_ins: tuple[Prefetch, ...]
     rows: dict[str, RowAction]
     moves: tuple[Move, ...]

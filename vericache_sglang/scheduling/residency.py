@@ -134,7 +134,7 @@ class ResidencyPolicy:
         True for every gain if the residency is forced.
 
         Args:
-            track: The request; its ``length`` and ``share`` are set.
+            track: The request; its ``length`` is set.
             rows: Running requests.
             link_load_s: Link time of one prefetch of every request on the host, in
                 seconds.
@@ -144,27 +144,36 @@ class ResidencyPolicy:
         if track.residency is Residency.HOST:
             others_s = max(0.0, link_load_s - self._throughput.prefetch_s(track))
         choice = self._throughput.best(track, track.residency, rows, others_s)
-        track.length = choice.length
-        track.share = self._throughput.drafting(track, track.residency, choice.length)
+        track.length, track.share = choice.length, None
         return self._settings.residency != "auto" or choice.gain >= least
 
     def leave_drafting(
-        self, track: ScheduledRequest, now: int, given: SchedulerInput
+        self, leaving: Iterable[ScheduledRequest], now: int, given: SchedulerInput
     ) -> Move | None:
-        """Return the move that stops drafting; None if it is not possible now."""
-        if track.residency is Residency.DEVICE:
-            return Restore(track.rid)
-        room = PIN_ROOM * track.load_slots + given.rows * self._round_slots()
-        if (
-            track.residency is Residency.HOST
-            and not track.staged
-            and given.free_slots >= room
-            # The offload was chosen by the gain of the whole batch; the gain of one
-            # request alone would undo it at once.
-            and not given.blocked
-            and now - track.moved_at >= MIN_STAY
-        ):
-            return Load(track.rid)
+        """Return the move by which one request stops drafting; None if none can now.
+
+        Args:
+            leaving: Requests for which drafting does not pay.
+            now: This iteration.
+            given: Free memory on the device.
+        """
+        spare = given.free_slots - given.rows * self._round_slots()
+        # An offload was chosen by the gain of the whole batch; while others wait, the
+        # gain of one request alone would undo it at once.
+        loads = not given.blocked
+        # Looking up a member of an enum takes longer than the comparison.
+        device, host = Residency.DEVICE, Residency.HOST
+        for track in leaving:
+            if track.residency is device:
+                return Restore(track.rid)
+            if (
+                loads
+                and track.residency is host
+                and not track.staged
+                and now - track.moved_at >= MIN_STAY
+                and spare >= PIN_ROOM * track.load_slots
+            ):
+                return Load(track.rid)
         return None
 
     def _round_slots(self) -> int:
@@ -219,11 +228,11 @@ class ResidencyPolicy:
         """Return the move that frees memory: the best offload, else a swap out."""
         if self._settings.residency == "device":
             return None
+        device = Residency.DEVICE
         movable = [
             track
             for track in tracks.values()
-            if track.residency is Residency.DEVICE
-            and self._may_offload(track, now, given, short)
+            if track.residency is device and self._may_offload(track, now, given, short)
         ]
         movable.sort(key=lambda track: -track.spec.dropped)
         if movable:
@@ -348,7 +357,7 @@ class ResidencyPolicy:
         if swapped:
             first = next(iter(swapped.values()))
             alone = len(swapped) == len(tracks)
-            stayed = now - first.swapped_at >= MIN_STAY or alone
+            stayed = now - first.moved_at >= MIN_STAY or alone
             room = first.slots + self._round_slots()
             return SwapIn(first.rid) if stayed and spare >= room else None
         if self._settings.residency != "auto" or given.blocked or now % PIN_EVERY:

@@ -1,8 +1,8 @@
 """The paper's execution loop: plans every scheduler iteration, executes none.
 
-The server's engine and the simulator drive the same class: they report events and
-execute the plans. A plan depends on the reported events alone, so tensor-parallel ranks
-that report equal events make equal plans.
+The server's engine and the simulator drive the same class: they execute its plans and
+report the results. A plan depends on what was reported alone, so tensor-parallel ranks
+that report equal results make equal plans.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vericache_sglang.scheduling.plan import (
     Residency,
     Restore,
     RowAction,
+    RowResult,
     SchedulerInput,
     SwapIn,
     SwapOut,
@@ -34,6 +35,8 @@ from vericache_sglang.scheduling.staggered import Staggered
 from vericache_sglang.scheduling.throughput import Throughput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vericache_sglang.scheduling.pacing import Pacing
     from vericache_sglang.scheduling.settings import RuntimeSettings
 
@@ -72,6 +75,7 @@ class Runtime:
         self._whole: dict[str, ScheduledRequest] = {}
         self._swapped: dict[str, ScheduledRequest] = {}
         self._leaving: dict[str, ScheduledRequest] = {}
+        self._verified: dict[str, ScheduledRequest] = {}
         self._host_slots: dict[str, list[int]] = {}
         self._link_slots = 0
         self._rows = 1
@@ -84,7 +88,6 @@ class Runtime:
             spec=spec,
             acceptance=Acceptance(self.estimates.prior),
             patience=Patience(),
-            remaining=spec.remaining,
             emitted_at=self.now,
         )
         track.settled_at = track.look_at = self.now + 1 + spec.ready_in
@@ -97,7 +100,7 @@ class Runtime:
             return
         self.pacing.end(track)
         self._uncount(track)
-        for group in (self._whole, self._leaving, self._swapped):
+        for group in (self._whole, self._leaving, self._swapped, self._verified):
             group.pop(rid, None)
 
     def clear(self) -> None:
@@ -105,8 +108,8 @@ class Runtime:
 
         After an error the ranks may have received the results of different forwards.
         """
-        groups = (self.tracks, self._whole, self._swapped, self._leaving)
-        for group in groups:
+        groups = (self._whole, self._swapped, self._leaving, self._verified)
+        for group in (self.tracks, *groups):
             group.clear()
         self._host_slots.clear()
         self._link_slots = 0
@@ -116,52 +119,28 @@ class Runtime:
         self.now = 0
         self.pacing = _pacing(self.settings, self.throughput, self.estimates)
 
-    def stop_drafted(self, rid: str) -> None:
-        """Record a drafted stop token; the verification comes as early as possible."""
-        track = self.tracks[rid]
-        track.closed = True
-        track.most = track.drafts
-        self.pacing.hurry(track)
+    def report(self, results: Iterable[RowResult]) -> None:
+        """Record the results of forwards that the plan could not foresee.
 
-    def launched(self, rid: str, drafted: int) -> None:
-        """Record a launched verification; the next cycle begins before its result.
-
-        Until ``verified`` is called, all its drafts count as accepted, so that the next
-        drafts never go beyond the request's last token.
+        A plan counts one token of every draft and of every autoregressive row, and all
+        drafts of a verification as accepted, so that drafts which precede its result
+        never go beyond the request's last token. Reported are the results of
+        verifications and drafts that end their request, in the order of the forwards.
 
         Args:
-            rid: Request id.
-            drafted: Number of drafts verified.
+            results: Those of requests that have ended are ignored.
         """
-        track = self.tracks[rid]
-        self._close_round(track)
-        track.unreported = True
-        self._emit(track, drafted + 1)
-        # With one token left a further cycle would draft nothing; if drafts of this one
-        # are rejected, more are left.
-        track.held_up = track.remaining <= 1
-        if not track.held_up:
-            self._next_round(track)
-
-    def verified(self, rid: str, drafted: int, emitted: int) -> None:
-        """Record the result of a verification.
-
-        Args:
-            rid: Request id.
-            drafted: Number of drafts verified.
-            emitted: Tokens emitted: the accepted drafts and the bonus token.
-        """
-        track = self.tracks[rid]
-        if track.unreported:
-            self._emit(track, emitted - (drafted + 1))
-        else:
-            self._close_round(track)
-            self._emit(track, emitted)
-        if drafted:
-            track.acceptance.observe(drafted, emitted - 1)
-        if track.held_up or not track.unreported:
-            self._next_round(track)
-        track.unreported = track.held_up = False
+        for result in results:
+            track = self.tracks.get(result.rid)
+            if track is None:
+                continue
+            if not result.emitted:
+                self._close(track)
+                continue
+            self._emit(track, result.emitted - (result.drafted + 1))
+            track.acceptance.observe(result.drafted, result.emitted - 1)
+            if self._verified.pop(track.rid, None) is not None:
+                self._next_cycle(track)
 
     def moved(self, move: Move, group: str = "") -> None:
         """Record a move that the executor has made.
@@ -174,7 +153,7 @@ class Runtime:
         track.moved_at = self.now
         if isinstance(move, SwapOut):
             self._end(track)
-            track.residency, track.swapped_at = Residency.SWAPPED, self.now
+            track.residency = Residency.SWAPPED
             self._swapped[track.rid] = track
         elif isinstance(move, SwapIn):
             track.residency = Residency.HOST
@@ -196,11 +175,6 @@ class Runtime:
         track.look_at = self.now + track.patience.wait()
         self._leaving.pop(move.rid, None)
 
-    def gives_up(self, rid: str) -> bool:
-        """Return whether one more failed prefetch abandons the residual KV."""
-        track = self.tracks.get(rid)
-        return track is not None and track.failures + 1 >= MAX_FAILURES
-
     @property
     def drafting(self) -> int:
         """Number of requests with a compressed prompt."""
@@ -217,19 +191,24 @@ class Runtime:
         Args:
             given: Free memory, and the prefetches that ended since the last plan.
         """
+        self._begin_before_results()
         self.now += 1
         self._rows = max(1, given.rows)
         self.throughput.refresh()
-        self._note_arrivals(given)
+        abandoned = self._note_prefetches(given)
         step = self.pacing.step(self.now)
-        return Plan(
+        plan = Plan(
             iteration=self.now,
+            abandoned=abandoned,
             stage_ins=tuple(Prefetch(track.rid) for track in step.stage_ins),
             rows=self._actions(step.verifies),
             moves=self._moves(given),
         )
+        for track in step.verifies:
+            self._end_cycle(track)
+        return plan
 
-    def report(self) -> dict[str, int | float]:
+    def figures(self) -> dict[str, int | float]:
         """Return estimates, ring amounts and request counts by residency, by name."""
         count = dict.fromkeys(Residency, 0)
         for track in self.tracks.values():
@@ -244,7 +223,19 @@ class Runtime:
 
     # -- internals --------------------------------------------------------------
 
-    def _note_arrivals(self, given: SchedulerInput) -> None:
+    def _begin_before_results(self) -> None:
+        """Begin the cycles whose last verification has no result yet.
+
+        With one token left a further cycle would draft nothing; if drafts are rejected,
+        more are left, so it begins with the result.
+        """
+        for track in [each for each in self._verified.values() if each.remaining > 1]:
+            del self._verified[track.rid]
+            self._next_cycle(track)
+
+    def _note_prefetches(self, given: SchedulerInput) -> tuple[str, ...]:
+        """Record ended prefetches; remove and return the requests they abandon."""
+        abandoned = []
         for rid in given.arrived:
             track = self.tracks.get(rid)
             if track is None or not track.staged:
@@ -254,43 +245,43 @@ class Runtime:
                 self.pacing.hurry(track)
         for rid in given.failed:
             track = self.tracks.get(rid)
-            if track is not None and track.staged:
-                track.failures += 1
-                self.pacing.end(track)
-                self.pacing.begin(track)
-                if track.most < 0:  # its verification was planned
-                    limit = self.pacing.limit(track)
-                    track.most = track.drafts if track.closed else limit
+            if track is None or not track.staged:
+                continue
+            track.failures += 1
+            if track.failures == MAX_FAILURES:
+                abandoned.append(rid)
+                self.leave(rid)
+                continue
+            self.pacing.end(track)
+            self.pacing.begin(track)
+        return tuple(abandoned)
 
     def _actions(self, verifies: list[ScheduledRequest]) -> dict[str, RowAction]:
         """Return every request's action, and update its state as if it had run."""
         for track in verifies:
             track.most = -1
         rows: dict[str, RowAction] = {}
+        now = self.now
         for rid, track in self.tracks.items():
-            if track.split:
-                if track.drafts < track.most:
-                    track.drafts += 1
-                    rows[rid] = track.draft
-                else:
-                    track.waited += 1
-                    rows[rid] = track.wait
-            elif track.remaining > 0:
-                track.remaining -= 1
-                track.emitted += 1
-                track.emitted_at = self.now
-                rows[rid] = track.plain
-            else:
+            drafts = track.drafts
+            if drafts < track.most:  # -1 unless it may draft
+                track.drafts = drafts + 1
+                rows[rid] = track.draft
+            elif track.split or track.remaining <= 0:
+                track.waited += 1
                 rows[rid] = track.wait
+            else:
+                track.remaining -= 1
+                track.emitted_at = now
+                rows[rid] = track.plain
         for track in verifies:
             rows[track.rid] = track.verify
         return rows
 
     def _moves(self, given: SchedulerInput) -> tuple[Move, ...]:
-        for track in self._leaving.values():
-            move = self.policy.leave_drafting(track, self.now, given)
-            if move is not None:
-                return (move,)
+        move = self.policy.leave_drafting(self._leaving.values(), self.now, given)
+        if move is not None:
+            return (move,)
         candidates = (
             track for track in self._whole.values() if track.look_at <= self.now
         )
@@ -331,8 +322,7 @@ class Runtime:
     def _out_of_date(self, track: ScheduledRequest) -> bool:
         """Return whether the draft length has to be chosen again."""
         return (
-            track.share is None
-            or self.now - track.priced_at >= PRICE_EVERY
+            self.now - track.priced_at >= PRICE_EVERY
             or abs(track.acceptance.p - track.priced_p)
             >= PRICE_STEP * (1.0 - track.priced_p) + LEAST_STEP
         )
@@ -346,18 +336,28 @@ class Runtime:
             self._leaving[track.rid] = track
         track.priced_at, track.priced_p = self.now, track.acceptance.p
 
-    def _close_round(self, track: ScheduledRequest) -> None:
-        """End a cycle whose drafts are being verified; frees what it held."""
+    def _end_cycle(self, track: ScheduledRequest) -> None:
+        """End a cycle whose verification was planned; frees what it held."""
         self.pacing.end(track)
+        self._emit(track, track.drafts + 1)
         track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
-        track.most = -1
+        self._verified[track.rid] = track
+
+    def _close(self, track: ScheduledRequest) -> None:
+        """Draft no further in this cycle; its verification comes as early as possible.
+
+        Without drafts the cycle of the draft has ended already.
+        """
+        if track.drafts:
+            track.closed = True
+            track.most = track.drafts
+            self.pacing.hurry(track)
 
     def _emit(self, track: ScheduledRequest, tokens: int) -> None:
         track.remaining -= tokens
-        track.emitted += tokens
         track.emitted_at = self.now
 
-    def _next_round(self, track: ScheduledRequest) -> None:
+    def _next_cycle(self, track: ScheduledRequest) -> None:
         """Begin a cycle; its draft length depends on the results reported so far."""
         if track.remaining <= 0:
             return
@@ -378,7 +378,9 @@ class Runtime:
     def _end(self, track: ScheduledRequest) -> None:
         self.pacing.end(track)
         self._leaving.pop(track.rid, None)
+        self._verified.pop(track.rid, None)
         track.most, track.share = -1, None
+        track.priced_at = self.now - PRICE_EVERY
 
     def _count(self, track: ScheduledRequest) -> None:
         """Count a residual KV on the host once for all requests that share it."""

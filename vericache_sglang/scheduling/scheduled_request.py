@@ -29,8 +29,8 @@ class ScheduledRequest:
         spec: Sizes and limits on arrival.
         acceptance: Its acceptance probability.
         patience: Back-off before an autoregressive request may speculate again.
-        remaining: Tokens it may still emit.
-        emitted: Tokens emitted since its arrival.
+        remaining: Tokens it may still emit; drafts whose verification has no result yet
+            count as emitted.
         residency: Where its residual KV is.
         split: Whether its prompt is compressed, so that it drafts; else its block-table
             row lists the full KV.
@@ -44,8 +44,6 @@ class ScheduledRequest:
         prefetch: Iteration time and link time in seconds, and the demands on the rings
             computed from them.
         share: Last computed share of an iteration; None if it is out of date.
-        unreported: The last verification was launched and its result is unknown.
-        held_up: The next cycle begins once that result is known.
         closed: A stop token was drafted; drafts after it are useless.
         staged: It holds staging-buffer slots, or a share of them.
         ready: Its residual KV has arrived in the staging buffer.
@@ -53,7 +51,6 @@ class ScheduledRequest:
         failures: Prefetches failed in a row.
         moved_at: Iteration of the last KV move.
         emitted_at: Last iteration that emitted tokens.
-        swapped_at: Iteration in which it was swapped out.
         settled_at: Iteration from which its prompt may be compressed.
         look_at: Iteration from which compressing it is considered (again).
     """
@@ -61,8 +58,7 @@ class ScheduledRequest:
     spec: RequestSpec
     acceptance: Acceptance
     patience: Patience
-    remaining: int
-    emitted: int = 0
+    remaining: int = field(init=False)
     residency: Residency = Residency.DEVICE
     split: bool = False
     group: str = ""
@@ -73,8 +69,6 @@ class ScheduledRequest:
     priced_p: float = 0.0
     prefetch: tuple[float, float, PrefetchDemand] | None = None
     share: Share | None = None
-    unreported: bool = False
-    held_up: bool = False
     closed: bool = False
     staged: bool = False
     ready: bool = False
@@ -82,7 +76,6 @@ class ScheduledRequest:
     failures: int = 0
     moved_at: int = -(1 << 30)
     emitted_at: int = 0
-    swapped_at: int = 0
     settled_at: int = 0
     look_at: int = 0
     rid: str = field(init=False)
@@ -94,13 +87,14 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         # Created once: every plan lists every request, and the records are immutable.
         self.rid = rid = self.spec.rid
+        self.remaining = self.spec.remaining
         self.plain, self.draft = Plain(rid), Draft(rid)
         self.verify, self.wait = Verify(rid), Wait(rid)
 
     @property
     def tokens(self) -> int:
         """Tokens with full KV, wherever it is."""
-        return self.spec.prompt + self.emitted
+        return self.spec.prompt + self.spec.remaining - self.remaining
 
     @property
     def slots(self) -> int:

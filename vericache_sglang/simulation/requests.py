@@ -39,11 +39,9 @@ class Running:
     Attributes:
         request: The request of the workload.
         luck: Random generator of acceptances, the same for every policy.
-        base: Tokens prefilled on admission: the prompt, and after a retraction also the
-            tokens emitted before it.
         dropped: Slots of its residual KV once compressed.
         emitted: Tokens emitted, including those before a retraction.
-        at_base: Emitted tokens that ``base`` includes.
+        at_base: Tokens emitted before the last admission, prefilled with the prompt.
         split: Whether its prompt is compressed.
         residency: Where the residual KV is.
         drafts: Tokens drafted since the last verification.
@@ -56,7 +54,6 @@ class Running:
 
     request: SimulatedRequest
     luck: Random
-    base: int
     dropped: int
     emitted: int = 0
     at_base: int = 0
@@ -75,9 +72,14 @@ class Running:
         return self.request.rid
 
     @property
+    def base(self) -> int:
+        """Tokens prefilled on admission."""
+        return self.request.prompt + self.at_base
+
+    @property
     def tokens(self) -> int:
         """Tokens with full KV, wherever it is."""
-        return self.base + self.emitted - self.at_base
+        return self.request.prompt + self.emitted
 
     @property
     def draft_slots(self) -> int:

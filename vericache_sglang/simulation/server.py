@@ -16,6 +16,7 @@ from vericache_sglang.scheduling.plan import (
     Plan,
     RequestSpec,
     Residency,
+    RowResult,
     SchedulerInput,
     Verify,
     Wait,
@@ -141,7 +142,7 @@ class SimulatedServer:
             return {}
         while (event := self.machine.next_event()) is not None:
             self.machine.advance(event)
-        machine, told = self.machine, self.runtime.report()
+        machine, told = self.machine, self.runtime.figures()
         rooms = (machine.pool, machine.staging, machine.host)
         return {
             **{room.name: room.used for room in rooms},
@@ -193,7 +194,6 @@ class SimulatedServer:
         return Running(
             request=request,
             luck=Random(f"{self.setup.seed}/{request.rid}"),
-            base=request.prompt,
             dropped=request.prompt - kept,
         )
 
@@ -213,7 +213,7 @@ class SimulatedServer:
             )
 
     def _enter(self, state: Running) -> None:
-        state.base, state.at_base = state.tokens, state.emitted
+        state.at_base = state.emitted
         self.machine.pool.take(state.base)
         state.held = state.base
         new = state.emitted if self.setup.precomputed else state.base
@@ -273,8 +273,7 @@ class SimulatedServer:
         if work.tokens:
             self._idle = 0
             self._forward(work, actions)
-            for rid, action in actions.items():
-                self._settle(self.running[rid], action)
+            self._settle(actions)
         else:
             self._wait()
         for move in plan.moves:
@@ -351,30 +350,40 @@ class SimulatedServer:
         """Advance to the next event, as no request runs."""
         self._idle += 1
         if self._idle > MOST_IDLE:
-            raise InvariantError(f"nothing runs any more: {self.runtime.report()}")
+            raise InvariantError(f"nothing runs any more: {self.runtime.figures()}")
         start, event = self.machine.now, self.machine.next_event()
         self.machine.advance(start + IDLE_S if event is None else max(event, start))
         if self.timeline is not None:
             waiting = {"wait": len(self.running)}
             self.timeline.forwards.append((start, self.machine.now, waiting))
 
-    def _settle(self, state: Running, action: RowAction) -> None:
-        """Count the tokens that the row emitted."""
-        if isinstance(action, Plain):
-            self._emit(state, 1)
-        elif isinstance(action, Verify):
-            drafted = state.drafts
-            accepted = state.accepted(drafted)
-            wrong = drafted - accepted
-            self.machine.pool.give(wrong)
-            state.held -= wrong
-            state.drafts = 0
-            self.counters.rounds += drafted > 0
-            self.counters.drafted += drafted
-            self.counters.accepted += accepted
-            self.offloader.unstage(state)
-            self.runtime.verified(state.rid, drafted, accepted + 1)
-            self._emit(state, accepted + 1)
+    def _settle(self, actions: dict[str, RowAction]) -> None:
+        """Report the forward's results, and count the tokens that it emitted."""
+        results = {
+            rid: self._verified(self.running[rid])
+            for rid, action in actions.items()
+            if isinstance(action, Verify)
+        }
+        self.runtime.report(results.values())
+        for rid, action in actions.items():
+            if isinstance(action, Plain):
+                self._emit(self.running[rid], 1)
+            elif isinstance(action, Verify):
+                self._emit(self.running[rid], results[rid].emitted)
+
+    def _verified(self, state: Running) -> RowResult:
+        """Return the result of a verification, whose rejected drafts free slots."""
+        drafted = state.drafts
+        accepted = state.accepted(drafted)
+        wrong = drafted - accepted
+        self.machine.pool.give(wrong)
+        state.held -= wrong
+        state.drafts = 0
+        self.counters.rounds += drafted > 0
+        self.counters.drafted += drafted
+        self.counters.accepted += accepted
+        self.offloader.unstage(state)
+        return RowResult(state.rid, drafted, accepted + 1)
 
     def _emit(self, state: Running, tokens: int) -> None:
         if tokens > state.remaining:

@@ -27,6 +27,7 @@ from vericache_sglang.scheduling.plan import (
     Plan,
     RequestSpec,
     Residency,
+    RowResult,
     SchedulerInput,
     Verify,
 )
@@ -142,24 +143,28 @@ class Drill:
             self._link_free = max(now, self._link_free) + seconds / ITERATION_S
             self._state_factory.append((int(self._link_free), stage_in.rid))
             self._timed(partial(link.observe, size, seconds, "in"))
+        emitted, results = {}, []
         for rid, action in plan.rows.items():
             if isinstance(action, Plain):
-                self._emit(rid, 1)
+                emitted[rid] = 1
             elif isinstance(action, Draft):
                 self._drafts[rid] += 1
             elif isinstance(action, Verify):
-                self._verify(rid)
+                results.append(self._verify(rid))
+                emitted[rid] = results[-1].emitted
+        self._timed(lambda: self.runtime.report(results))
+        for rid, tokens in emitted.items():
+            self._emit(rid, tokens)
         for move in plan.moves:
             if move.rid in self._left:
                 self._timed(partial(self.runtime.moved, move))
 
-    def _verify(self, rid: str) -> None:
+    def _verify(self, rid: str) -> RowResult:
         drafted, self._drafts[rid] = self._drafts[rid], 0
         right = 0
         while right < drafted and self._random.random() < 0.97:
             right += 1
-        self._timed(lambda: self.runtime.verified(rid, drafted, right + 1))
-        self._emit(rid, right + 1)
+        return RowResult(rid, drafted, right + 1)
 
     def _emit(self, rid: str, tokens: int) -> None:
         self._left[rid] -= tokens
@@ -177,7 +182,7 @@ def measure(drill: Drill, iterations: int, warm: int) -> dict[str, float]:
     return {
         "median_ms": median,
         "p99_ms": most,
-        "requests_host": float(drill.runtime.report()["requests_host"]),
+        "requests_host": float(drill.runtime.figures()["requests_host"]),
     }
 
 

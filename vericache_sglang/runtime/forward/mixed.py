@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
-    from vericache_sglang.runtime.in_flight import InFlightQueue
+    from vericache_sglang.runtime.in_flight import InFlightQueue, PendingRow
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.result_recorder import ResultRecorder
     from vericache_sglang.scheduling.iteration_model import Work
@@ -153,16 +153,18 @@ class MixedForward:
             kind == EMIT, emission.tokens[:, 0], target[first[:-1]]
         )
         result.accept_lens[at] = emission.counts
-        pending_rows = [
+        self._in_flight.launch(
+            InFlightForward(result, self._draft_tokens.most, self._launch(asked))
+        )
+        return result
+
+    def _launch(self, asked: Sequence[RowQueries[RequestState]]) -> list[PendingRow]:
+        return [
             self._recorder.launch(
                 row.state, row.batch_index, verifies=row.verifies, emits=row.emits
             )
             for row in asked
         ]
-        self._in_flight.launch(
-            InFlightForward(result, self._draft_tokens.most, pending_rows)
-        )
-        return result
 
     def _settle(
         self,
@@ -172,14 +174,12 @@ class MixedForward:
         table: LogprobTable,
     ) -> GenerationBatchResult:
         """Record every row synchronously, with tokens chosen on the host."""
-        emitted: dict[int, list[int]] = {}
-        for row, tokens in zip(asked, chosen, strict=True):
-            pending_row = self._recorder.launch(
-                row.state, row.batch_index, verifies=row.verifies, emits=row.emits
-            )
-            self._recorder.land(pending_row, tokens)
-            if row.emits:
-                emitted[row.batch_index] = tokens
+        self._recorder.land(self._launch(asked), chosen)
+        emitted = {
+            row.batch_index: tokens
+            for row, tokens in zip(asked, chosen, strict=True)
+            if row.emits
+        }
         self._draft_tokens.put([row.state for row in asked])
         result = self._result(batch, emitted, table)
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))

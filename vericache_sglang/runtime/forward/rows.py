@@ -65,7 +65,7 @@ class MixedRows:
         self.rows: list[ForwardRow] = []
         self._placement = placement
         self._table = placement.table
-        self._draft_rows = iter(placement.verify_rows)
+        self._verify_rows = iter(placement.verify_rows)
 
     def add(self, batch_index: int, state: RequestState, action: RowAction) -> bool:
         """Add the row of ``action``; return False if the request must wait."""
@@ -175,8 +175,8 @@ class MixedRows:
             return own
         source = self._table[own]
         end = state.row_length + state.drafted + state.pending_max + 1
-        draft_row = next(self._draft_rows)
-        row = self._table[draft_row]
+        verify_row = next(self._verify_rows)
+        row = self._table[verify_row]
         offered = parts.budget.offered
         if parts.residency is Residency.DEVICE:
             row[:offered] = source[:offered]
@@ -189,7 +189,7 @@ class MixedRows:
                 )
                 at += span.slots
         row[offered : offered + end - parts.head] = source[parts.head : end]
-        return draft_row
+        return verify_row
 
 
 def build_forward(
