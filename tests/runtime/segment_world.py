@@ -252,7 +252,12 @@ def attach_store(segments, storage=None, better=()):
     """Give cached segments a store, which ends reads and writes when it is told to."""
     store = HeldStore(IDENTITY.model, storage)
     segments.stored = StoredSegments(
-        store, IDENTITY.compressor, segments.take_in, better, SHORT
+        store,
+        IDENTITY.compressor,
+        segments.take_in,
+        better,
+        SHORT,
+        kept=lambda: segments.kept,
     )
     return store
 

@@ -30,7 +30,7 @@ def short_segments(monkeypatch):
 def restored_scores(world, name):
     """Bring a segment back; return what its tokens scored now."""
     target = world.take(SHORT)
-    assert world.segments.restore([name], 0, target) is None
+    assert world.segments.restore([name], 0, target) == []
     assert torch.equal(world.at(target), world.truth(name))
     return torch.stack(world.scores.noted(target))
 
@@ -227,7 +227,7 @@ def test_better_parts_are_taken_as_they_are_and_not_written_again():
     assert torch.equal(world.copies.images_of("a", Form.DRAFT)["kept"].read(), first)
     assert not world.segments.stored.wants("a", split=True)
     target = world.take(SHORT)
-    assert world.segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) == []
     assert torch.equal(world.at(target), other.truth("a"))
 
 
@@ -241,5 +241,5 @@ def test_parts_that_do_not_fit_are_joined(why):
     assert world.index.find("a").has(Form.WHOLE)
     assert world.index.residual_bytes == 0
     target = world.take(SHORT)
-    assert world.segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) == []
     assert torch.equal(world.at(target), other.truth("a"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_tiers import Identity
@@ -39,6 +40,8 @@ def open_segments(
     estimates: Estimates,
     free: Callable[[torch.Tensor], None],
     server_args: Any = None,
+    ranks: Ranks | None = None,
+    rank: int = 0,
 ) -> CachedSegments:
     """Return an empty segment cache.
 
@@ -50,6 +53,8 @@ def open_segments(
         free: Frees slots in SGLang's allocator.
         server_args: SGLang's, for the model's identity and the store; None: segments
             are not shared with other servers.
+        ranks: Agrees with other ranks; None: there are none.
+        rank: Tensor-parallel rank.
 
     Raises:
         ConfigError: The store does not open.
@@ -63,14 +68,23 @@ def open_segments(
     )
     selector = compressor.selector
     tail = 0 if selector is None else selector.needs.q_tail
-    segments = CachedSegments(
-        copies, handles, identity, free, lambda: _prices(estimates, segments), tail
-    )
+    ranks = ranks or Ranks()
+
+    def prices() -> Prices:
+        return _prices(estimates, ranks.s_per_byte(segments.stored))
+
+    segments = CachedSegments(copies, handles, identity, free, prices, tail, ranks)
     if backend:
-        store = open_store(server_args, config, identity.model)
+        # A segment has one name on all ranks, in the store one key for each.
+        own = replace(identity.model, tp_rank=rank)
         segments.stored = StoredSegments(
-            store, identity.compressor, segments.take_in, _better(config)
+            open_store(server_args, config, own),
+            identity.compressor,
+            segments.take_in,
+            _better(config),
+            kept=lambda: segments.kept,
         )
+        segments.stored.alone = ranks.alone
     host.evictor = segments.make_room
     return segments
 
@@ -107,15 +121,14 @@ def may_be_shared(selector: Selector | None) -> bool:
     return type(selector).keep_share is Selector.keep_share
 
 
-def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
+def _prices(estimates: Estimates, store_s_per_byte: float) -> Prices:
     """Return the costs that follow from the server's measurements."""
-    stored = segments.stored
     iteration, link = estimates.iteration.coefficients, estimates.link
     return Prices(
         link_in_s_per_byte=1 / link.bytes_per_s(PRICED, "in"),
         link_out_s_per_byte=1 / link.bytes_per_s(PRICED, "out"),
         store_latency_s=0.0,
-        store_s_per_byte=inf if stored is None else stored.s_per_byte,
+        store_s_per_byte=store_s_per_byte,
         prefill_s_per_token=iteration.per_token_s,
         # With a causal mask, n tokens form n^2 / 2 query-key products.
         prefill_s_per_square=iteration.per_product_s / 2,

@@ -12,6 +12,7 @@ import torch
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.segment import Form, Part, Tier, Use
 from vericache_sglang.prefix_cache.segment_copies import joined
 from vericache_sglang.prefix_cache.segment_tiers import SegmentTiers
@@ -55,11 +56,14 @@ class CachedSegments:
         free: Frees slots of draft KV in SGLang's allocator.
         prices: Returns the present costs of transfers and prefills.
         reprefill_tail: See the attribute.
+        ranks: Agrees with other ranks; None: there are none.
 
     Attributes:
         active: A radix tree uses this cache, and no inconsistency was found.
         strict: Raise on an inconsistency, for tests, instead of continuing without the
             cache.
+        failed: Called with an inconsistency if there are other ranks: all of them have
+            to forget what is cached.
         kept: Tokens per head in the draft KV of a compressed segment, which is stored
             in two parts; 0: segments are not compressed.
         reprefill_tail: Last tokens of every prompt to recompute although cached.
@@ -73,13 +77,21 @@ class CachedSegments:
         free: Callable[[torch.Tensor], None],
         prices: Callable[[], Prices],
         reprefill_tail: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.copies = copies
+        self._ranks = ranks or Ranks()
         self._index = copies.index
         self._identity = identity
         self._token_bytes = handles.geometry.token_bytes
         self._tiers = SegmentTiers(
-            copies, handles, identity.compressor, free, prices, self.cache_only
+            copies,
+            handles,
+            identity.compressor,
+            free,
+            prices,
+            self.cache_only,
+            self._ranks,
         )
         self._slots = self._tiers.slots
         self.counters = self._tiers.counters
@@ -89,6 +101,7 @@ class CachedSegments:
         self.add_draft = self._index.add_draft
         self.active = False
         self.strict = True
+        self.failed: Callable[[Exception], None] | None = None
         self._abandoned = False
         self.kept = 0
         self.reprefill_tail = reprefill_tail
@@ -100,7 +113,8 @@ class CachedSegments:
         """Contain a failure that affects cached prefixes, but no output token.
 
         The cache is disabled until SGLang's caches are flushed; running requests keep
-        the KV they use.
+        the KV they use. With other ranks, whose cache would match more than this one,
+        the failure is one of all requests.
         """
         try:
             yield
@@ -112,7 +126,10 @@ class CachedSegments:
             self.counters.inconsistencies += 1
             if self.counters.inconsistencies <= MOST_LOGGED:
                 logger.exception("VeriCache: cached prefixes are dropped: %s", error)
-            self.abandon()
+            if self.failed is None or self._ranks.alone:
+                self.abandon()
+            else:
+                self.failed(error)
 
     @property
     def abandoned(self) -> bool:
@@ -207,7 +224,7 @@ class CachedSegments:
 
     def _end(self, rid: str, use: Use) -> None:
         """End what a request reads; drop KV that the index does not list any more."""
-        for name in sorted(self._index.let_go(rid, use)):
+        for name in self._index.let_go(rid, use):
             segment = self._index.find(name)
             if segment.is_used(Use.RESIDUAL):
                 continue
@@ -218,9 +235,11 @@ class CachedSegments:
                 self.forget(name)
 
     def forget_users(self) -> None:
-        """Reset all uses, for when no request is running."""
+        """Reset all uses, for when no request is running after an error."""
         for user in self._index.users():
             self._index.let_go(user)
+        if self.stored is not None and not self._ranks.alone:
+            self.stored.forget_ranks()
 
     def distrust(self, names: Sequence[str]) -> None:
         """Exclude segments from further use, because one of them is corrupt."""
@@ -304,7 +323,7 @@ class CachedSegments:
         if not self.kept:
             for at, name in enumerate(names):
                 self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
-        now = time.monotonic()
+        now = self._ranks.now()
         for at, name in enumerate(names):
             known = self._index.get(name)
             if known is None or known.content.away:
@@ -423,9 +442,7 @@ class CachedSegments:
         if self.residual(name) is not None:  # in use, without draft KV
             return False
         parts, kept = found.parts, found.manifest.kept
-        ours = self.stored is not None and self.stored.usable(found)
-        # With another page size, the number of kept tokens may differ.
-        if ours and kept == self.kept:
+        if self.stored is not None and self.stored.usable(found):
             attempt = partial(
                 self.copies.take_split, name, parts["draft"], parts["residual"]
             )
@@ -458,7 +475,7 @@ class CachedSegments:
 
     def restore(
         self, names: Sequence[str], start: int, slots: torch.Tensor
-    ) -> str | None:
+    ) -> list[str]:
         """Restore full KV of a prefix into slots of the device.
 
         Args:
@@ -468,26 +485,34 @@ class CachedSegments:
                 a segment.
 
         Returns:
-            None, or the name of a segment with a corrupt copy: the contents of
-            ``slots`` are invalid then, and the segment is not restored again.
+            Names of segments with a corrupt copy on any rank, to be forgotten outside
+            ``kept_back``. If there are any, the contents of ``slots`` are invalid.
         """
         began = time.perf_counter()
-        at, stop = start, start + len(slots)
-        while at < stop:
-            end = min(stop, (at // SEGMENT + 1) * SEGMENT)
-            name, own = names[at // SEGMENT], slots[at - start : end - start]
-            try:
-                self.copies.restore(name, at % SEGMENT, own)
-            except TransferError as error:
-                logger.error("VeriCache: a cached prefix is computed again: %s", error)
-                self.counters.checksum_failures += 1
-                self.distrust([name])
-                return name
-            at = end
+        first, stop = start // SEGMENT, start + len(slots)
+        at, corrupt = start, -1
+        try:
+            while at < stop:
+                end = min(stop, (at // SEGMENT + 1) * SEGMENT)
+                own = slots[at - start : end - start]
+                self.copies.restore(names[at // SEGMENT], at % SEGMENT, own)
+                at = end
+        except TransferError as error:
+            logger.error("VeriCache: a cached prefix is computed again: %s", error)
+            corrupt = at // SEGMENT - first
+        except Exception:
+            self._ranks.fail()
+            raise
+        found = sorted({each for each in self._ranks.every(corrupt) if each >= 0})
+        if found:
+            self.counters.checksum_failures += 1
+            damaged = [names[first + each] for each in found]
+            self.distrust(damaged)
+            return damaged
         self.counters.note_restored(
             len(slots), len(slots) * self._token_bytes, time.perf_counter() - began
         )
-        return None
+        return []
 
     # -- compressed segments -----------------------------------------------------
 
@@ -511,10 +536,7 @@ class CachedSegments:
             self._tiers.know(name, parent, content)
             self._index.update(name, content)
             if self.stored is not None and self.stored.wants(name, split=True):
-                parts = self.copies.read_parts(name)
-                if parts is not None:
-                    draft, residual = parts
-                    self.stored.write(name, {"draft": draft, "residual": residual})
+                self.stored.write_split(name, self.copies.read_parts(name))
             self.copies.drop_copies(name)
 
     def close(self) -> None:
