@@ -101,7 +101,8 @@ def test_what_is_in_the_store_leaves_before_what_is_nowhere_else():
 
 def test_a_store_slower_than_a_prefill_is_nothing_to_remember():
     world, store = with_segments()
-    world.segments._tiers._prices = lambda: replace(PRICES, store_s_per_byte=1.0)
+    ranks = world.segments._ranks
+    ranks.prices = lambda stored: replace(PRICES, store_s_per_byte=1.0)
     left_device(world, store, ["a"])
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 0)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.ranks import Ranks
-from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_tiers import Identity
 from vericache_sglang.prefix_cache.store.opening import (
@@ -27,21 +25,16 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.scheduling.estimates import Estimates
-
-PRICED = 4 << 20
-"""Bytes of a copy at whose rate moves are priced: a segment of a large model."""
+    from vericache_sglang.prefix_cache.ranks import Ranks
 
 
 def open_segments(
     config: VeriCacheConfig,
     compressor: Compressor,
     handles: KVHandles,
-    estimates: Estimates,
+    ranks: Ranks,
     free: Callable[[torch.Tensor], None],
     server_args: Any = None,
-    ranks: Ranks | None = None,
-    rank: int = 0,
 ) -> CachedSegments:
     """Return an empty segment cache.
 
@@ -49,12 +42,10 @@ def open_segments(
         config: Frozen settings.
         compressor: Bound to the model.
         handles: Pool, block table, host memory.
-        estimates: Measured rates, which price moves and prefills.
+        ranks: Agrees with other ranks, and prices moves and prefills.
         free: Frees slots in SGLang's allocator.
         server_args: SGLang's, for the model's identity and the store; None: segments
             are not shared with other servers.
-        ranks: Agrees with other ranks; None: there are none.
-        rank: Tensor-parallel rank.
 
     Raises:
         ConfigError: The store does not open.
@@ -68,15 +59,10 @@ def open_segments(
     )
     selector = compressor.selector
     tail = 0 if selector is None else selector.needs.q_tail
-    ranks = ranks or Ranks()
-
-    def prices() -> Prices:
-        return _prices(estimates, ranks.s_per_byte(segments.stored))
-
-    segments = CachedSegments(copies, handles, identity, free, prices, tail, ranks)
+    segments = CachedSegments(copies, handles, identity, free, ranks, tail)
     if backend:
         # A segment has one name on all ranks, in the store one key for each.
-        own = replace(identity.model, tp_rank=rank)
+        own = replace(identity.model, tp_rank=ranks.rank)
         segments.stored = StoredSegments(
             open_store(server_args, config, own),
             identity.compressor,
@@ -119,17 +105,3 @@ def may_be_shared(selector: Selector | None) -> bool:
     if selector is None or selector.needs.q_tail:
         return False
     return type(selector).keep_share is Selector.keep_share
-
-
-def _prices(estimates: Estimates, store_s_per_byte: float) -> Prices:
-    """Return the costs that follow from the server's measurements."""
-    iteration, link = estimates.iteration.coefficients, estimates.link
-    return Prices(
-        link_in_s_per_byte=1 / link.bytes_per_s(PRICED, "in"),
-        link_out_s_per_byte=1 / link.bytes_per_s(PRICED, "out"),
-        store_latency_s=0.0,
-        store_s_per_byte=store_s_per_byte,
-        prefill_s_per_token=iteration.per_token_s,
-        # With a causal mask, n tokens form n^2 / 2 query-key products.
-        prefill_s_per_square=iteration.per_product_s / 2,
-    )

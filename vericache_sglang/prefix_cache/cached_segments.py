@@ -12,7 +12,6 @@ import torch
 
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.segment_length import SEGMENT
-from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.segment import Form, Part, Tier, Use
 from vericache_sglang.prefix_cache.segment_copies import joined
 from vericache_sglang.prefix_cache.segment_tiers import SegmentTiers
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.residual import RawResidual
-    from vericache_sglang.prefix_cache.restore_costs import Prices
+    from vericache_sglang.prefix_cache.ranks import Ranks
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.segment_images import DraftPart
@@ -54,9 +53,8 @@ class CachedSegments:
         handles: Pool and geometry.
         identity: Model and compressor of this server's segments.
         free: Frees slots of draft KV in SGLang's allocator.
-        prices: Returns the present costs of transfers and prefills.
+        ranks: Agrees with other ranks.
         reprefill_tail: See the attribute.
-        ranks: Agrees with other ranks; None: there are none.
 
     Attributes:
         active: A radix tree uses this cache, and no inconsistency was found.
@@ -75,12 +73,11 @@ class CachedSegments:
         handles: KVHandles,
         identity: Identity,
         free: Callable[[torch.Tensor], None],
-        prices: Callable[[], Prices],
+        ranks: Ranks,
         reprefill_tail: int = 0,
-        ranks: Ranks | None = None,
     ) -> None:
         self.copies = copies
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks
         self._index = copies.index
         self._identity = identity
         self._token_bytes = handles.geometry.token_bytes
@@ -89,9 +86,8 @@ class CachedSegments:
             handles,
             identity.compressor,
             free,
-            prices,
+            ranks,
             self.cache_only,
-            self._ranks,
         )
         self._slots = self._tiers.slots
         self.counters = self._tiers.counters

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.ranks import Ranks
-    from vericache_sglang.prefix_cache.restore_costs import Prices
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
     from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
@@ -49,10 +48,9 @@ class SegmentTiers:
         handles: Pool and geometry.
         compressor: Identity of the compressor of this server's segments.
         free: Frees slots of draft KV in SGLang's allocator.
-        prices: Returns the present costs of transfers and prefills.
+        ranks: Agrees with other ranks, and prices moves and prefills.
         contain: Context in which host memory is evicted, see
             ``CachedSegments.cache_only``.
-        ranks: Agrees with other ranks.
 
     Attributes:
         slots: Segments in the radix tree.
@@ -68,9 +66,8 @@ class SegmentTiers:
         handles: KVHandles,
         compressor: str,
         free: Callable[[torch.Tensor], None],
-        prices: Callable[[], Prices],
-        contain: Callable[[], AbstractContextManager[None]],
         ranks: Ranks,
+        contain: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.stored: StoredSegments | None = None
         self.slots = SegmentSlots(len(handles.pool.k_buffer[0]), handles.device)
@@ -78,8 +75,8 @@ class SegmentTiers:
         self._copies, self._index = copies, copies.index
         self._token_bytes = handles.geometry.token_bytes
         self._compressor = compressor
-        self._free, self._prices, self._contain = free, prices, contain
-        self._ranks, self._host = ranks, handles.host
+        self._free, self._ranks, self._contain = free, ranks, contain
+        self._host = handles.host
         every = SEGMENT * self._token_bytes
         self.on_device = Content(tokens=SEGMENT, residual=Held(every, Tier.DEVICE))
         self.on_host = Content(tokens=SEGMENT, residual=Held(every, Tier.HOST))
@@ -142,7 +139,7 @@ class SegmentTiers:
             before = self._host.free_bytes
             self._ranks.agree_on_room()
             nbytes -= self._host.free_bytes - before
-            now, prices = self._ranks.now(), self._prices()
+            now, prices = self._ranks.now(), self._ranks.prices(self.stored)
             moves = victims(self._index, Tier.HOST, nbytes, now, prices)
             for name, target in {m.name: m.target for m in moves}.items():
                 self.counters.evicted_host_tokens += SEGMENT
@@ -207,7 +204,7 @@ class SegmentTiers:
 
     def _idle_drafts(self) -> Iterator[str]:
         """Yield segments with draft KV, those that ``ranked`` does not list first."""
-        now, prices = self._ranks.now(), self._prices()
+        now, prices = self._ranks.now(), self._ranks.prices(self.stored)
         for name in self._index.drafts():
             segment = self._index.get(name)
             draft = segment.content.draft if segment and not segment.users else None

@@ -132,11 +132,9 @@ class KVPlacement:
             config,
             compressor,
             self.handles,
-            tp_sync.estimates,
+            self.ranks,
             allocator.free,
             server_args,
-            self.ranks,
-            tp_sync.rank,
         )
         self.watch = self.segments.copies.scores = PrefillObserver(
             selector, self.handles

@@ -30,22 +30,20 @@ class TensorParallelCache(Ranks):
     Args:
         tp_sync: Tensor-parallel sync.
         page_pool: This rank's host memory.
-
-    Attributes:
-        alone: There is one rank.
     """
 
     def __init__(self, tp_sync: TensorParallelSync, page_pool: HostPagePool) -> None:
+        super().__init__(tp_sync.estimates)
         self._tp_sync = tp_sync
         self._page_pool = page_pool
         self._now_s, self._pace = 0.0, inf
-        self.alone = tp_sync.alone
+        self.rank, self.alone = tp_sync.rank, tp_sync.alone
 
     def tell(self, stored: StoredSegments | None) -> list[float]:
         """Return what this rank knows, for the message that begins an iteration."""
         if self.alone:
             return []
-        mine = [super().now(), super().s_per_byte(stored), self._room]
+        mine = [super().now(), super().store_s_per_byte(stored), self._room]
         return [*mine, *(() if stored is None else stored.tell())]
 
     def hear(
@@ -71,9 +69,9 @@ class TensorParallelCache(Ranks):
         """See ``Ranks.now``; rank 0's time at the begin of the iteration."""
         return super().now() if self.alone else self._now_s
 
-    def s_per_byte(self, stored: StoredSegments | None) -> float:
-        """See ``Ranks.s_per_byte``; measured by rank 0."""
-        return super().s_per_byte(stored) if self.alone else self._pace
+    def store_s_per_byte(self, stored: StoredSegments | None) -> float:
+        """See ``Ranks.store_s_per_byte``; measured by rank 0."""
+        return super().store_s_per_byte(stored) if self.alone else self._pace
 
     def agree_on_room(self) -> None:
         """See ``Ranks.agree_on_room``; blocks on all ranks."""

@@ -74,11 +74,11 @@ class Read(NamedTuple):
     """What has been read of the segments of a fetch.
 
     Attributes:
-        count: Leading segments; -1 while more may arrive before the deadline.
+        segments: Leading segments; -1 while more may arrive before the deadline.
         usable: Bit i: segment i is usable in two parts, see ``usable``.
     """
 
-    count: int
+    segments: int
     usable: int
 
 
@@ -122,11 +122,11 @@ class StoredSegments:
             parts found; returns False without free host pages.
         better: Compressors whose stored draft KV is preferred to this server's.
         segment: Tokens of a segment.
-        kept: Returns the tokens a head keeps in draft KV that this server can use; None:
-            any number.
+        kept: Returns the tokens a head keeps in draft KV that is usable; None: any
+            number.
 
     Attributes:
-        alone: A single rank uses the store: what it has read and written counts at once.
+        alone: There is one rank: what it has read and written counts at once.
     """
 
     def __init__(
@@ -333,8 +333,8 @@ class StoredSegments:
             return 0
         if self.alone:
             read = self._read_of(fetch)
-            fetch.agreed = read if read.count >= 0 else None
-        return None if fetch.agreed is None else fetch.agreed.count
+            fetch.agreed = read if read.segments >= 0 else None
+        return None if fetch.agreed is None else fetch.agreed.segments
 
     def take(self, rid: str, count: int) -> bool:
         """Copy found segments to the host tier; invalid content does not raise.
