@@ -284,7 +284,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if error is not None:
             self._take_back(scheduler, error)
         doubts = self._recovery.doubtful or self.placement.segments.abandoned
-        if doubts and scheduler.is_fully_idle():
+        if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
 
@@ -326,6 +326,9 @@ class VeriCacheWorker(BaseSpecWorker):
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
         scheduler.token_to_kv_pool_allocator.clear()
+        if not self._tp_sync.alone:
+            # It may have been the cache of one rank, and fail for these requests again.
+            self.placement.segments.abandon()
         for req in back:
             if req.to_finish is None:
                 scheduler._add_request_to_queue(req, is_retracted=True)

@@ -83,7 +83,7 @@ class Read(NamedTuple):
 
 
 @dataclass(slots=True)
-class Write:
+class PendingWrite:
     """A write of a segment.
 
     Attributes:
@@ -151,7 +151,9 @@ class StoredSegments:
         self._fetches: dict[str, Fetch] = {}
         # Name -> whether it is stored in two parts.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
-        self._writing: list[Write] = []  # in order, which is also that of their ends
+        self._writing: list[
+            PendingWrite
+        ] = []  # in order, which is also that of their ends
         self._changes: deque[tuple[str, bool]] = deque(maxlen=MOST_KNOWN)
 
     # -- what ranks agree on ----------------------------------------------------
@@ -261,7 +263,7 @@ class StoredSegments:
         split = "whole" not in parts
         compressor = self._compressor if split else ""
         future = self._store.put_later(name, parts, compressor)
-        self._writing.append(Write(name, split, future))
+        self._writing.append(PendingWrite(name, split, future))
 
     def write_split(self, name: str, parts: tuple[Tensors, Tensors] | None) -> None:
         """Queue a write of a segment in two parts.
@@ -272,7 +274,7 @@ class StoredSegments:
                 if this rank cannot read them now, so that no rank stores it.
         """
         if parts is None:
-            self._writing.append(Write(name, True, None))
+            self._writing.append(PendingWrite(name, True, None))
         else:
             self.write(name, dict(zip(PARTS, parts, strict=True)))
 
