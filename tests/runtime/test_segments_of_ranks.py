@@ -89,14 +89,10 @@ class RankWorld(SegmentWorld):
             self.store.lose(own.choice(self.store.names))
         if own.random() < 0.3:
             self.let_go()
-        images = [
-            image
-            for segment in self.index.segments()
-            for form, image in segment.images.items()
-            if form is not Form.SCORES
-        ]
-        if images and own.random() < 0.2:
-            own.choice(images).tensors["keys"].raw(0)[0][0] ^= 1
+        segments = self.index.segments()
+        images = [image for each in segments for image in each.images.values()]
+        if images and own.random() < 0.3:
+            next(iter(own.choice(images).tensors.values())).raw(0)[0][0] ^= 1
         if images and own.random() < 0.3:  # a copy uses its pages for longer
             pages = own.choice(images).pages
             pages.hold()

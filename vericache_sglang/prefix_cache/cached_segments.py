@@ -380,7 +380,9 @@ class CachedSegments:
         """
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
-            if name in self._slots or self._index.find(name).restorable:
+            segment = self._index.find(name)
+            # What is found corrupt on one rank may be restorable on others.
+            if name in self._slots or segment.restorable or segment.distrusted:
                 continue
             if parent is not None and parent not in self._index:
                 return
@@ -433,7 +435,7 @@ class CachedSegments:
         """
         if parent is not None and parent not in self._index:
             return False
-        if name in self._slots or self._index.find(name).restorable:
+        if name in self._slots or self._trusted(name):
             return True
         if self.residual(name) is not None:  # in use, without draft KV
             return False

@@ -42,7 +42,7 @@ MOST_AT_ONCE = 48
 that ranks tell at once: their bits are exact in a float64."""
 PARTS: tuple[Part, Part] = ("draft", "residual")
 """The two parts of a stored segment."""
-MOST_TOLD = 28
+MOST_TOLD = 14
 """Most fetches that ranks tell at once, the oldest ones."""
 
 
@@ -76,10 +76,14 @@ class Read(NamedTuple):
     Attributes:
         segments: Leading segments; -1 while more may arrive before the deadline.
         usable: Bit i: segment i is usable in two parts, see ``usable``.
+        whole: Bit i: segment i is stored as full KV.
+        scored: Bit i: segment i has the scores of its tokens.
     """
 
     segments: int
-    usable: int
+    usable: int = 0
+    whole: int = 0
+    scored: int = 0
 
 
 @dataclass(slots=True)
@@ -180,9 +184,10 @@ class StoredSegments:
         if set(counts) != {len(fetches)}:
             raise InvariantError(f"ranks fetch {counts}, this one {len(fetches)}")
         self._end_writes(min(ended), reduce(and_, made))
-        for fetch, read, usable in zip(fetches, reads[::2], reads[1::2], strict=True):
+        for i, fetch in enumerate(fetches):
+            read, *bits = reads[4 * i : 4 * i + 4]
             if min(read) >= 0:
-                fetch.agreed = Read(min(read), reduce(and_, usable))
+                fetch.agreed = Read(min(read), *(reduce(and_, each) for each in bits))
 
     def forget_ranks(self) -> None:
         """Forget what ranks may not have agreed on, after an error of one of them."""
@@ -205,14 +210,16 @@ class StoredSegments:
         """Return what this rank has read for a fetch, which ends at its deadline."""
         reading = fetch.reading
         if reading is None:
-            return Read(0, 0)
+            return Read(0)
         if not reading.done:
             if time.monotonic() < fetch.deadline:
-                return Read(-1, 0)
+                return Read(-1)
             reading.cancelled = True
         found = list(reading.found)
         usable = sum(self.usable(each) << i for i, each in enumerate(found))
-        return Read(len(found), usable)
+        whole = sum(("whole" in each.parts) << i for i, each in enumerate(found))
+        scored = sum(_scored(each) << i for i, each in enumerate(found))
+        return Read(len(found), usable, whole, scored)
 
     # -- contents of the store ------------------------------------------------
 
@@ -353,13 +360,15 @@ class StoredSegments:
             return True
         reading, fetch.reading = fetch.reading, None
         reading.cancelled = True
-        usable = 0 if fetch.agreed is None else fetch.agreed.usable
-        fetch.agreed = None
+        agreed, fetch.agreed = fetch.agreed or Read(0), None
         for i, name in enumerate(reading.names[:count]):
             found = reading.found[i]
-            if not usable >> i & 1:
-                # In full on all ranks, if one of them cannot use its two parts.
-                found = replace(found, manifest=replace(found.manifest, compressor=""))
+            # In a form, and of a size, that all ranks can copy alike.
+            if not agreed.usable >> i & 1:
+                made = replace(found.manifest, compressor="")
+                found = replace(found, manifest=made)
+            if not (agreed.scored & (agreed.usable | agreed.whole)) >> i & 1:
+                found = replace(found, parts=_unscored(found.parts))
             if not self._take_in(name, fetch.parent, found):
                 return True
             fetch.tokens += self._segment
@@ -418,3 +427,16 @@ class StoredSegments:
             return False
         self._note(name, self.usable(found))
         return kept
+
+
+def _scored(found: Found) -> bool:
+    """Return whether a segment has the scores of its tokens."""
+    return any("noted" in tensors for tensors in found.parts.values())
+
+
+def _unscored(parts: Mapping[Part, Tensors]) -> dict[Part, Tensors]:
+    """Return the parts of a segment without scores."""
+    return {
+        part: {field: each for field, each in tensors.items() if field != "noted"}
+        for part, tensors in parts.items()
+    }
