@@ -40,6 +40,8 @@ MOST_KNOWN = 65_536
 MOST_AT_ONCE = 48
 """Most segments of a fetch that are read before some are copied, and most ended writes
 that ranks tell at once: their bits are exact in a float64."""
+MOST_WRITING = 128
+"""Most writes, dropped ones included, on whose outcome the ranks have not agreed."""
 PARTS: tuple[Part, Part] = ("draft", "residual")
 """The two parts of a stored segment."""
 MOST_TOLD = 14
@@ -267,6 +269,9 @@ class StoredSegments:
         """Queue a write of a segment; ``parts`` must not change afterwards."""
         self._poll()
         self._disown(name)
+        if len(self._writing) >= MOST_WRITING:
+            self._store.counters.add(dropped_writes=1)
+            return
         split = "whole" not in parts
         compressor = self._compressor if split else ""
         future = self._store.put_later(name, parts, compressor)
@@ -280,9 +285,9 @@ class StoredSegments:
             parts: Its draft KV and residual KV, which must not change afterwards; None
                 if this rank cannot read them now, so that no rank stores it.
         """
-        if parts is None:
+        if parts is None and len(self._writing) < MOST_WRITING:
             self._writing.append(PendingWrite(name, True, None))
-        else:
+        elif parts is not None:
             self.write(name, dict(zip(PARTS, parts, strict=True)))
 
     def _poll(self) -> None:
