@@ -142,11 +142,16 @@ def test_a_flush_forgets_every_tier(roomy, documents):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "store"),
-    [("keynorm", True), pytest.param("snapkv", False, marks=pytest.mark.extended)],
+    ("compressor", "store", "ranks"),
+    [
+        ("keynorm", True, 1),
+        pytest.param("snapkv", False, 1, marks=pytest.mark.extended),
+        pytest.param("keynorm", True, 2, marks=pytest.mark.extended),
+        pytest.param("snapkv", False, 2, marks=pytest.mark.extended),
+    ],
 )
 def test_prefixes_come_back_from_a_host_that_is_too_small(
-    tmp_path, plain, documents, compressor, store
+    tmp_path, plain, documents, compressor, store, ranks
 ):
     """The pool holds one document, the host two: all four are asked by turns.
 
@@ -159,7 +164,7 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         tmp_path,
         *FLAGS,
         *("--vericache-compressor", compressor, "--max-total-tokens", "4000"),
-        *("--vericache-host-gb", "0.02"),
+        *("--vericache-host-gb", str(0.02 / ranks), "--tp-size", str(ranks)),
         *(flags if store else ()),
     )
     wanted = ids(plain.generate(documents, **LONG))
@@ -235,8 +240,38 @@ def flip_a_bit_of_every_file(folder):
             file.write_bytes(data)
 
 
+def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
+    tmp_path, plain, documents
+):
+    """The pool holds one of two documents; the other is on the host of both ranks."""
+    asked = [documents[0], documents[2]]
+    wanted = ids(plain.generate(asked, **LONG))
+    store = json.dumps({"directory": str(tmp_path / "store")})
+    flags = ("--tp-size", "2", "--max-total-tokens", "4000")
+    flags += ("--hicache-storage-backend", "file")
+    flags += ("--hicache-storage-backend-extra-config", store)
+    for order in ([0, 1, 0], [1]):
+        server = LiveServer(tmp_path, *FLAGS, *flags)
+        try:
+            server.wait()
+            answers = [server.generate(asked[i], **LONG) for i in order]
+            counters = expect_nothing_held(server)
+            os.killpg(server.process.pid, signal.SIGTERM)
+            server.process.wait(60)
+        finally:
+            server.close()
+        assert ids(answers) == [wanted[i] for i in order]
+        assert cached(answers[-1]) >= 3 * SEGMENT
+        came = "store" if order == [1] else "host"
+        assert counters[f"cache_match_{came}_tokens"] >= 3 * SEGMENT
+        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+
+
 @pytest.mark.extended
-def test_a_server_that_starts_again_answers_from_the_store(tmp_path, plain, documents):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_that_starts_again_answers_from_the_store(
+    tmp_path, plain, documents, ranks
+):
     """Killed or drained, and whatever became of the files: the same tokens."""
     asked = documents[:3]
     wanted = ids(plain.generate(asked, **LONG))
@@ -244,6 +279,7 @@ def test_a_server_that_starts_again_answers_from_the_store(tmp_path, plain, docu
     store = {"directory": str(folder)}
     flags = ("--hicache-storage-backend", "file", "--max-total-tokens", "20000")
     extra = ("--hicache-storage-backend-extra-config", json.dumps(store))
+    extra += ("--tp-size", str(ranks))
 
     def answers_of_a_new_server(end):
         server = LiveServer(tmp_path, *FLAGS, *flags, *extra)

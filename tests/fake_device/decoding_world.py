@@ -245,6 +245,7 @@ class Server:
             _in_flight=self.in_flight,
             _config=self.engine.config,
             _recovery=self.loop.recovery,
+            _tp_sync=self.loop.tp_sync,
             _arrive=lambda req, length: state,
         )
         prompt = SimpleNamespace(

@@ -92,11 +92,12 @@ class SegmentMachine(RuleBasedStateMachine):
             noted = torch.stack(self.world.scores.noted(own))
             unknown = bool(noted.isnan().all())
             assert bad or unknown or torch.equal(noted, self.world.truth_scores(name))
-        if bad is not None:
-            assert bad in self.damaged, "an intact segment is not restored"
+        if bad:
+            assert set(bad) <= self.damaged, "an intact segment is not restored"
             self.world.give(fresh)
-            self.segments.forget(bad)
-            assert self.segments.reach([bad], 0) == 0
+            for name in bad:
+                self.segments.forget(name)
+            assert self.segments.reach(bad, 0) == 0
             return
         self.enter(names[: stop // SHORT], fresh)
 

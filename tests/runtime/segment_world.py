@@ -11,6 +11,7 @@ from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.host_store import HostStore
 from vericache_sglang.kv.thread_transfers import ThreadTransfers
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_images import DraftPart
@@ -88,6 +89,16 @@ def shorten_segments(monkeypatch, more=()):
         monkeypatch.setattr(f"vericache_sglang.prefix_cache.{module}.SEGMENT", SHORT)
 
 
+class Alone(Ranks):
+    """A single rank, with fixed prices."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def prices(self, stored):
+        return PRICES
+
+
 class SegmentWorld:
     """What ``CachedSegments`` works on, and KV of every name; all in the open.
 
@@ -98,11 +109,12 @@ class SegmentWorld:
         slots: Of the pool.
         host: Bytes of host memory, in pages of 64.
         dtype: Of the KV.
+        ranks: Of several ranks; None: there is one.
     """
 
     nans = True
 
-    def __init__(self, slots=96, host=1 << 20, dtype=torch.float32):
+    def __init__(self, slots=96, host=1 << 20, dtype=torch.float32, ranks=None):
         shape = (slots, HEADS, DIM)
         self.bits = BITS[dtype.itemsize]
         self.buffers = [torch.zeros(2, *shape, dtype=dtype) for _ in range(LAYERS)]
@@ -127,7 +139,7 @@ class SegmentWorld:
         self.scores = self.copies.scores = Scores(slots)
         self.free = set(range(slots))
         self.segments = CachedSegments(
-            self.copies, self.handles, IDENTITY, self.give, lambda: PRICES
+            self.copies, self.handles, IDENTITY, self.give, ranks or Alone()
         )
         self._random = torch.Generator().manual_seed(1)
         self._truths = {}
@@ -248,11 +260,16 @@ class SegmentWorld:
         return {form.name for form in self.index.find(name).images}
 
 
-def attach_store(segments, storage=None, better=()):
+def attach_store(segments, storage=None, better=(), fingerprint=IDENTITY.model):
     """Give cached segments a store, which ends reads and writes when it is told to."""
-    store = HeldStore(IDENTITY.model, storage)
+    store = HeldStore(fingerprint, storage)
     segments.stored = StoredSegments(
-        store, IDENTITY.compressor, segments.take_in, better, SHORT
+        store,
+        IDENTITY.compressor,
+        segments.take_in,
+        better,
+        SHORT,
+        kept=lambda: segments.kept,
     )
     return store
 

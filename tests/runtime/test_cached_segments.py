@@ -55,7 +55,7 @@ def test_a_text_comes_back_from_the_middle_of_a_segment():
     world.segments.leaving(slots := registered(world, names))
     world.give(slots)
     target = world.take(2 * SHORT - 5)
-    assert world.segments.restore(names, 5, target) is None
+    assert world.segments.restore(names, 5, target) == []
     whole = torch.cat([world.truth(name) for name in names], dim=2)
     assert torch.equal(world.at(target), whole[:, :, 5:])
     assert world.segments.counters.match_host_tokens == 2 * SHORT - 5
@@ -66,7 +66,7 @@ def test_a_damaged_segment_is_named_and_not_trusted():
     names = ["a", "ab", "abc"]
     world.segments.leaving(registered(world, names))
     world.damage("ab")
-    assert world.segments.restore(names, 0, torch.arange(24)) == "ab"
+    assert world.segments.restore(names, 0, torch.arange(24)) == ["ab"]
     assert world.segments.reach(names, 0) == SHORT
     assert world.segments.counters.checksum_failures == 1
     world.segments.forget("ab")

@@ -330,7 +330,7 @@ def test_what_a_request_decoded_is_found_by_the_next_turn():
         names = engine.names(said[: state.verified])
         assert engine.segments.reach(names, 0) == len(names) * SHORT == 48
         target = torch.arange(48) + engine.pool.staging_start
-        assert engine.segments.restore(names[:6], 0, target[:48]) is None
+        assert engine.segments.restore(names[:6], 0, target[:48]) == []
         assert torch.equal(engine.kv.at(target), kv[:, :, :48])
 
 

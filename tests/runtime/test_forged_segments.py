@@ -67,7 +67,7 @@ def use(world, store):
         return None
     assert store.counters.damaged == 0
     target = world.take(SHORT)
-    assert world.segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) == []
     return world.at(target)
 
 

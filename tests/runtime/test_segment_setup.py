@@ -8,7 +8,8 @@ pytest.importorskip("sglang")
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.config.schema import VeriCacheConfig
-from vericache_sglang.prefix_cache.assembly import _better, _prices
+from vericache_sglang.prefix_cache.assembly import _better
+from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.store.opening import identity_of
 from vericache_sglang.scheduling.estimates import Estimates
 
@@ -27,8 +28,6 @@ def test_only_a_cheap_method_takes_what_was_chosen_offline_first(line, offline):
 
 def test_the_store_is_priced_as_it_was_measured():
     estimates = Estimates()
-    assert _prices(estimates, SimpleNamespace(stored=None)).store_s_per_byte == float(
-        "inf"
-    )
+    assert Ranks(estimates).prices(None).store_s_per_byte == float("inf")
     stored = SimpleNamespace(s_per_byte=0.25)
-    assert _prices(estimates, SimpleNamespace(stored=stored)).store_s_per_byte == 0.25
+    assert Ranks(estimates).prices(stored).store_s_per_byte == 0.25

@@ -30,7 +30,7 @@ def short_segments(monkeypatch):
 def restored_scores(world, name):
     """Bring a segment back; return what its tokens scored now."""
     target = world.take(SHORT)
-    assert world.segments.restore([name], 0, target) is None
+    assert world.segments.restore([name], 0, target) == []
     assert torch.equal(world.at(target), world.truth(name))
     return torch.stack(world.scores.noted(target))
 
@@ -101,7 +101,8 @@ def test_what_is_in_the_store_leaves_before_what_is_nowhere_else():
 
 def test_a_store_slower_than_a_prefill_is_nothing_to_remember():
     world, store = with_segments()
-    world.segments._tiers._prices = lambda: replace(PRICES, store_s_per_byte=1.0)
+    ranks = world.segments._ranks
+    ranks.prices = lambda stored: replace(PRICES, store_s_per_byte=1.0)
     left_device(world, store, ["a"])
     world.segments.make_room(10**9)
     assert tokens_by_tier(world) == (0, 0)
@@ -227,7 +228,7 @@ def test_better_parts_are_taken_as_they_are_and_not_written_again():
     assert torch.equal(world.copies.images_of("a", Form.DRAFT)["kept"].read(), first)
     assert not world.segments.stored.wants("a", split=True)
     target = world.take(SHORT)
-    assert world.segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) == []
     assert torch.equal(world.at(target), other.truth("a"))
 
 
@@ -241,5 +242,5 @@ def test_parts_that_do_not_fit_are_joined(why):
     assert world.index.find("a").has(Form.WHOLE)
     assert world.index.residual_bytes == 0
     target = world.take(SHORT)
-    assert world.segments.restore(["a"], 0, target) is None
+    assert world.segments.restore(["a"], 0, target) == []
     assert torch.equal(world.at(target), other.truth("a"))

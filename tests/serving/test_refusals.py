@@ -54,7 +54,6 @@ REFUSED_FLAGS = [
     {"enable_lmcache": True},
     {"hicache_storage_backend": "nixl"},
     {"hicache_storage_backend": "file", "disable_radix_cache": True},
-    {"hicache_storage_backend": "file", "tp_size": 2},
     {"enable_flexkv": True},
     {"enable_unified_cache_external_linker": True},
     {"radix_cache_backend": "other"},

@@ -187,9 +187,8 @@ class HostPagePool:
     """A fixed number of pages of host memory, in one buffer allocated once.
 
     The free pages with the lowest numbers are taken first, as SGLang's allocators do:
-    most images lie in few contiguous runs. No page moves. Deterministic: the same
-    calls give the same pages on every rank. One lock guards every call: any thread may
-    hold and release.
+    most images lie in few contiguous runs. No page moves. One lock guards every call:
+    any thread may hold and release.
 
     Args:
         nbytes: Size in bytes; a partial page at the end stays unused.
@@ -215,6 +214,7 @@ class HostPagePool:
         self.lock = threading.RLock()
         self._is_free = np.ones(count, dtype=bool)
         self._free = count
+        self._limit: int | None = None
         self._lowest = 0
         self._owned: set[HostPages] = set()
 
@@ -225,13 +225,26 @@ class HostPagePool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the free pages."""
-        return self._free * self.page_bytes
+        """Bytes of the free pages that may be taken, see ``limit``."""
+        return self._takeable * self.page_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return self.size - self.free_bytes
+        return self.size - self._free * self.page_bytes
+
+    @property
+    def _takeable(self) -> int:
+        return self._free if self._limit is None else min(self._free, self._limit)
+
+    def limit(self, nbytes: int) -> None:
+        """Let at most ``nbytes`` bytes be taken until the next call.
+
+        Several ranks free pages at different times. If all are limited to what each of
+        them has free, the same calls of ``take`` succeed on all.
+        """
+        with self.lock:
+            self._limit = nbytes // self.page_bytes
 
     @property
     def leaving_bytes(self) -> int:
@@ -251,8 +264,10 @@ class HostPagePool:
         """
         count = self.rounded(nbytes) // self.page_bytes
         with self.lock:
-            if count > self._free:
+            if count > self._takeable:
                 return None
+            if self._limit is not None:
+                self._limit -= count
             # No page below ``_lowest`` is free; the others are searched in windows.
             pages: list[int] = []
             at, window = self._lowest, max(4096, 2 * count)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_tiers import Identity
 from vericache_sglang.prefix_cache.store.opening import (
@@ -26,17 +25,14 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.scheduling.estimates import Estimates
-
-PRICED = 4 << 20
-"""Bytes of a copy at whose rate moves are priced: a segment of a large model."""
+    from vericache_sglang.prefix_cache.ranks import Ranks
 
 
 def open_segments(
     config: VeriCacheConfig,
     compressor: Compressor,
     handles: KVHandles,
-    estimates: Estimates,
+    ranks: Ranks,
     free: Callable[[torch.Tensor], None],
     server_args: Any = None,
 ) -> CachedSegments:
@@ -46,7 +42,7 @@ def open_segments(
         config: Frozen settings.
         compressor: Bound to the model.
         handles: Pool, block table, host memory.
-        estimates: Measured rates, which price moves and prefills.
+        ranks: Agrees with other ranks, and prices moves and prefills.
         free: Frees slots in SGLang's allocator.
         server_args: SGLang's, for the model's identity and the store; None: segments
             are not shared with other servers.
@@ -63,14 +59,18 @@ def open_segments(
     )
     selector = compressor.selector
     tail = 0 if selector is None else selector.needs.q_tail
-    segments = CachedSegments(
-        copies, handles, identity, free, lambda: _prices(estimates, segments), tail
-    )
+    segments = CachedSegments(copies, handles, identity, free, ranks, tail)
     if backend:
-        store = open_store(server_args, config, identity.model)
+        # A segment has one name on all ranks, in the store one key for each.
+        own = replace(identity.model, tp_rank=ranks.rank)
         segments.stored = StoredSegments(
-            store, identity.compressor, segments.take_in, _better(config)
+            open_store(server_args, config, own),
+            identity.compressor,
+            segments.take_in,
+            _better(config),
+            kept=lambda: segments.kept,
         )
+        segments.stored.alone = ranks.alone
     host.evictor = segments.make_room
     return segments
 
@@ -105,18 +105,3 @@ def may_be_shared(selector: Selector | None) -> bool:
     if selector is None or selector.needs.q_tail:
         return False
     return type(selector).keep_share is Selector.keep_share
-
-
-def _prices(estimates: Estimates, segments: CachedSegments) -> Prices:
-    """Return the costs that follow from the server's measurements."""
-    stored = segments.stored
-    iteration, link = estimates.iteration.coefficients, estimates.link
-    return Prices(
-        link_in_s_per_byte=1 / link.bytes_per_s(PRICED, "in"),
-        link_out_s_per_byte=1 / link.bytes_per_s(PRICED, "out"),
-        store_latency_s=0.0,
-        store_s_per_byte=inf if stored is None else stored.s_per_byte,
-        prefill_s_per_token=iteration.per_token_s,
-        # With a causal mask, n tokens form n^2 / 2 query-key products.
-        prefill_s_per_square=iteration.per_product_s / 2,
-    )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.residual import RawResidual
-    from vericache_sglang.prefix_cache.restore_costs import Prices
+    from vericache_sglang.prefix_cache.ranks import Ranks
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.segment_images import DraftPart
@@ -53,13 +53,15 @@ class CachedSegments:
         handles: Pool and geometry.
         identity: Model and compressor of this server's segments.
         free: Frees slots of draft KV in SGLang's allocator.
-        prices: Returns the present costs of transfers and prefills.
+        ranks: Agrees with other ranks.
         reprefill_tail: See the attribute.
 
     Attributes:
         active: A radix tree uses this cache, and no inconsistency was found.
         strict: Raise on an inconsistency, for tests, instead of continuing without the
             cache.
+        failed: Called with an inconsistency if there are other ranks: all of them have
+            to forget what is cached.
         kept: Tokens per head in the draft KV of a compressed segment, which is stored
             in two parts; 0: segments are not compressed.
         reprefill_tail: Last tokens of every prompt to recompute although cached.
@@ -71,15 +73,21 @@ class CachedSegments:
         handles: KVHandles,
         identity: Identity,
         free: Callable[[torch.Tensor], None],
-        prices: Callable[[], Prices],
+        ranks: Ranks,
         reprefill_tail: int = 0,
     ) -> None:
         self.copies = copies
+        self._ranks = ranks
         self._index = copies.index
         self._identity = identity
         self._token_bytes = handles.geometry.token_bytes
         self._tiers = SegmentTiers(
-            copies, handles, identity.compressor, free, prices, self.cache_only
+            copies,
+            handles,
+            identity.compressor,
+            free,
+            ranks,
+            self.cache_only,
         )
         self._slots = self._tiers.slots
         self.counters = self._tiers.counters
@@ -89,6 +97,7 @@ class CachedSegments:
         self.add_draft = self._index.add_draft
         self.active = False
         self.strict = True
+        self.failed: Callable[[Exception], None] | None = None
         self._abandoned = False
         self.kept = 0
         self.reprefill_tail = reprefill_tail
@@ -100,7 +109,8 @@ class CachedSegments:
         """Contain a failure that affects cached prefixes, but no output token.
 
         The cache is disabled until SGLang's caches are flushed; running requests keep
-        the KV they use.
+        the KV they use. With other ranks, whose cache would match more than this one,
+        the failure is one of all requests.
         """
         try:
             yield
@@ -112,7 +122,10 @@ class CachedSegments:
             self.counters.inconsistencies += 1
             if self.counters.inconsistencies <= MOST_LOGGED:
                 logger.exception("VeriCache: cached prefixes are dropped: %s", error)
-            self.abandon()
+            if self.failed is None or self._ranks.alone:
+                self.abandon()
+            else:
+                self.failed(error)
 
     @property
     def abandoned(self) -> bool:
@@ -207,7 +220,7 @@ class CachedSegments:
 
     def _end(self, rid: str, use: Use) -> None:
         """End what a request reads; drop KV that the index does not list any more."""
-        for name in sorted(self._index.let_go(rid, use)):
+        for name in self._index.let_go(rid, use):
             segment = self._index.find(name)
             if segment.is_used(Use.RESIDUAL):
                 continue
@@ -218,9 +231,11 @@ class CachedSegments:
                 self.forget(name)
 
     def forget_users(self) -> None:
-        """Reset all uses, for when no request is running."""
+        """Reset all uses, for when no request is running after an error."""
         for user in self._index.users():
             self._index.let_go(user)
+        if self.stored is not None and not self._ranks.alone:
+            self.stored.forget_ranks()
 
     def distrust(self, names: Sequence[str]) -> None:
         """Exclude segments from further use, because one of them is corrupt."""
@@ -304,7 +319,7 @@ class CachedSegments:
         if not self.kept:
             for at, name in enumerate(names):
                 self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
-        now = time.monotonic()
+        now = self._ranks.now()
         for at, name in enumerate(names):
             known = self._index.get(name)
             if known is None or known.content.away:
@@ -365,7 +380,9 @@ class CachedSegments:
         """
         for at in range(first, len(names)):
             name, parent = names[at], names[at - 1] if at else None
-            if name in self._slots or self._index.find(name).restorable:
+            segment = self._index.find(name)
+            # What is found corrupt on one rank may be restorable on others.
+            if name in self._slots or segment.restorable or segment.distrusted:
                 continue
             if parent is not None and parent not in self._index:
                 return
@@ -418,14 +435,12 @@ class CachedSegments:
         """
         if parent is not None and parent not in self._index:
             return False
-        if name in self._slots or self._index.find(name).restorable:
+        if name in self._slots or self._trusted(name):
             return True
         if self.residual(name) is not None:  # in use, without draft KV
             return False
         parts, kept = found.parts, found.manifest.kept
-        ours = self.stored is not None and self.stored.usable(found)
-        # With another page size, the number of kept tokens may differ.
-        if ours and kept == self.kept:
+        if self.stored is not None and self.stored.usable(found):
             attempt = partial(
                 self.copies.take_split, name, parts["draft"], parts["residual"]
             )
@@ -458,7 +473,7 @@ class CachedSegments:
 
     def restore(
         self, names: Sequence[str], start: int, slots: torch.Tensor
-    ) -> str | None:
+    ) -> list[str]:
         """Restore full KV of a prefix into slots of the device.
 
         Args:
@@ -468,26 +483,34 @@ class CachedSegments:
                 a segment.
 
         Returns:
-            None, or the name of a segment with a corrupt copy: the contents of
-            ``slots`` are invalid then, and the segment is not restored again.
+            Names of segments with a corrupt copy on any rank, to be forgotten outside
+            ``kept_back``. If there are any, the contents of ``slots`` are invalid.
         """
         began = time.perf_counter()
-        at, stop = start, start + len(slots)
-        while at < stop:
-            end = min(stop, (at // SEGMENT + 1) * SEGMENT)
-            name, own = names[at // SEGMENT], slots[at - start : end - start]
-            try:
-                self.copies.restore(name, at % SEGMENT, own)
-            except TransferError as error:
-                logger.error("VeriCache: a cached prefix is computed again: %s", error)
-                self.counters.checksum_failures += 1
-                self.distrust([name])
-                return name
-            at = end
+        first, stop = start // SEGMENT, start + len(slots)
+        at, corrupt = start, -1
+        try:
+            while at < stop:
+                end = min(stop, (at // SEGMENT + 1) * SEGMENT)
+                own = slots[at - start : end - start]
+                self.copies.restore(names[at // SEGMENT], at % SEGMENT, own)
+                at = end
+        except TransferError as error:
+            logger.error("VeriCache: a cached prefix is computed again: %s", error)
+            corrupt = at // SEGMENT - first
+        except Exception:
+            self._ranks.fail()
+            raise
+        found = sorted({each for each in self._ranks.every(corrupt) if each >= 0})
+        if found:
+            self.counters.checksum_failures += 1
+            damaged = [names[first + each] for each in found]
+            self.distrust(damaged)
+            return damaged
         self.counters.note_restored(
             len(slots), len(slots) * self._token_bytes, time.perf_counter() - began
         )
-        return None
+        return []
 
     # -- compressed segments -----------------------------------------------------
 
@@ -511,10 +534,7 @@ class CachedSegments:
             self._tiers.know(name, parent, content)
             self._index.update(name, content)
             if self.stored is not None and self.stored.wants(name, split=True):
-                parts = self.copies.read_parts(name)
-                if parts is not None:
-                    draft, residual = parts
-                    self.stored.write(name, {"draft": draft, "residual": residual})
+                self.stored.write_split(name, self.copies.read_parts(name))
             self.copies.drop_copies(name)
 
     def close(self) -> None:

@@ -241,8 +241,8 @@ class Segment:
         if self.has(Form.WHOLE):
             return True
         draft = self.draft is not None or self.has(Form.DRAFT)
-        # Residual KV is sealed when its copy to the host is complete.
-        return draft and self.residual is not None and self.residual.sealed
+        # Its copy to the host may be running: a restore waits for it.
+        return draft and self.residual is not None
 
     @property
     def residual(self) -> RawResidual | None:

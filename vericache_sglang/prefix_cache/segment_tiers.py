@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.prefix_cache.restore_costs import Prices
+    from vericache_sglang.prefix_cache.ranks import Ranks
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
     from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
@@ -49,7 +48,7 @@ class SegmentTiers:
         handles: Pool and geometry.
         compressor: Identity of the compressor of this server's segments.
         free: Frees slots of draft KV in SGLang's allocator.
-        prices: Returns the present costs of transfers and prefills.
+        ranks: Agrees with other ranks, and prices moves and prefills.
         contain: Context in which host memory is evicted, see
             ``CachedSegments.cache_only``.
 
@@ -67,7 +66,7 @@ class SegmentTiers:
         handles: KVHandles,
         compressor: str,
         free: Callable[[torch.Tensor], None],
-        prices: Callable[[], Prices],
+        ranks: Ranks,
         contain: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.stored: StoredSegments | None = None
@@ -76,7 +75,8 @@ class SegmentTiers:
         self._copies, self._index = copies, copies.index
         self._token_bytes = handles.geometry.token_bytes
         self._compressor = compressor
-        self._free, self._prices, self._contain = free, prices, contain
+        self._free, self._ranks, self._contain = free, ranks, contain
+        self._host = handles.host
         every = SEGMENT * self._token_bytes
         self.on_device = Content(tokens=SEGMENT, residual=Held(every, Tier.DEVICE))
         self.on_host = Content(tokens=SEGMENT, residual=Held(every, Tier.HOST))
@@ -94,7 +94,7 @@ class SegmentTiers:
 
     def know(self, name: str, parent: str | None, content: Content) -> None:
         """Add a segment to the index, or count a use of a known one."""
-        self._index.add(name, parent, content, time.monotonic())
+        self._index.add(name, parent, content, self._ranks.now())
         self.hear_store()
         if self.stored is not None and name in self.stored:
             self._index.note_stored(name, True)
@@ -136,7 +136,10 @@ class SegmentTiers:
         """
         with self._contain():
             self.hear_store()
-            now, prices = time.monotonic(), self._prices()
+            before = self._host.free_bytes
+            self._ranks.agree_on_room()
+            nbytes -= self._host.free_bytes - before
+            now, prices = self._ranks.now(), self._ranks.prices(self.stored)
             moves = victims(self._index, Tier.HOST, nbytes, now, prices)
             for name, target in {m.name: m.target for m in moves}.items():
                 self.counters.evicted_host_tokens += SEGMENT
@@ -150,6 +153,7 @@ class SegmentTiers:
                 nbytes = too_many * known.nbytes // known.tokens
                 for move in victims(self._index, Tier.STORE, nbytes, now, prices):
                     self.forget(move.name)
+            self._ranks.agree_on_room()
 
     def with_room(self, attempt: Callable[[], T], nbytes: int = 0) -> T:
         """Return the result of ``attempt``; if it fails, evict from the host and retry.
@@ -200,7 +204,7 @@ class SegmentTiers:
 
     def _idle_drafts(self) -> Iterator[str]:
         """Yield segments with draft KV, those that ``ranked`` does not list first."""
-        now, prices = time.monotonic(), self._prices()
+        now, prices = self._ranks.now(), self._ranks.prices(self.stored)
         for name in self._index.drafts():
             segment = self._index.get(name)
             draft = segment.content.draft if segment and not segment.users else None

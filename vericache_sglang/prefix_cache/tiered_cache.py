@@ -62,7 +62,7 @@ class TieredCache(UnifiedRadixCache):
         self.segments = segments
         super().__init__(params)
         fits = SEGMENT % self.page_size == 0
-        segments.active = fits and not self.disable and self.tp_world_size == 1
+        segments.active = fits and not self.disable
 
     # -- what SGLang calls ----------------------------------------------------------
 
@@ -110,9 +110,9 @@ class TieredCache(UnifiedRadixCache):
                     nothing = self.tree_core.empty_match_result.device_indices
                     return nothing, req.last_node
                 damaged = self.segments.restore(names, begin, slots)
-            if damaged is not None:
-                self.segments.forget(damaged)
-            whole = damaged is None
+            for name in damaged:
+                self.segments.forget(name)
+            whole = not damaged
         if slots is not None and not whole:
             free(self, slots)
         if slots is None or not whole:

@@ -33,6 +33,7 @@ from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
 from vericache_sglang.prefix_cache.assembly import may_be_shared, open_segments
 from vericache_sglang.prefix_cache.compress import PromptCompressor
+from vericache_sglang.runtime.tp_cache import TensorParallelCache
 from vericache_sglang.runtime.tp_host import TensorParallelHost
 from vericache_sglang.scheduling.plan import (
     Compress,
@@ -126,11 +127,12 @@ class KVPlacement:
             getattr(runner, "forward_stream", None),
         )
         self.handles = KVHandles(self.geometry, pool, self.table, self.host, transfers)
+        self.ranks = TensorParallelCache(tp_sync, self.page_pool)
         self.segments = open_segments(
             config,
             compressor,
             self.handles,
-            tp_sync.estimates,
+            self.ranks,
             allocator.free,
             server_args,
         )
@@ -199,7 +201,8 @@ class KVPlacement:
             except TransferError as error:
                 logger.error("VeriCache: %s: %s", state.rid, error)
                 made, lost = False, isinstance(error, LostKVError)
-            made = self._common.settles(made, lost)
+            shared = isinstance(move, (Compress, Offload)) and self.segments.kept > 0
+            made = self._common.settles(made, lost, shared)
         self.counters.note_move(move, made)
         if made:
             self._book(state)

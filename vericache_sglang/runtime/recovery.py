@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from vericache_sglang.errors import LostRankError, RankError, quoted
+from vericache_sglang.errors import (
+    InvariantError,
+    LostRankError,
+    RankError,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -127,7 +132,14 @@ class Recovery:
 
     def meet(self) -> Exception | None:
         """Return the error after which all ranks must reset all accounting now."""
-        if self._tp_sync.meet(self.pending is not None) and self.pending is None:
+        ranks, stored = self._memory.ranks, self._memory.segments.stored
+        failed = self._tp_sync.meet(self.pending is not None, ranks.tell(stored))
+        try:
+            # After an error the ranks may have started different fetches.
+            ranks.hear(self._tp_sync.told, None if failed else stored)
+        except InvariantError as error:  # on all ranks
+            self.all_lost(error)
+        if failed and self.pending is None:
             self.all_lost(RankError("another rank failed"))
         return self.pending
 
@@ -176,7 +188,8 @@ class Recovery:
         self._memory.counters.iteration_errors += 1
         if self.pending is None:
             self.pending = error
-            self._memory.segments.abandon()
+            if self._tp_sync.alone:
+                self._memory.segments.abandon()
         self._tp_sync.fail()
 
     def _admit(self, error: Exception, costs: str) -> None:

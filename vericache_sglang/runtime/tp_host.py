@@ -74,18 +74,23 @@ class TensorParallelHost:
             raise LostKVError("a rank's host copy is damaged")
         return worst == Obstacle.NONE
 
-    def settles(self, made: bool, lost: bool) -> bool:
+    def settles(self, made: bool, lost: bool, shared: bool = False) -> bool:
         """Return whether a move that every rank tried was made on all ranks.
 
         Args:
             made: This rank made the move; a refused move changed nothing.
             lost: This rank lost part of the request's KV.
+            shared: The move may make segments that other requests match.
 
         Raises:
             LostKVError: A rank lost KV, or only some ranks made the move.
+            InvariantError: Only some ranks made such segments.
         """
         ranks = self._tp_sync.gather([float(made), float(lost)])
-        if any(row[1] for row in ranks) or len({row[0] for row in ranks}) > 1:
+        unequal = len({row[0] for row in ranks}) > 1
+        if shared and unequal:
+            raise InvariantError("a prompt is compressed on some ranks only")
+        if any(row[1] for row in ranks) or unequal:
             raise LostKVError("a copy of its KV could not be made on every rank")
         return made
 

@@ -96,10 +96,12 @@ class TensorParallelSync:
 
     Attributes:
         alone: There is one rank: nothing is sent and it plans by its own measurements.
+        rank: This rank.
         leads: This is rank 0, which reports for all ranks.
         estimates: Planning inputs: rank 0's measurements as of the last ``hear``.
         expected: The other ranks will exchange again in this call of the worker, so
             they must be told of an error at once (``begin``, ``agree``).
+        told: What each rank told when all of them met last.
     """
 
     def __init__(
@@ -111,13 +113,15 @@ class TensorParallelSync:
     ) -> None:
         self.measured = measured
         self.alone = group is None
-        self.leads = group is None or dist.get_rank(group) == 0
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.leads = self.rank == 0
         self.estimates = measured
         self._group = group
         self._ranks = 1 if group is None else dist.get_world_size(group)
         self._strict = strict
         self._drawn = 0
         self.expected = False
+        self.told: list[list[float]] = []
         self._failed = False  # and the other ranks do not know
         self._known = False  # by all ranks: one of them failed
         if self.alone:
@@ -161,7 +165,7 @@ class TensorParallelSync:
 
     # -- errors -------------------------------------------------------------------
 
-    def meet(self, failed: bool) -> bool:
+    def meet(self, failed: bool, told: Sequence[float] = ()) -> bool:
         """Return whether any rank failed since the last call.
 
         Called at the begin of every scheduler iteration, whatever the ranks' states
@@ -169,11 +173,14 @@ class TensorParallelSync:
 
         Args:
             failed: This rank must recover from an error.
+            told: What this rank tells the others, less than ``WIDTH`` values.
         """
         if self.alone:
             return failed
-        rows = self._exchange(failed or self._failed or self._known, [self._drawn])
+        mine = [self._drawn, *told]
+        rows = self._exchange(failed or self._failed or self._known, mine)
         self._drawn = int(max(row[1] for row in rows))
+        self.told = [row[2 : 1 + len(mine)] for row in rows]
         self._known = any(row[0] for row in rows)
         self._failed = self.expected = False
         return self._known

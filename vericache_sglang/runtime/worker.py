@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
@@ -142,6 +143,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self._tp_sync,
             strict=strict,
         )
+        self.placement.segments.failed = self._recovery.all_lost
         probing = Probing(
             compressor.selector,
             self.placement.watch,
@@ -282,7 +284,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if error is not None:
             self._take_back(scheduler, error)
         doubts = self._recovery.doubtful or self.placement.segments.abandoned
-        if doubts and scheduler.is_fully_idle():
+        if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
 
@@ -324,6 +326,9 @@ class VeriCacheWorker(BaseSpecWorker):
         scheduler.tree_cache.reset()
         scheduler.req_to_token_pool.clear()
         scheduler.token_to_kv_pool_allocator.clear()
+        if not self._tp_sync.alone:
+            # It may have been the cache of one rank, and fail for these requests again.
+            self.placement.segments.abandon()
         for req in back:
             if req.to_finish is None:
                 scheduler._add_request_to_queue(req, is_retracted=True)
@@ -383,11 +388,19 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._tree_cache = batch.tree_cache
-        result = self._target_worker.forward_batch_generation(batch)
+        ready = False
+        with self._recovery.of_all():
+            # A rank that failed as it matched prefixes may have chosen other requests.
+            self._tp_sync.agree(last=True)
+            ready = True
+        if ready:
+            result = self._target_worker.forward_batch_generation(batch)
+        else:
+            result = self._nothing_prefilled(batch)
         result.accept_lens = torch.ones(
             len(batch.reqs), dtype=torch.int32, device=self.device
         )
-        if not batch.is_prefill_only and batch.reqs:
+        if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
                 requests = batch.req_pool_indices.to(torch.int64)
                 self._draft_tokens.start(requests, result.next_token_ids)
@@ -404,6 +417,17 @@ class VeriCacheWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.draft_length + 1
         return result
+
+    def _nothing_prefilled(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Return a result without tokens; all requests are prefilled again."""
+        for req in batch.reqs:
+            req.is_retracted = True  # SGLang ignores results of these
+        return GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=torch.zeros(
+                len(batch.reqs), dtype=torch.int64, device=self.device
+            ),
+        )
 
     def _arrive(self, req: Req, length: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""

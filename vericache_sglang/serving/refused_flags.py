@@ -101,8 +101,7 @@ def _other_kv_dtype(args: Any) -> bool:
 
 
 def _store_without_tree(args: Any) -> bool:
-    alone = args.tp_size in (None, 1) and not args.disable_radix_cache
-    return args.hicache_storage_backend is not None and not alone
+    return args.hicache_storage_backend is not None and args.disable_radix_cache
 
 
 def _flag(field: str) -> str:
@@ -180,8 +179,8 @@ _VALUES = (
     Rule(
         "--hicache-storage-backend",
         _store_without_tree,
-        "what is stored are prefixes of the radix cache, on one rank",
-        "leave out --disable-radix-cache and --tp-size",
+        "what is stored are prefixes of the radix cache",
+        "leave out --disable-radix-cache",
     ),
     _other_than(
         "radix_cache_backend", BACKEND, reason="it may store rows by token position"

@@ -55,7 +55,8 @@ def arguments(model, extra=None, **changed):
 
 def print_of(model, config=CONFIG, rank=0, **changed):
     given = arguments(model, **changed)
-    return fingerprint_of(GEOMETRY, torch.bfloat16, config, given, rank)
+    found = fingerprint_of(GEOMETRY, torch.bfloat16, config, given)
+    return replace(found, tp_rank=rank)
 
 
 def opened(model, extra, config=CONFIG):

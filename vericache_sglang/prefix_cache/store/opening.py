@@ -42,16 +42,14 @@ def fingerprint_of(
     kv_dtype: torch.dtype,
     config: VeriCacheConfig,
     server_args: Any = None,
-    rank: int = 0,
 ) -> Fingerprint:
-    """Return the identity of the KV of a model and rank.
+    """Return the identity of the KV of a model; that of rank 0 if there are several.
 
     Args:
         geometry: Geometry of the rank's KV.
         kv_dtype: Dtype of the KV pool.
         config: Names the file with the key of the seals.
         server_args: SGLang's; None: segments are never shared with another server.
-        rank: Tensor-parallel rank.
 
     Raises:
         ConfigError: The weights or the key cannot be read.
@@ -72,7 +70,6 @@ def fingerprint_of(
         weights=model_digest(_folder_of(server_args)),
         dtype=f"{server_args.dtype} on {server_args.device}",
         quantization=str(server_args.quantization or ""),
-        tp_rank=rank,
         tp_size=server_args.tp_size,
         key=b"" if config.store_key == "off" else read_key(config.store_key),
         **shape,

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import islice, takewhile
+from operator import and_, attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.store.manifest import Recent
 from vericache_sglang.prefix_cache.store.objects import layout
@@ -33,6 +37,15 @@ MOST_FETCHES = 4096
 """Most concurrent fetches; a further one cancels the oldest."""
 MOST_KNOWN = 65_536
 """Most segments remembered as stored, the latest ones: 33 million tokens."""
+MOST_AT_ONCE = 48
+"""Most segments of a fetch that are read before some are copied, and most ended writes
+that ranks tell at once: their bits are exact in a float64."""
+MOST_WRITING = 128
+"""Most writes, dropped ones included, on whose outcome the ranks have not agreed."""
+PARTS: tuple[Part, Part] = ("draft", "residual")
+"""The two parts of a stored segment."""
+MOST_TOLD = 14
+"""Most fetches that ranks tell at once, the oldest ones."""
 
 
 @dataclass(slots=True)
@@ -46,6 +59,8 @@ class Fetch:
         deadline: End of the wait, in ``time.monotonic`` seconds.
         reading: The read of the first of ``names``; None when the fetch has ended.
         tokens: Tokens copied to the host tier so far.
+        agreed: What all ranks have read of ``reading``, see ``Read``; None: they
+            have not agreed.
     """
 
     names: Sequence[str]
@@ -54,14 +69,57 @@ class Fetch:
     deadline: float
     reading: StoreFetch | None
     tokens: int = 0
+    agreed: Read | None = None
+
+
+class Read(NamedTuple):
+    """What has been read of the segments of a fetch.
+
+    Attributes:
+        segments: Leading segments; -1 while more may arrive before the deadline.
+        usable: Bit i: segment i is usable in two parts, see ``usable``.
+        whole: Bit i: segment i is stored as full KV.
+        scored: Bit i: segment i has the scores of its tokens.
+    """
+
+    segments: int
+    usable: int = 0
+    whole: int = 0
+    scored: int = 0
+
+
+@dataclass(slots=True)
+class PendingWrite:
+    """A write of a segment.
+
+    Attributes:
+        name: The segment; "" once it is forgotten.
+        split: In draft KV and residual KV.
+        future: Whether it is stored; None: the write was dropped.
+    """
+
+    name: str
+    split: bool
+    future: Future[bool] | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self.future is None or self.future.done()
+
+    @property
+    def made(self) -> bool:
+        """Whether an ended write has stored the segment."""
+        future = self.future
+        return future is not None and not future.cancelled() and future.result()
 
 
 class StoredSegments:
     """Writes segments to the store once, and reads them for waiting requests.
 
-    Only the scheduler's thread may call it; only ``close`` waits for the store. Ranks
-    that share a prompt call ``found``, take the minimum over ranks, and ``take`` as
-    many.
+    Only the scheduler's thread may call it; only ``close`` waits for the store. Several
+    ranks make the same calls. What has been read and written is told by ``tell``, and
+    counts for all ranks from the next ``hear`` on, as far as all of them have it.
 
     Args:
         store: The store.
@@ -70,6 +128,11 @@ class StoredSegments:
             parts found; returns False without free host pages.
         better: Compressors whose stored draft KV is preferred to this server's.
         segment: Tokens of a segment.
+        kept: Returns the tokens a head keeps in draft KV that is usable; None: any
+            number.
+
+    Attributes:
+        alone: There is one rank: what it has read and written counts at once.
     """
 
     def __init__(
@@ -79,19 +142,86 @@ class StoredSegments:
         keep: Callable[[str, str | None, Found], bool],
         better: Sequence[str] = (),
         segment: int = SEGMENT,
+        kept: Callable[[], int] | None = None,
     ) -> None:
+        self.alone = True
+        self._kept = kept
         self._store = store
         self._compressor = compressor
         self._usable = (*better, compressor)
         self._keep = keep
         self._segment = segment
         fields = layout(store.fingerprint, "whole", segment, 0).values()
-        self._ahead = max(1, AHEAD_BYTES // sum(field.nbytes for field in fields))
+        most = AHEAD_BYTES // sum(field.nbytes for field in fields)
+        self._ahead = min(max(1, most), MOST_AT_ONCE)
         self._fetches: dict[str, Fetch] = {}
-        # Name -> whether it is stored in two parts; the same for pending writes.
+        # Name -> whether it is stored in two parts.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
-        self._writing: dict[str, tuple[bool, Future[bool]]] = {}
+        self._writing: list[
+            PendingWrite
+        ] = []  # in order, which is also that of their ends
         self._changes: deque[tuple[str, bool]] = deque(maxlen=MOST_KNOWN)
+
+    # -- what ranks agree on ----------------------------------------------------
+
+    def tell(self) -> list[float]:
+        """Return what this rank has written and read since the last ``hear``."""
+        fetches = self._open_fetches()
+        told: list[float] = [*self._ended_writes(), len(fetches)]
+        for fetch in fetches:
+            told += self._read_of(fetch)
+        return told
+
+    def hear(self, rows: Sequence[Sequence[float]]) -> None:
+        """Take over what all ranks have written and read.
+
+        Args:
+            rows: ``tell`` of every rank.
+
+        Raises:
+            InvariantError: The ranks have started different fetches.
+        """
+        fetches = self._open_fetches()
+        ended, made, counts, *reads = zip(*(map(int, row) for row in rows), strict=True)
+        if set(counts) != {len(fetches)}:
+            raise InvariantError(f"ranks fetch {counts}, this one {len(fetches)}")
+        self._end_writes(min(ended), reduce(and_, made))
+        for i, fetch in enumerate(fetches):
+            read, *bits = reads[4 * i : 4 * i + 4]
+            if min(read) >= 0:
+                fetch.agreed = Read(min(read), *(reduce(and_, each) for each in bits))
+
+    def forget_ranks(self) -> None:
+        """Forget what ranks may not have agreed on, after an error of one of them."""
+        for rid in list(self._fetches):
+            self.pop(rid)
+        self._writing.clear()
+        self._there.clear()
+        self._changes.clear()
+
+    def _open_fetches(self) -> list[Fetch]:
+        """Return the oldest fetches on which the ranks have not agreed."""
+        each = (
+            fetch
+            for fetch in self._fetches.values()
+            if fetch.reading is not None and fetch.agreed is None
+        )
+        return list(islice(each, MOST_TOLD))
+
+    def _read_of(self, fetch: Fetch) -> Read:
+        """Return what this rank has read for a fetch, which ends at its deadline."""
+        reading = fetch.reading
+        if reading is None:
+            return Read(0)
+        if not reading.done:
+            if time.monotonic() < fetch.deadline:
+                return Read(-1)
+            reading.cancelled = True
+        found = list(reading.found)
+        usable = sum(self.usable(each) << i for i, each in enumerate(found))
+        whole = sum(("whole" in each.parts) << i for i, each in enumerate(found))
+        scored = sum(_scored(each) << i for i, each in enumerate(found))
+        return Read(len(found), usable, whole, scored)
 
     # -- contents of the store ------------------------------------------------
 
@@ -101,7 +231,7 @@ class StoredSegments:
 
     def changes(self) -> list[tuple[str, bool]]:
         """Return changes since the last call: names, and whether the store has them."""
-        self._end_writes()
+        self._poll()
         found = list(self._changes)
         self._changes.clear()
         return found
@@ -109,7 +239,13 @@ class StoredSegments:
     def forget(self, name: str) -> None:
         """Forget that the store has a segment; nothing is deleted from the store."""
         self._there.pop(name, None)
-        self._writing.pop(name, None)
+        self._disown(name)
+
+    def _disown(self, name: str) -> None:
+        """Let earlier writes of a segment end without an effect."""
+        for write in self._writing:
+            if write.name == name:
+                write.name = ""
 
     @property
     def s_per_byte(self) -> float:
@@ -125,24 +261,52 @@ class StoredSegments:
             name: The segment.
             split: Require draft KV and residual KV; False: any form counts.
         """
-        forms = (self._there.get(name), *self._writing.get(name, ())[:1])
+        forms = [write.split for write in self._writing if write.name == name]
+        forms += [self._there[name]] if name in self._there else []
         return True not in forms and (split or False not in forms)
 
     def write(self, name: str, parts: Mapping[Part, Tensors]) -> None:
         """Queue a write of a segment; ``parts`` must not change afterwards."""
-        self._end_writes()
+        self._poll()
+        self._disown(name)
+        if len(self._writing) >= MOST_WRITING:
+            self._store.counters.add(dropped_writes=1)
+            return
         split = "whole" not in parts
         compressor = self._compressor if split else ""
         future = self._store.put_later(name, parts, compressor)
-        if future is not None:
-            self._writing[name] = split, future
+        self._writing.append(PendingWrite(name, split, future))
 
-    def _end_writes(self) -> None:
-        for name, (split, future) in list(self._writing.items()):
-            if future.done():
-                del self._writing[name]
-                if not future.cancelled() and future.result():
-                    self._note(name, split)
+    def write_split(self, name: str, parts: tuple[Tensors, Tensors] | None) -> None:
+        """Queue a write of a segment in two parts.
+
+        Args:
+            name: The segment.
+            parts: Its draft KV and residual KV, which must not change afterwards; None
+                if this rank cannot read them now, so that no rank stores it.
+        """
+        if parts is None and len(self._writing) < MOST_WRITING:
+            self._writing.append(PendingWrite(name, True, None))
+        elif parts is not None:
+            self.write(name, dict(zip(PARTS, parts, strict=True)))
+
+    def _poll(self) -> None:
+        """End the writes that have ended, if there is no other rank to agree with."""
+        if self.alone:
+            self._end_writes(*self._ended_writes())
+
+    def _ended_writes(self) -> tuple[int, int]:
+        """Return how many of the first writes have ended, and bits of those made."""
+        ended = islice(takewhile(attrgetter("ended"), self._writing), MOST_AT_ONCE)
+        made = [write.made for write in ended]
+        return len(made), sum(each << i for i, each in enumerate(made))
+
+    def _end_writes(self, count: int, made: int) -> None:
+        """End the first ``count`` writes; bit i of ``made``: write i stored it."""
+        ended, self._writing = self._writing[:count], self._writing[count:]
+        for i, write in enumerate(ended):
+            if write.name and made >> i & 1:
+                self._note(write.name, write.split)
 
     def _note(self, name: str, split: bool) -> None:
         self._there[name] = split
@@ -181,11 +345,10 @@ class StoredSegments:
         fetch = self._fetches.get(rid)
         if fetch is None or fetch.reading is None:
             return 0
-        if not fetch.reading.done:
-            if time.monotonic() < fetch.deadline:
-                return None
-            fetch.reading.cancelled = True
-        return len(fetch.reading.found)
+        if self.alone:
+            read = self._read_of(fetch)
+            fetch.agreed = read if read.segments >= 0 else None
+        return None if fetch.agreed is None else fetch.agreed.segments
 
     def take(self, rid: str, count: int) -> bool:
         """Copy found segments to the host tier; invalid content does not raise.
@@ -202,7 +365,15 @@ class StoredSegments:
             return True
         reading, fetch.reading = fetch.reading, None
         reading.cancelled = True
-        for name, found in zip(reading.names[:count], reading.found, strict=False):
+        agreed, fetch.agreed = fetch.agreed or Read(0), None
+        for i, name in enumerate(reading.names[:count]):
+            found = reading.found[i]
+            # In a form, and of a size, that all ranks can copy alike.
+            if not agreed.usable >> i & 1:
+                made = replace(found.manifest, compressor="")
+                found = replace(found, manifest=made)
+            if not (agreed.scored & (agreed.usable | agreed.whole)) >> i & 1:
+                found = replace(found, parts=_unscored(found.parts))
             if not self._take_in(name, fetch.parent, found):
                 return True
             fetch.tokens += self._segment
@@ -217,8 +388,14 @@ class StoredSegments:
         return fetch.reading is None
 
     def usable(self, found: Found) -> bool:
-        """Return whether a compressor that this server accepts made the parts."""
-        return found.manifest.compressor in self._usable
+        """Return whether this server can use a segment in two parts.
+
+        A compressor that it accepts made them, and heads keep as many tokens: with
+        another page size the number may differ.
+        """
+        made = found.manifest
+        fits = self._kept is None or made.kept == self._kept()
+        return made.compressor in self._usable and fits
 
     def pop(self, rid: str) -> tuple[int, int | None]:
         """End a fetch; return the number of tokens fetched, and where they begin."""
@@ -250,6 +427,21 @@ class StoredSegments:
             logger.exception("VeriCache: a stored segment cannot be used: %s", error)
             self._store.refuse(found)
             self._there.pop(name, None)
+            if not self.alone:
+                raise  # other ranks may have taken it in
             return False
         self._note(name, self.usable(found))
         return kept
+
+
+def _scored(found: Found) -> bool:
+    """Return whether a segment has the scores of its tokens."""
+    return any("noted" in tensors for tensors in found.parts.values())
+
+
+def _unscored(parts: Mapping[Part, Tensors]) -> dict[Part, Tensors]:
+    """Return the parts of a segment without scores."""
+    return {
+        part: {field: each for field, each in tensors.items() if field != "noted"}
+        for part, tensors in parts.items()
+    }
