@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from threading import local
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,27 @@ if TYPE_CHECKING:
 IN_LAUNCH = 8192
 """Most head entries that one kernel launch reads from the host: 256 programs at most,
 so that a forward keeps most of the device while they wait for the link."""
+
+SIDES = ("keys", "values")
+
+
+class Scratch(local):
+    """Memory of one thread, used again: touching new pages costs more than a copy."""
+
+    def __init__(self) -> None:
+        self._memory = [np.empty(0, dtype=np.uint8) for _ in SIDES]
+
+    def array(
+        self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray[Any, Any]:
+        """Return an array of undefined content, in the memory of the one before."""
+        nbytes = prod(shape) * dtype.itemsize
+        if self._memory[side].nbytes < nbytes:
+            self._memory[side] = np.empty(nbytes, dtype=np.uint8)
+        return self._memory[side][:nbytes].view(dtype).reshape(shape)
+
+
+SCRATCH = Scratch()
 
 
 class PickedResidual(JoinedImages, HostResidual):
@@ -54,6 +76,8 @@ class PickedResidual(JoinedImages, HostResidual):
         super().__init__(images)
         self._images = tuple(images)
         self._exact, self._buffer, self._dtype = kept, pool.buffer, dtype
+        # Pages do not move: by layer, 16 bytes a token.
+        self._places: dict[int, list[torch.Tensor]] = {}
 
     @property
     def slots(self) -> int:
@@ -82,17 +106,20 @@ class PickedResidual(JoinedImages, HostResidual):
         return [], []
 
     def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
-        """See ``HostResidual.blocks``; copies, picked on the host."""
+        """See ``HostResidual.blocks``; valid until this thread's next call of it."""
         # numpy: a transfer thread must not start OpenMP threads.
         kept = self._exact[layer].numpy()
         missing = np.ones((len(kept), self._tokens), dtype=bool)
         np.put_along_axis(missing, kept.astype(np.int64), False, axis=1)
         tokens = missing.nonzero()[1].reshape(len(kept), -1).T
         found = []
-        for entries, places in self._entries(layer):
+        for side, (entries, places) in enumerate(self._entries(layer)):
             heads, dim = entries.shape[1:]
             rows = places.numpy()[tokens] * heads + np.arange(heads)
-            picked = as_bits(entries).view(-1, dim).numpy().take(rows, axis=0)
+            source = as_bits(entries).view(-1, dim).numpy()
+            picked = SCRATCH.array(side, (*rows.shape, dim), source.dtype)
+            # In this mode numpy writes to ``out`` directly; no index is outside.
+            source.take(rows, axis=0, out=picked, mode="clip")
             found.append([torch.from_numpy(picked).view(self._dtype)])
         return found[0], found[1]
 
@@ -145,14 +172,20 @@ class PickedResidual(JoinedImages, HostResidual):
         Yields:
             The pages, and [B] int64: the index of each token of the layer in them.
         """
-        for name in ("keys", "values"):
-            sides = [image.tensors[name] for image in self._images]
-            entry = sides[0].shape[2:]
-            size = prod(entry)
-            views = [rows for side in sides for rows in side.rows(layer)]
-            starts = (view.storage_offset() // size for view in views)
-            places = [
+        if layer not in self._places:
+            self._places[layer] = [self._find(layer, name) for name in SIDES]
+        for name, places in zip(SIDES, self._places[layer], strict=True):
+            entry = self._images[0].tensors[name].shape[2:]
+            yield self._buffer.view(self._dtype).view(-1, *entry), places
+
+    def _find(self, layer: int, name: str) -> torch.Tensor:
+        sides = [image.tensors[name] for image in self._images]
+        size = prod(sides[0].shape[2:])
+        views = [rows for side in sides for rows in side.rows(layer)]
+        starts = (view.storage_offset() // size for view in views)
+        return torch.cat(
+            [
                 torch.arange(first, first + len(view))
                 for first, view in zip(starts, views, strict=True)
             ]
-            yield self._buffer.view(self._dtype).view(-1, *entry), torch.cat(places)
+        )
