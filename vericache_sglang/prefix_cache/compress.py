@@ -460,17 +460,16 @@ class PromptCompressor:
         opened = [each for each in pieces if each.name and each.residual is not None]
         noted = self._noted(state, body) if opened else None
         if noted is not None:
+            noted = noted.cpu()
             for each in opened:
                 self._segments.save_scores(each.name, noted[:, :, each.tokens])
 
     def _noted(self, state: RequestState, body: torch.Tensor) -> torch.Tensor | None:
-        """Return the scores [L, H, B] of a prompt's tokens on the host, if any."""
+        """Return the scores [L, H, B] of a prompt's tokens; None without scores."""
         if state.parts is None:
-            noted = self._segments.copies.scores_of(body)
-        else:
-            known = state.parts.noted
-            noted = torch.stack(known) if known else None
-        return None if noted is None else noted.cpu()
+            return self._segments.copies.scores_of(body)
+        known = state.parts.noted
+        return torch.stack(known) if known else None
 
     # -- recording the result -------------------------------------------------
 
