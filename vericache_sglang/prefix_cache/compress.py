@@ -83,8 +83,10 @@ class PromptCompressor:
     prompt that begins with it, its whole segments are pieces with one copy of draft KV,
     in the draft-segment pool, and one of residual KV, on the host; in each of them all
     heads keep equally many tokens, selected by their scores in the first prompt that
-    was compressed there. Otherwise the whole pages of the prompt are one piece, which
-    belongs to the request. Tokens after the last piece stay uncompressed.
+    was compressed there. Otherwise the whole pages of the prompt are one piece, whose
+    draft KV belongs to the request. Its first segments share one copy of full KV on the
+    host, of which the residual KV is picked, unless a codec packs the draft KV. Tokens
+    after the last piece stay uncompressed.
 
     Slots owned by the prefix tree are never written, because other rows may list them:
     draft KV gets slots of its own, and the tree keeps its full copy until it is
