@@ -161,6 +161,10 @@ def kernel_equals_reference(case):
     with unsynced():
         launch(layer, index, rows, slots, put=False)
     assert bits(moved(rows, "cpu")) == bits(expected)
+    if index.is_cuda:
+        locked = [side.contiguous().pin_memory() for side in case[0]]
+        found = pick_entries(locked, index, slots)
+        assert bits(moved(found, "cpu")) == bits(expected), "over the link"
     for side in (*rows, *expected):
         as_integers(side).bitwise_xor_(85)
     with unsynced():
