@@ -103,6 +103,34 @@ def test_a_shared_document_has_one_draft_part_and_one_residual(roomy, plain, doc
     assert tiers["store"]["hit_tokens"] == 0
 
 
+def test_questions_about_a_document_share_its_copy_on_the_host(
+    tmp_path, plain, documents
+):
+    """Each has draft KV of its own; all read their residual KV from one copy."""
+    prompts = questions(documents[0], 8)
+    wanted = ids(plain.generate(prompts, **LONG))
+    flags = (*FLAGS, "--vericache-compressor", "snapkv", "--max-total-tokens", "60000")
+    server = LiveServer(tmp_path, *flags).wait()
+    try:
+        assert ids([server.generate(prompts[0], **LONG)]) == wanted[:1]
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda t: server.generate(t, **LONG), prompts))
+        assert ids(answers) == wanted
+        assert min(map(cached, answers)) > 4 * SEGMENT
+        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+        counters = expect_nothing_held(server)
+        assert counters["splits"] == 9
+        assert counters["cache_host_tokens"] == 2700 // SEGMENT * SEGMENT
+        assert counters["peak_running"] > 1
+        # Four residual KVs of their own would be three documents.
+        assert counters["peak_host_bytes"] < 1.5 * counters["cache_host_bytes"]
+        assert counters["host_bytes"] == 0
+        server.post("/flush_cache", {})
+        assert server.counters()["host_used_bytes"] == 0
+    finally:
+        server.close()
+
+
 def test_no_prefix_crosses_a_namespace(roomy, plain, documents):
     prompt = documents[1]
     (wanted,) = ids(plain.generate([prompt], **LONG))

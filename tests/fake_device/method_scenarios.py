@@ -35,7 +35,7 @@ class MethodEngine(TinyEngine):
         super().__init__(**options)
         self.placement.watch.watch(self.model)
 
-    def open_compressor(self, codec, selects):
+    def open_compressor(self, codec, selects, shares):
         return compressor(self.line, folder(), self.model.services())
 
     def show(self, req, slots, scores, start, mode):

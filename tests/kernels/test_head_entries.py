@@ -147,6 +147,15 @@ def test_the_kernel_equals_the_reference():
     assert min(seen.values()) >= 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_kernel_reads_page_locked_memory_over_the_link():
+    layer = [torch.randn(9, 2, 8).pin_memory(), torch.randn(9, 2, 4).pin_memory()]
+    index, slots = torch.tensor([[0, 2, 3], [1, 2, 4]]), torch.tensor([8, 1, 0, 5, 3])
+    found = pick_entries(layer, index.cuda(), slots.cuda())
+    expected = pick_rows(layer, index, slots)
+    assert bits(side.cpu() for side in found) == bits(expected)
+
+
 SEEN = {"one": 0, "two": 0, "slots": 0, "strided": 0}
 
 

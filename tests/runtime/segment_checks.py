@@ -8,6 +8,7 @@ from known_kv import HEADS, LAYERS, in_order
 from segment_world import SHORT, tiers_of
 from tiny_checks import TinyChecks
 
+from vericache_sglang.kv.picked_residual import PickedResidual
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.prefix_cache.segment import Form, Tier, Use
 from vericache_sglang.scheduling.plan import Residency
@@ -137,14 +138,27 @@ class SegmentChecks(TinyChecks):
             for name in state.parts.segments
         }
         assert set(index.users()) <= set(engine.requests)
+        picking = {
+            state.rid: state.parts.segments for state in states if self._picks(state)
+        }
         for segment in found:
             assert segment.is_used(Use.RESIDUAL) == (segment.name in referring)
+            readers = {user for user, use in segment.users.items() if use & Use.IMAGES}
+            names = {rid for rid, names in picking.items() if segment.name in names}
+            assert readers == names, "those who read a copy"
 
     def _refers(self, state):
         """Say whether a request's complement is that of its segments."""
         if state.residency not in (Residency.HOST, Residency.SWAPPED):
             return False
         return self._engine.placement.host.group_of(state.rid).startswith("segments-")
+
+    def _picks(self, state):
+        """Say whether a request's complement is picked from copies of its segments."""
+        if state.residency not in (Residency.HOST, Residency.SWAPPED):
+            return False
+        residual = self._engine.placement.host.residual(state.rid)
+        return isinstance(residual, PickedResidual)
 
     def index(self):
         """What nobody holds on the host can be found by whoever needs the room."""

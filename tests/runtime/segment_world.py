@@ -33,7 +33,7 @@ NAN = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
 """Signalling NaNs: whoever computes with one gets another."""
 
 
-MODULES = ("segment_slots", "segment_tiers", "cached_segments")
+MODULES = ("segment_slots", "segment_tiers", "cached_segments", "whole_segments")
 """Modules of the engine that know how long a segment is, and not of SGLang."""
 
 IDENTITY = Identity(

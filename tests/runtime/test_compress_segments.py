@@ -107,6 +107,7 @@ def left_behind(engine):
     assert len(engine.placement.watch) == 0
 
 
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize(
     ("page", "dtype", "slots", "host_segments"),
     [
@@ -116,8 +117,10 @@ def left_behind(engine):
         (4, torch.bfloat16, 220, 8),
     ],
 )
-def test_any_history_keeps_every_bit_and_every_slot(page, dtype, slots, host_segments):
-    options = {"page": page, "dtype": dtype, "slots": slots}
+def test_any_history_keeps_every_bit_and_every_slot(
+    page, dtype, slots, host_segments, shares
+):
+    options = {"page": page, "dtype": dtype, "slots": slots, "shares": shares}
 
     @settings(deadline=None, max_examples=12)
     @given(st.lists(STEP, min_size=10, max_size=40))

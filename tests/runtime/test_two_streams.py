@@ -70,12 +70,16 @@ def left_cached(engine, cuda):
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(56, 100),
+    shares=st.booleans(),
     steps=st.lists(ITERATION, min_size=4, max_size=12),
 )
-def test_what_is_written_beside_a_forward_comes_behind_its_stores(seed, slots, steps):
+def test_what_is_written_beside_a_forward_comes_behind_its_stores(
+    seed, slots, shares, steps
+):
     with simulated(seed) as cuda:
         cuda.runs = True
         options = {"cuda": cuda, "slots": slots, "dtype": torch.bfloat16}
+        options["shares"] = shares
         with tiered(host_segments=30, **options) as engine:
             cuda.asynchronous = engine.streams.forward_stream
             history = History(engine)

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tiny_checks import TinyChecks
-from tiny_selector import Noted, OfKeys
+from tiny_selector import Noted, OfKeys, of_one_prompt
 from tiny_streams import Streams
 
 from vericache_sglang.compression.codecs.catalog import create_codec
@@ -84,7 +84,8 @@ class TinyEngine:
         slots: Size of the pool.
         dtype: Of the KV.
         config: Further settings; ``cuda`` is a simulated device on which the pool and
-            its tables lie, instead of ``device``.
+            its tables lie, instead of ``device``; without ``shares`` a selection is
+            never that of another prompt.
 
     Attributes:
         device: Of pool and row table.
@@ -104,6 +105,7 @@ class TinyEngine:
     ):
         self.page, self.dtype = page, dtype
         self.cuda = cuda = config.pop("cuda", None)
+        shares = config.pop("shares", True)
         where = self.device if cuda is None else "cuda:0"
         self.streams = None if cuda is None else Streams(cuda)
         config = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 3} | config
@@ -137,7 +139,7 @@ class TinyEngine:
         )
         shape = block_table_shape(self.config, 5, 2 * LONGEST, page, kept=1.0)
         self.rows = BlockTablePool(shape, 2 * LONGEST, where, enable_memory_saver=False)
-        compressor = self.open_compressor(codec, selects)
+        compressor = self.open_compressor(codec, selects, shares)
         self.selector, self.codec = compressor.selector, compressor.codec
         with ExitStack() as stack:
             # Pages as small as can be: most tensors lie in several.
@@ -176,11 +178,12 @@ class TinyEngine:
         """Return what the engine starts to measure from."""
         return Estimates()
 
-    def open_compressor(self, codec, selects):
+    def open_compressor(self, codec, selects, shares):
         """Make what compresses."""
         selector = None
         if selects:
-            selector = Noted() if self.cuda is None else OfKeys()
+            kind = Noted if self.cuda is None else OfKeys
+            selector = kind() if shares else of_one_prompt(kind)()
         codec = create_codec(codec) if codec else None
         return Compressor(line="x", selector=selector, codec=codec)
 

@@ -30,6 +30,16 @@ class Noted(Selector):
         return seen.noted
 
 
+def of_one_prompt(kind):
+    """Return a class that selects alike, but for a single prompt: never shared."""
+
+    class OfOnePrompt(kind):
+        def keep_share(self, noted):
+            return super().keep_share(noted)
+
+    return OfOnePrompt
+
+
 class OfKeys(Selector):
     """Keeps the tokens whose keys have the highest bits; asks for nothing else."""
 

@@ -205,9 +205,9 @@ class Device:
     def kernel(self, does, *tensors):
         """Queue work over the memory of these tensors, as one launch does."""
         for each in tensors:
-            if not isinstance(each, DeviceTensor):
+            if not isinstance(each, DeviceTensor) and not self.is_pinned(each):
                 raise ValueError("Pointer argument cannot be accessed from Triton")
-        held = [each.memory for each in tensors]
+        held = [inner(each) for each in tensors]
         self.current().put(lambda: does(*held))
 
     def dispatch(self, func, args, kwargs):

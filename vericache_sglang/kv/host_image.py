@@ -399,6 +399,17 @@ class RawImage(HostImage):
         """See ``HostImage.nbytes``."""
         return sum(each.nbytes for each in self.tensors.values())
 
+    def same_bits(self, other: RawImage) -> bool:
+        """Return whether both hold the same tensors, bit by bit; reads all of them."""
+        own, others = self.tensors, other.tensors
+        if any(own[name].shape != others[name].shape for name in own):
+            return False
+        return all(
+            torch.equal(as_bits(mine), as_bits(theirs))
+            for name in own
+            for mine, theirs in zip(own[name], others[name], strict=True)
+        )
+
     @property
     def keys(self) -> torch.Tensor:
         """[L, S, H, D]; a view if its pages are contiguous, else a copy."""

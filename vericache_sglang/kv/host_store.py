@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.kv.host_image import laid_out, shapes_of
+from vericache_sglang.kv.host_image import RawImage, laid_out, shapes_of
 from vericache_sglang.kv.plane_residual import PlaneResidual, most_bytes
 from vericache_sglang.kv.residual import HostResidual, RawResidual
 from vericache_sglang.kv.swapped import SwappedImage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -29,13 +29,19 @@ if TYPE_CHECKING:
 class _Group:
     """Residual KV, and the number of requests that refer to it.
 
-    ``owned``: its memory is freed with its last request.
+    ``owned``: the images whose memory is freed with its last request.
     """
 
     name: str
     residual: HostResidual
     holders: int
-    owned: bool = True
+    owned: tuple[HostImage, ...]
+
+    def free(self) -> int:
+        """Free the owned images, and return their bytes."""
+        for image in self.owned:
+            image.free()
+        return sum(image.held_bytes for image in self.owned)
 
 
 class HostStore:
@@ -97,8 +103,7 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of residual KV, shared once, and of swapped images; recounted."""
-        groups = self._groups.values()
-        images = [group.residual for group in groups if group.owned]
+        images = [image for group in self._groups.values() for image in group.owned]
         return sum(image.held_bytes for image in (*images, *self._swapped.values()))
 
     def residual_bytes(self, budget: Budget) -> int:
@@ -150,35 +155,57 @@ class HostStore:
             TransferError: The pool has no room; nothing was allocated.
             InvariantError: The request has residual KV already.
         """
-        if rid in self._of_request:
-            raise InvariantError(f"{rid} has a complement already")
+        self._expect_none(rid)
         self.fits_residual(budget)
-        group = _Group(f"complement-{self._opened}", self._new(budget), 1)
-        self._opened += 1
-        self._groups[group.name] = self._of_request[rid] = group
-        return group.residual
+        residual = self._new(budget)
+        self.adopt(rid, "", residual, [residual])
+        return residual
 
-    def adopt(self, rid: str, name: str, residual: HostResidual) -> None:
-        """Have a request refer to residual KV whose memory has another owner.
+    def open_full(self, tokens: int) -> RawImage:
+        """Allocate full KV for a request, to be passed to ``adopt`` once it is filled.
+
+        Args:
+            tokens: Its tokens, >= 1.
+
+        Raises:
+            TransferError: The pool has no room; nothing was allocated.
+        """
+        self.fits(self.swapped_bytes(tokens))
+        shapes = shapes_of(self.geometry, tokens, self.dtype)
+        return RawImage(shapes, self.page_pool)
+
+    def adopt(
+        self,
+        rid: str,
+        name: str,
+        residual: HostResidual,
+        owned: Sequence[HostImage] = (),
+    ) -> None:
+        """Have a request refer to residual KV whose memory may have other owners.
 
         Args:
             rid: Id of a request without residual KV.
-            name: Equal for requests that refer to the same residual KV.
+            name: Equal for requests that refer to the same residual KV; "": no other
+                request does yet.
             residual: Sealed, or being filled; must not be freed before ``drop``.
+            owned: Its images that are freed with its last request.
 
         Raises:
             InvariantError: The request has residual KV already.
         """
-        if rid in self._of_request:
-            raise InvariantError(f"{rid} has a complement already")
-        group = self._groups.setdefault(name, _Group(name, residual, 0, owned=False))
+        self._expect_none(rid)
+        if not name:
+            name = f"complement-{self._opened}"
+            self._opened += 1
+        new = _Group(name, residual, 0, tuple(owned))
+        group = self._groups.setdefault(name, new)
         group.holders += 1
         self._of_request[rid] = group
 
     def settle(self, rid: str) -> None:
         """Free the pages that a request's filled residual KV does not need."""
         group = self._of_request.get(rid)
-        if group is not None and group.owned and group.residual.sealed:
+        if group is not None and group.residual.sealed:
             group.residual.settle()
 
     def swap_out(self, rid: str, slots: int) -> SwappedImage:
@@ -256,7 +283,7 @@ class HostStore:
     def clear(self) -> None:
         """Drop what all requests hold, whatever the counts say."""
         images: list[HostImage] = [*self._swapped.values()]
-        images += [each.residual for each in self._groups.values() if each.owned]
+        images += [image for group in self._groups.values() for image in group.owned]
         self._swapped.clear()
         self._groups.clear()
         self._of_request.clear()
@@ -297,6 +324,10 @@ class HostStore:
                 f"{holders} holders of {len(self._of_request)} requests"
             )
 
+    def _expect_none(self, rid: str) -> None:
+        if rid in self._of_request:
+            raise InvariantError(f"{rid} has a complement already")
+
     def _group(self, rid: str) -> _Group:
         if rid not in self._of_request:
             raise InvariantError(f"{rid} has no complement")
@@ -308,10 +339,7 @@ class HostStore:
         if group.holders:
             return 0
         del self._groups[group.name]
-        if not group.owned:
-            return 0
-        group.residual.free()
-        return group.residual.held_bytes
+        return group.free()
 
     def _new(self, budget: Budget) -> HostResidual:
         geometry, dtype, pool = self.geometry, self.dtype, self.page_pool

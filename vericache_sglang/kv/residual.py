@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-import torch
-
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.host_image import HostImage, RawImage, shapes_of
-from vericache_sglang.kv.split_layers import as_bits
 
 if TYPE_CHECKING:
+    import torch
+
     from vericache_sglang.kv.geometry import KVGeometry
     from vericache_sglang.kv.host_image import Blocks, DraftParts
     from vericache_sglang.kv.host_pages import HostPagePool, HostTensor
@@ -105,11 +104,4 @@ class RawResidual(RawImage, HostResidual):
         """See ``HostResidual.equals``."""
         if not isinstance(other, RawResidual) or self.checksums != other.checksums:
             return False
-        own, others = self.tensors, other.tensors
-        if any(own[name].shape != others[name].shape for name in own):
-            return False
-        return all(
-            torch.equal(as_bits(mine), as_bits(theirs))
-            for name in own
-            for mine, theirs in zip(own[name], others[name], strict=True)
-        )
+        return self.same_bits(other)

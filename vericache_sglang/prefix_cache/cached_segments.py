@@ -17,6 +17,7 @@ from vericache_sglang.prefix_cache.segment_copies import joined
 from vericache_sglang.prefix_cache.segment_tiers import SegmentTiers
 from vericache_sglang.prefix_cache.store.counters import StoreCounters
 from vericache_sglang.prefix_cache.store.keys import segment_names
+from vericache_sglang.prefix_cache.whole_segments import WholeSegments
 
 if TYPE_CHECKING:
     from array import array
@@ -57,6 +58,7 @@ class CachedSegments:
         reprefill_tail: See the attribute.
 
     Attributes:
+        wholes: Full KV of segments on the host, which running requests share.
         active: A radix tree uses this cache, and no inconsistency was found.
         strict: Raise on an inconsistency, for tests, instead of continuing without the
             cache.
@@ -91,6 +93,7 @@ class CachedSegments:
         )
         self._slots = self._tiers.slots
         self.counters = self._tiers.counters
+        self.wholes = WholeSegments(copies, self._tiers)
         self.forget = self._tiers.forget
         self.make_room = self._tiers.make_room
         self.evict_drafts = self._tiers.evict_drafts
@@ -193,13 +196,18 @@ class CachedSegments:
         """
         self._hold(rid, names, Use.DRAFT)
 
-    def refer(self, rid: str, names: Sequence[str]) -> None:
-        """Share the residual KV of segments with a request, until ``let_go``.
+    def refer(self, rid: str, names: Sequence[str], use: Use = Use.RESIDUAL) -> None:
+        """Share KV of segments on the host with a request, until ``let_go``.
+
+        Args:
+            rid: Request id.
+            names: The segments.
+            use: RESIDUAL for residual KV, IMAGES for full KV.
 
         Raises:
-            InvariantError: A segment has no residual KV on the host.
+            InvariantError: A segment has none on the host.
         """
-        self._hold(rid, names, Use.RESIDUAL)
+        self._hold(rid, names, use)
 
     def _hold(self, rid: str, names: Sequence[str], use: Use) -> None:
         if not all(self._index.find(name).held & use for name in names):
@@ -212,13 +220,13 @@ class CachedSegments:
 
     def let_go(self, rid: str) -> None:
         """End ``refer``, if the request has called it."""
-        self._end(rid, Use.RESIDUAL)
+        self._end(rid, Use.RESIDUAL | Use.IMAGES)
 
     def release(self, rid: str) -> None:
         """End ``use`` and ``refer``."""
         self._end(rid, Use.ALL)
 
-    def _end(self, rid: str, use: Use) -> None:
+    def _end(self, rid: str, use: int) -> None:
         """End what a request reads; drop KV that the index does not list any more."""
         for name in self._index.let_go(rid, use):
             segment = self._index.find(name)

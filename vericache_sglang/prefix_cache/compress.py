@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_sglang.compression.budget import Budget, budget_for
+from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import InvariantError, TransferError
+from vericache_sglang.kv.picked_residual import PickedResidual
 from vericache_sglang.kv.request import Parts, RequestState
 from vericache_sglang.kv.row_edit import (
     allocate,
@@ -22,10 +24,12 @@ from vericache_sglang.kv.segmented_residual import SegmentedResidual
 from vericache_sglang.kv.swapped import gathered
 from vericache_sglang.prefix_cache.prompt_pieces import (
     DraftLayer,
+    HostFull,
     PieceWriter,
     PromptPiece,
     place,
 )
+from vericache_sglang.prefix_cache.segment import Use
 from vericache_sglang.prefix_cache.segment_images import DraftPart
 from vericache_sglang.scheduling.plan import Residency
 
@@ -79,8 +83,10 @@ class PromptCompressor:
     prompt that begins with it, its whole segments are pieces with one copy of draft KV,
     in the draft-segment pool, and one of residual KV, on the host; in each of them all
     heads keep equally many tokens, selected by their scores in the first prompt that
-    was compressed there. Otherwise the whole pages of the prompt are one piece, which
-    belongs to the request. Tokens after the last piece stay uncompressed.
+    was compressed there. Otherwise the whole pages of the prompt are one piece, whose
+    draft KV belongs to the request. Its first segments share one copy of full KV on the
+    host, of which the residual KV is picked, unless a codec packs the draft KV. Tokens
+    after the last piece stay uncompressed.
 
     Slots owned by the prefix tree are never written, because other rows may list them:
     draft KV gets slots of its own, and the tree keeps its full copy until it is
@@ -208,7 +214,7 @@ class PromptCompressor:
         pieces = self._pieces(state, budget)
         names = [each.name for each in pieces if each.name]
         tail = self._tail(state, budget)
-        with self._segments.kept_back(names):
+        with self._segments.kept_back([*names, *pieces[0].segments]):
             self._find(state, pieces, residuals=True)
             drafted = sum(each.budget.slots for each in pieces if each.drafted)
             slots = drafted + tail.slots
@@ -217,14 +223,14 @@ class PromptCompressor:
             if fresh is None and not own_slots_cover(req, tree_cache, slots, own):
                 return False, None
             taken = body[:0] if fresh is None else fresh
-            if not self._open(state, pieces):
+            if not self._open(state, pieces, body):
                 free(tree_cache, taken)
                 return False, None
             waiting: list[DraftLayer] = []
             try:
                 place(pieces, fresh)
                 transfer = self._writer.write(state.rid, pieces, body, look, waiting)
-            except TransferError:
+            except Exception:
                 self._close(state, pieces)
                 free(tree_cache, taken)
                 raise
@@ -237,8 +243,7 @@ class PromptCompressor:
             self._share(pieces)
         self._segments.settle(names)
         head = self._enter(state, budget, pieces, Residency.HOST)
-        if names:
-            self._refer(state, names)
+        self._refer(state, names, pieces[0].full)
         relist(row, req.kv, before, head)
         req.kv.cache_protected_len = state.split.shared_count
         return True, transfer
@@ -326,7 +331,7 @@ class PromptCompressor:
         else:
             shared = budget == self.shared_budget(state)
         if not shared:
-            found = PromptPiece(0, budget)
+            found = PromptPiece(0, budget, segments=self._cached(state, budget))
             if parts is not None:
                 found.kept, found.coded = parts.kept, parts.coded
             return [found]
@@ -364,10 +369,65 @@ class PromptCompressor:
                 # A synchronous copy: the host pages may be reused soon.
                 each.kept = rest.kept.to(self._handles.device, copy=True)
 
-    def _open(self, state: RequestState, pieces: list[PromptPiece]) -> bool:
+    def _cached(self, state: RequestState, budget: Budget) -> tuple[str, ...]:
+        """Return the first segments of a prompt of its own that are cached as full KV.
+
+        None with a codec, whose residual KV is smaller than full KV; nor if the request
+        opted out of the radix tree.
+        """
+        parts, req = state.parts, state.req
+        own = parts.insertable if parts else not req.skip_radix_cache_insert
+        if self._codes or self._segments.kept or not (own and self._segments.active):
+            return ()
+        return tuple(self._segments.wholes.first(self._names(state, budget)))
+
+    def _open_full(
+        self, state: RequestState, piece: PromptPiece, body: torch.Tensor
+    ) -> HostFull | None:
+        """Allocate host memory for the full KV of a prompt that is not there yet.
+
+        Returns:
+            None without free host pages, and none was allocated.
+        """
+        wholes, ends = self._segments.wholes, len(piece.segments) * SEGMENT
+        new = [i for i, name in enumerate(piece.segments) if wholes.get(name) is None]
+        parts = [slice(at * SEGMENT, (at + 1) * SEGMENT) for at in new]
+        noted = self._noted(state, body) if new else None
+        opened = wholes.open(
+            {
+                piece.segments[at]: None if noted is None else noted[:, :, part]
+                for at, part in zip(new, parts, strict=True)
+            }
+        )
+        if opened is None:
+            return None
+        own = []
+        if ends < len(body):
+            try:
+                own.append(self._host.open_full(len(body) - ends))
+            except TransferError:
+                wholes.drop(opened)
+                return None
+        images = [wholes.get(name) for name in piece.segments]
+        every = torch.arange(len(body))
+        missing = torch.cat([*(every[part] for part in parts), every[ends:]])
+        return HostFull(
+            piece.segments,
+            [*(image for image in images if image is not None), *own],
+            opened,
+            own,
+            placed(missing, body.device),
+        )
+
+    def _open(
+        self, state: RequestState, pieces: list[PromptPiece], body: torch.Tensor
+    ) -> bool:
         """Allocate host memory for residual KV; all of it or nothing."""
         if not pieces[0].name:
             (piece,) = pieces
+            if piece.segments:
+                piece.full = self._open_full(state, piece, body)
+                return piece.full is not None
             if not self._host.fits_residual(piece.budget):
                 return False
             piece.residual = self._host.open(state.rid, piece.budget)
@@ -386,7 +446,11 @@ class PromptCompressor:
     def _close(self, state: RequestState, pieces: list[PromptPiece]) -> None:
         """Free host memory that was not filled."""
         for each in pieces:
-            if not each.name:
+            if each.full is not None:
+                self._segments.wholes.drop(each.full.opened)
+                for image in each.full.own:
+                    image.free()
+            elif not each.name:
                 self._host.drop(state.rid)
             elif each.residual is not None:
                 self._segments.drop_residual(each.name)
@@ -396,17 +460,18 @@ class PromptCompressor:
     ) -> None:
         """Save token scores beside the new residual KV of segments, for restores."""
         opened = [each for each in pieces if each.name and each.residual is not None]
-        if not opened:
-            return
-        if state.parts is None:
-            noted = self._segments.copies.scores_of(body)
-        else:
-            known = state.parts.noted
-            noted = torch.stack(known) if known else None
+        noted = self._noted(state, body) if opened else None
         if noted is not None:
             noted = noted.cpu()
             for each in opened:
                 self._segments.save_scores(each.name, noted[:, :, each.tokens])
+
+    def _noted(self, state: RequestState, body: torch.Tensor) -> torch.Tensor | None:
+        """Return the scores [L, H, B] of a prompt's tokens; None without scores."""
+        if state.parts is None:
+            return self._segments.copies.scores_of(body)
+        known = state.parts.noted
+        return torch.stack(known) if known else None
 
     # -- recording the result -------------------------------------------------
 
@@ -417,13 +482,30 @@ class PromptCompressor:
                 part = DraftPart(each.slots, each.exact.contiguous())
                 self._segments.add_draft(each.name, part)
 
-    def _refer(self, state: RequestState, names: Sequence[str]) -> None:
-        """Make the residual KV of these segments that of the request."""
+    def _refer(
+        self, state: RequestState, names: Sequence[str], full: HostFull | None
+    ) -> None:
+        """Make KV that is shared on the host the residual KV of the request.
+
+        Args:
+            state: The request.
+            names: Segments whose residual KV it shares.
+            full: Full KV that it shares instead; None without such.
+        """
+        host = self._host
+        if full is not None:
+            self._segments.refer(state.rid, full.names, Use.IMAGES)
+            self._segments.wholes.settle(full.names)
+            kept = state.split.kept
+            picked = PickedResidual(full.images, kept, host.page_pool, host.dtype)
+            host.adopt(state.rid, "", picked, full.own)
+        if not names:
+            return
         self._segments.refer(state.rid, names)
         found = [self._segments.residual(name) for name in names]
         whole = SegmentedResidual([each for each in found if each is not None])
         # A name is a chained hash: the last one implies all others.
-        self._host.adopt(state.rid, f"segments-{names[-1]}", whole)
+        host.adopt(state.rid, f"segments-{names[-1]}", whole)
 
     def _enter(
         self,
@@ -435,10 +517,11 @@ class PromptCompressor:
         """Record the compression; return the slots of the draft KV, [n] int64."""
         head = torch.cat([each.slots for each in pieces if each.slots is not None])
         known = state.parts
-        if known is not None and known.residency is not None:
-            known.residency = residency
-            return head
         names = tuple(each.name for each in pieces if each.name)
+        segments = names or pieces[0].segments
+        if known is not None and known.residency is not None:
+            known.residency, known.segments = residency, segments
+            return head
         if names:
             self._segments.use(state.rid, names)
         state.parts = Parts(
@@ -448,7 +531,7 @@ class PromptCompressor:
             residency,
             not state.req.skip_radix_cache_insert,
             noted=known.noted if known else [],
-            segments=names,
+            segments=segments,
             shared_slots=head if names else None,
         )
         # The row no longer lists token i at position i: the tree must not insert it.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING
 
 import torch
 
 from vericache_sglang.compression.budget import coded_rows
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.kv.joined_images import JoinedImages
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
 from vericache_sglang.kv.selection import Chooser, Stretch
 from vericache_sglang.kv.split_layers import rest_of
@@ -21,12 +22,34 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.base import PartSpec
     from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.host_image import HostImage, RawImage
     from vericache_sglang.kv.packed_drafts import Codes
     from vericache_sglang.kv.residual import HostResidual
     from vericache_sglang.kv.selection import Look
     from vericache_sglang.kv.transfers import Transfer
 
     Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostFull:
+    """Full KV of a piece on the host, in images one behind the other.
+
+    Attributes:
+        names: Segments whose image other requests may share: the first images.
+        images: Every token of the piece, in order.
+        opened: The images of segments that had none before, by name.
+        own: The image, if any, of the tokens behind the segments, which the request
+            owns.
+        missing: [k] int64 on the pool's device, positions in the piece of the tokens
+            of ``opened`` and ``own``, in order; k may be 0.
+    """
+
+    names: tuple[str, ...]
+    images: list[RawImage]
+    opened: dict[str, RawImage]
+    own: list[RawImage]
+    missing: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +70,9 @@ class PromptPiece:
         wanted: Its residual KV has to be written.
         slots: [code slots + exact] int64, slots of its draft KV; None: not allocated.
         residual: Destination of its residual KV; None: not written.
+        segments: Names of its first segments, if their full KV on the host is shared.
+        full: Its full KV on the host, from which residual KV is read; None without
+            ``segments``.
     """
 
     first: int
@@ -58,6 +84,8 @@ class PromptPiece:
     wanted: bool = False
     slots: torch.Tensor | None = None
     residual: HostResidual | None = None
+    segments: tuple[str, ...] = ()
+    full: HostFull | None = None
 
     @property
     def tokens(self) -> slice:
@@ -134,19 +162,13 @@ class PieceWriter:
         if any(each.kept is None for each in pieces):
             self._select(rid, pieces, body, look)
         drafted = [each for each in pieces if each.drafted]
-        opened = [each for each in pieces if each.residual is not None]
-        blocks = self._layers(drafted, opened, body, waiting)
-        residuals = []
-        for each in opened:
-            if each.residual is not None:
-                each.residual.describe(each.exact, each.packed)
-                residuals.append(each.residual)
-        if not residuals:
+        image, away = self._away(pieces)
+        blocks = self._layers(drafted, away, body, waiting)
+        if image is None:
             for _ in blocks if drafted else ():
                 pass
             return None
-        whole = residuals[0] if len(pieces) == 1 else SegmentedResidual(residuals)
-        return self._handles.transfers.save(blocks, whole)
+        return self._handles.transfers.save(blocks, image)
 
     def put(self, layer: int, target: torch.Tensor, draft: DraftLayer) -> None:
         """Write one layer of draft KV into its slots, those of codes first."""
@@ -194,14 +216,44 @@ class PieceWriter:
             found.append(every.expand(shape))
         return found
 
+    def _away(
+        self, pieces: Sequence[PromptPiece]
+    ) -> tuple[HostImage | None, Iterator[torch.Tensor]]:
+        """Return the image to fill, and by layer [H, k] the tokens that fill it.
+
+        None if no image has to be filled.
+        """
+        full = pieces[0].full
+        if full is not None:
+            unfilled = [*full.opened.values(), *full.own]
+            if not unfilled:
+                return None, iter(())
+            heads = self._handles.geometry.kv_heads
+            every = full.missing.expand(heads, -1).contiguous()
+            return JoinedImages(unfilled), repeat(every)
+        opened = [each for each in pieces if each.residual is not None]
+        residuals = []
+        for each in opened:
+            if each.residual is not None:
+                each.residual.describe(each.exact, each.packed)
+                residuals.append(each.residual)
+        if not residuals:
+            return None, iter(())
+        starts = [each.first for each in opened]
+        away = rest_of(
+            [each.exact for each in opened], opened[0].budget.offered, starts
+        )
+        one = len(pieces) == 1
+        return residuals[0] if one else SegmentedResidual(residuals), away
+
     def _layers(
         self,
         drafted: list[PromptPiece],
-        opened: list[PromptPiece],
+        away: Iterator[torch.Tensor],
         body: torch.Tensor,
         waiting: list[DraftLayer],
     ) -> Iterator[Pair]:
-        """Write each layer's draft KV; yield its residual KV in prompt order."""
+        """Write each layer's draft KV; yield its entries of the tokens in ``away``."""
         handles = self._handles
         slots = [each.slots for each in drafted if each.slots is not None]
         target = torch.cat(slots) if slots else None
@@ -209,9 +261,6 @@ class PieceWriter:
         coded = [each.packed + each.first for each in drafted]
         index = torch.cat(exact, dim=2) if exact else None
         packed = torch.cat(coded, dim=2) if coded else None
-        length = opened[0].budget.offered if opened else 0
-        starts = [each.first for each in opened]
-        away = rest_of([each.exact for each in opened], length, starts)
         for layer in range(handles.geometry.layers):
             if index is not None and packed is not None:
                 entries = handles.pick(layer, body, index[layer])
@@ -221,8 +270,9 @@ class PieceWriter:
                     waiting.append(draft)
                 else:
                     self.put(layer, target, draft)
-            if opened:
-                yield handles.pick(layer, body, next(away))
+            tokens = next(away, None)
+            if tokens is not None:
+                yield handles.pick(layer, body, tokens)
 
     def _packed(
         self, layer: int, body: torch.Tensor, positions: torch.Tensor

@@ -156,6 +156,21 @@ class SegmentCopies:
         """
         return self._save_all(name, Form.WHOLE, slots, _named(self.scores_of(slots)))
 
+    def open_whole(
+        self, name: str, tokens: int, noted: torch.Tensor | None
+    ) -> SegmentImage | None:
+        """Allocate a segment's full KV, to be filled by the caller.
+
+        Args:
+            name: A segment without full KV on the host.
+            tokens: Its tokens.
+            noted: [L, H, tokens], their scores; None without scores.
+
+        Returns:
+            None without free pages; nothing was allocated.
+        """
+        return self._open(name, Form.WHOLE, tokens, _named(noted))
+
     def take_whole(self, name: str, tensors: Tensors) -> bool:
         """Copy full KV from the store in; False without free pages."""
         return self._put(name, Form.WHOLE, tensors)
@@ -257,18 +272,27 @@ class SegmentCopies:
         self, name: str, form: Form, slots: torch.Tensor, more: Tensors
     ) -> bool:
         """Copy all KV entries of slots to a new image; False without free pages."""
+        image = self._open(name, form, len(slots), more)
+        if image is None:
+            return False
+        self._save(form, name, image, slots)
+        return True
+
+    def _open(
+        self, name: str, form: Form, tokens: int, more: Tensors
+    ) -> SegmentImage | None:
+        """Add an image for KV entries that holds ``more``; None without free pages."""
         handles, dtype = self._handles, self._handles.pool.k_buffer[0].dtype
-        shapes = shapes_of(handles.geometry, len(slots), dtype)
+        shapes = shapes_of(handles.geometry, tokens, dtype)
         shapes = {**shapes, **shapes_of_tensors(more)}
         image = SegmentImage.allocated(shapes, handles.host.page_pool)
         if image is None:
-            return False
+            return None
         for field, tensor in more.items():
             # From a GPU on the current stream: complete before a copy queued next.
             image.tensors[field].write(tensor)
         self.index.add_image(name, form, image)
-        self._save(form, name, image, slots)
-        return True
+        return image
 
     def _put(self, name: str, form: Form, tensors: Tensors) -> bool:
         """Copy tensors to an image of a segment; False without free pages."""

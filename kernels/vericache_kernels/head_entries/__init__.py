@@ -34,9 +34,10 @@ def pick_entries(
     Args:
         layer: One or two tensors (keys, values), [T, H, D] each, D may differ; any
             dtype of 1, 2, 4 or 8 bytes, contiguous in D. A pool's buffers with
-            ``slots``.
+            ``slots``. On a GPU also page-locked host memory, which the kernel reads
+            over the link: no other bytes cross it.
         index: [H, n] int32 or int64 in [0, T), copied if it is not contiguous; on the
-            layer's device.
+            device of the result.
         slots: [tokens] int64, pool slot of each token; ``index`` then refers to tokens.
             None: token i is entry i.
 
@@ -52,7 +53,10 @@ def pick_entries(
     from vericache_kernels.head_entries.triton_impl import launch
 
     heads, count = index.shape
-    rows = [side.new_empty(count, heads, side.shape[2]) for side in layer]
+    rows = [
+        torch.empty(count, heads, side.shape[2], dtype=side.dtype, device=index.device)
+        for side in layer
+    ]
     launch(layer, index.contiguous(), rows, slots, put=False)
     return rows
 
@@ -66,7 +70,8 @@ def put_entries(
     """Scatter entries per head.
 
     Args:
-        layer: See ``pick_entries``; entries selected by ``index`` are overwritten.
+        layer: See ``pick_entries``, on the device of ``index``; entries selected by
+            ``index`` are overwritten.
         index: See ``pick_entries``; unique per head.
         rows: [n, H, D] for each tensor of ``layer``, same dtype; copied if they are not
             contiguous.
@@ -126,7 +131,10 @@ def check(
                 f"a side must be [T, {len(index)}, D], contiguous in D, is "
                 f"{tuple(side.shape)} with strides {side.stride()}"
             )
-    tensors = [index, *layer, *([] if slots is None else [slots])]
+    apart = [side for side in layer if side.device != index.device]
+    if index.is_cuda:
+        apart = [s for s in apart if s.device.type != "cpu" or not s.is_pinned()]
+    tensors = [index, *apart, *([] if slots is None else [slots])]
     if len({tensor.device for tensor in tensors}) > 1:
         raise ValueError(f"on several devices: {[str(t.device) for t in tensors]}")
 
