@@ -161,11 +161,14 @@ def draw_pipeline(report: Row, path: Path) -> None:
         panels += [_draw_rates("replay", "Replayed sessions")]
     if any(row.get("pool") for row in rows):
         panels += [_draw_pools]
-    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False).flatten()
-    for panel, axis in zip(panels, axes, strict=True):
+    down = -(-len(panels) // 2)
+    figure = Figure(figsize=(13, 4.6 * down), layout="constrained")
+    axes = figure.subplots(down, 2, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for panel, axis in zip(panels, axes, strict=False):
         panel(axis, rows)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])  # a score may be 0
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -181,15 +184,15 @@ def _draw_quality(axis: Any, rows: Sequence[Row]) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         score = quality(row, full)
-        if score is not None and not row.get("pool"):
+        if score is not None and row["ratio"] and not row.get("pool"):
             name = row["name"].split(",")[0] if row["lossy"] else row["name"]
-            lines.setdefault(name, []).append((row["tokens_per_s"]["median"], score))
+            lines.setdefault(name, []).append((row["ratio"]["median"], score))
     for name, points in lines.items():
         style = "x:" if name.startswith("lossy") else "o"
         axis.plot(*zip(*points, strict=True), style, label=name, alpha=0.8)
     axis.set(
         title="Quality over throughput",
-        xlabel="output tokens/s",
+        xlabel="tokens/s / full KV's",
         ylabel="task score / full KV's, mean over tasks",
     )
 
