@@ -157,7 +157,7 @@ def test_the_page_has_ratios_to_the_full_kv_of_the_same_pool():
     text = pipeline_page(reported(row("VeriCache", 200.0), *POOLED))
     assert cells(text, "VeriCache")[0][3] == "2.10 (2.00 to 2.20)"
     assert cells(text, "VeriCache, pool 900")[0][3] == "1.57 (1.50 to 1.65)"
-    assert "(itself again: 0.95)" in text
+    assert "(`full KV, again`, which is noise: 0.95)" in text
     titles = [line for line in text.splitlines() if line.startswith(("# ", "## "))]
     unmarked = ["## Not measured by this command", "## Failures"]
     assert [title for title in titles if "(MEASURED)" not in title] == unmarked
@@ -187,7 +187,7 @@ def test_published_figures_stand_beside_ours():
     shown = {line[0]: line[1:] for name in PUBLISHED for line in cells(text, name)[:1]}
     assert shown["QuantSpec"][0] == "1.57x, 5.2 accepted a verification"
     assert "2.49x at 128K" in shown["QuantSpec"][1]
-    assert shown["TriForce"][0] == "not measured"
+    assert shown["TriForce"][0] == "left out"
     assert set(shown) == set(PUBLISHED)
 
 

@@ -100,12 +100,13 @@ def _is_full(row: Row, pool: int | None) -> bool:
 def _legend(rows: Sequence[Row], options: Row) -> str:
     again = next((row for row in rows if row["name"] == "full KV, again"), None)
     found = again and again["ratio"]
-    note = f"itself again: {found['median']:.2f}" if found else "not measured again"
+    noise = f"{found['median']:.2f}" if found else "not measured"
+    note = f"`full KV, again`, which is noise: {noise}"
     clients, prefill = options["clients"], PREFILL[options["prefill"]]
     turns = TURNS[options["one_at_a_time"]]
     about = [f"- `{row['name']}`: {row['about']}." for row in rows if row["about"]]
     legend = LEGEND.format(clients=clients, prefill=prefill, turns=turns, note=note)
-    return "\n\n".join([legend, "\n".join(about)])
+    return "\n\n".join([legend, *(["\n".join(about)] if about else [])])
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
