@@ -1,7 +1,7 @@
 """Pipeline 1 and the peers: their systems, their pages, and a few of them served."""
 
 import json
-from argparse import Namespace
+from contextlib import contextmanager
 from xml.etree import ElementTree
 
 import pytest
@@ -18,8 +18,7 @@ from vericache_sglang.evaluation.pipeline_page import (
     pipeline_page,
     quality,
 )
-from vericache_sglang.evaluation.server import ServerError
-from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.server import Server, ServerError
 
 PEERS, PUBLISHED = peers.PEERS, peers.PUBLISHED
 
@@ -205,14 +204,36 @@ def test_the_plots_have_labels_and_are_the_same_for_the_same_report(tmp_path):
     assert text == (tmp_path / "b.svg").read_text()
 
 
-def test_a_server_that_fails_is_a_row_with_an_error(monkeypatch):
-    def broken(*args, **more):
+@contextmanager
+def up(system, model, start=None):
+    """Stand for ``served``: VeriCache does not start."""
+    if system.has_vericache:
         raise ServerError("no memory")
+    yield Server("http://127.0.0.1:9")
 
-    monkeypatch.setattr(pipeline1, "served", broken)
-    study = Namespace(options=Namespace(model=None))
-    found = pipeline1.serve(study, None, described("x", about="y"), None)
-    assert found == {"about": "y", "lossy": False, "error": "no memory"}
+
+def test_a_server_that_fails_is_a_row_with_an_error(monkeypatch, tmp_path):
+    """All but the measuring itself, with pools: every page on the way is written."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+    def measured(study, load, server, system, full):
+        made = row(system.name, 100.0, pool=full.pool)
+        return made if full.answers else {**made, "tasks": {}}
+
+    monkeypatch.setattr(pipeline1, "served", up)
+    monkeypatch.setattr(pipeline1, "answered", measured)
+    monkeypatch.setattr(pipeline1, "reference", lambda study, server: {"a": 1})
+    monkeypatch.setattr(pipeline1.TaskRequests, "ask", lambda self, server, given: None)
+    words = ["pipeline1", "--samples", "1", "--context", "600", "--pools", "900"]
+    words += ["--budgets", "64", "--keeps", "0.5", "--bits", "4"]
+    assert main([*words, "--out", str(tmp_path / "p.json")]) == 1
+    report = json.loads((tmp_path / "p.json").read_text())
+    good = [each["name"] for each in report["rows"] if "error" not in each]
+    assert good == [FULL, AGAIN, f"{FULL}, pool 900"]
+    failed = {each["name"]: each for each in report["rows"] if "error" in each}
+    assert failed["VeriCache, pool 900"]["pool"] == 900
+    assert "VeriCache, pool 900: no memory" in report["failures"]
+    assert (tmp_path / "p.svg").exists()
 
 
 @pytest.mark.server

@@ -131,12 +131,14 @@ class FullKV:
         system: It.
         timed: Its answers to the timed requests.
         answers: What ``reference`` returned; None: only speed is compared.
+        pool: KV slots of every server; None: as SGLang has it.
         server: Stays up beside each other system's; None: a device holds only one.
     """
 
     system: System
     timed: Pass
     answers: dict[str, Any] | None
+    pool: int | None
     server: Server | None = None
 
 
@@ -189,8 +191,17 @@ def answered(
         opened = _experiment(study, load, up, (system,), repeats=0)
         over = opened.results()[system.name]
         row |= {key: over[key] for key in ("open_loop", "replay")}
-    about = {"about": system.about, "flags": list(system.flags), "lossy": system.lossy}
-    return {**about, "tasks": tasks, **row}
+    return {**_told(system, full), "tasks": tasks, **row}
+
+
+def _told(system: System, full: FullKV) -> dict[str, Any]:
+    """Return the part of a row that is known before measuring."""
+    return {
+        "about": system.about,
+        "flags": list(system.flags),
+        "lossy": system.lossy,
+        "pool": full.pool,
+    }
 
 
 def _experiment(
@@ -237,7 +248,7 @@ def serve(
             load.ask(server, study.options)
             return answered(study, load, server, system, full)
     except ServerError as error:
-        return {"about": system.about, "lossy": system.lossy, "error": str(error)}
+        return {**_told(system, full), "error": str(error)}
 
 
 def measure(
@@ -266,16 +277,14 @@ def measure(
     with ExitStack() as stack:
         server = stack.enter_context(served(plain, options.model, start=start))
         answers = reference(study, server) if pool is None else None
-        full = FullKV(plain, load.ask(server, options), answers)
-        row = results.row(plain.name, answered, study, load, server, plain, full)
-        row["pool"] = pool
+        full = FullKV(plain, load.ask(server, options), answers, pool)
+        results.row(plain.name, answered, study, load, server, plain, full)
         if options.one_at_a_time:
             stack.close()
         else:
             full = replace(full, server=server)
         for system in tqdm(others, desc="systems", unit="system"):
-            row = results.row(system.name, serve, study, load, system, full, start)
-            row["pool"] = pool
+            results.row(system.name, serve, study, load, system, full, start)
     seeded = SEEDED in words("--engine", options.engine)
     for name in (plain.name, *(each.name for each in others)):
         row = results.rows[name]
