@@ -11,7 +11,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from vericache_sglang.evaluation.client import closed_loop, open_loop
+from vericache_sglang.evaluation.client import closed_loop, open_loop, replay
 
 
 class Scripted:
@@ -131,6 +131,18 @@ def test_an_open_loop_sends_when_it_is_time_however_many_run(scripted):
     assert scripted.peak == 4
     last = max(arrivals)
     assert all(answer.times[0][0] >= last for answer in done.answers)
+
+
+def test_a_replay_waits_for_the_answer_before_and_the_recorded_pause(scripted):
+    """Both sessions run at once; within one, requests follow each other."""
+    bodies = [{"text": str(i), "steps": [i + 1], "until": 2} for i in range(3)]
+    sessions, starts = [[(0, 0.0), (2, 0.05)], [(1, 0.1)]], [0.0, 0.1]
+    done = replay(scripted.url, bodies, sessions, starts, lambda: None, 30)
+    first, other, second = done.answers
+    assert (first.sent, other.sent) == (0.0, 0.2)
+    assert second.sent == pytest.approx(first.ended + 0.05)
+    assert [len(answer.ids) for answer in done.answers] == [1, 2, 3]
+    assert scripted.peak == 2
 
 
 @pytest.mark.parametrize(

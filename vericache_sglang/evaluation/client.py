@@ -93,6 +93,29 @@ def open_loop(
     return asyncio.run(_open(_Asker(url, answered, timeout), requests, arrivals))
 
 
+def replay(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    sessions: Sequence[Sequence[tuple[int, float]]],
+    starts: Sequence[float],
+    answered: Callable[[], None],
+    timeout: float,
+) -> Pass:
+    """Replay recorded sessions: a request follows its session's previous answer.
+
+    Args:
+        url: Of the server.
+        requests: Bodies of ``POST /generate``.
+        sessions: Of each, its (request's index, seconds after the previous answer) in
+            order; every request is in one session.
+        starts: Seconds after which each session begins; as many as sessions.
+        answered: Called after every answer.
+        timeout: Most seconds of one answer.
+    """
+    asker = _Asker(url, answered, timeout)
+    return asyncio.run(_replay(asker, requests, sessions, starts))
+
+
 class _Asker:
     def __init__(self, url: str, answered: Callable[[], None], timeout: float) -> None:
         self.began = 0.0
@@ -209,6 +232,30 @@ async def _open(
         pairs = zip(requests, arrivals, strict=True)
         asked = [arrive(session, body, at) for body, at in pairs]
         return _pass(await asyncio.gather(*asked))
+
+
+async def _replay(
+    asker: _Asker,
+    requests: Sequence[dict[str, Any]],
+    sessions: Sequence[Sequence[tuple[int, float]]],
+    starts: Sequence[float],
+) -> Pass:
+    answers: dict[int, Answer] = {}
+
+    async def play(
+        session: aiohttp.ClientSession, turns: Sequence[tuple[int, float]], at: float
+    ) -> None:
+        for i, gap in turns:
+            at += gap
+            await asyncio.sleep(at - asker.now())
+            answers[i] = await asker.ask(session, requests[i], at)
+            at = answers[i].ended
+
+    async with asker.session() as session:
+        asker.began = time.perf_counter()
+        pairs = zip(sessions, starts, strict=True)
+        await asyncio.gather(*(play(session, turns, at) for turns, at in pairs))
+    return _pass([answers[i] for i in range(len(requests))])
 
 
 def _pass(answers: Sequence[Answer]) -> Pass:

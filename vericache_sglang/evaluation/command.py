@@ -18,6 +18,8 @@ from vericache_sglang.evaluation.benchmarks.hardest import HARDEST
 from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
 from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
 from vericache_sglang.evaluation.benchmarks.paper_figures import FIGURES
+from vericache_sglang.evaluation.benchmarks.peers import PEERS
+from vericache_sglang.evaluation.benchmarks.pipeline1 import PIPELINE1
 from vericache_sglang.evaluation.benchmarks.sampling import SAMPLING
 from vericache_sglang.evaluation.benchmarks.scheduling import SCHEDULING
 from vericache_sglang.evaluation.benchmarks.shared_prefix import SHARED_PREFIX
@@ -48,6 +50,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "scheduling": SCHEDULING,
     "fuzz": FUZZ,
     "figures": FIGURES,
+    "pipeline1": PIPELINE1,
+    "peers": PEERS,
 }
 """Benchmarks of the demo models, by name; without a name, systems are compared."""
 

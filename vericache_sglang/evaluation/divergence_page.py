@@ -6,8 +6,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.errors import ConfigError
-from vericache_sglang.evaluation.picture import require_matplotlib
+from vericache_sglang.evaluation.picture import require_matplotlib, save_svg
 from vericache_sglang.evaluation.quality import curve
 from vericache_sglang.evaluation.report import markdown_table
 
@@ -42,7 +41,7 @@ def page(report: Mapping[str, Any]) -> str:
     if options["out"] and rows:
         name = Path(options["out"]).with_suffix(".svg").name
         parts.append(f"![KL, first divergence and scores]({name})")
-    parts += _tables(rows)
+    parts += task_tables(rows)
     legend = LEGEND.format(
         temperature=options["temperature"],
         top_k=report.get("top_k", "-"),
@@ -54,7 +53,8 @@ def page(report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts).rstrip() + "\n"
 
 
-def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def task_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return headings and tables of each task: scores, and distances of some rows."""
     parts = []
     for task in rows[0]["tasks"] if rows else ():
         named = [*rows[0]["tasks"][task]["scores"]]
@@ -111,7 +111,6 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
     """
     require_matplotlib()
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     rows = report["rows"]
@@ -136,12 +135,7 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
     names = axes[1].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=3)
     figure.suptitle(f"{Path(report['options']['model']).name}: distance from full KV")
-    try:
-        # The same figures make the same file.
-        with rc_context({"svg.hashsalt": "vericache"}):
-            figure.savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error}") from error
+    save_svg(figure, path)
 
 
 def _steps(row: Mapping[str, Any]) -> list[list[float]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vericache_sglang.evaluation.altered import forced_tokens
-from vericache_sglang.evaluation.client import closed_loop, open_loop
+from vericache_sglang.evaluation.client import closed_loop, open_loop, replay
 from vericache_sglang.evaluation.divergence import divergence
 from vericache_sglang.evaluation.figures import (
     accepted,
@@ -26,19 +26,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from vericache_sglang.evaluation.client import Pass
-    from vericache_sglang.evaluation.fleet import Fleet
     from vericache_sglang.evaluation.server import Server
     from vericache_sglang.evaluation.systems import System
     from vericache_sglang.evaluation.workload import BenchRequest
 
     Loop = Callable[..., Pass]
-    """``closed_loop`` or ``open_loop``, without the URL and the requests."""
+    """A loop of ``client``, without the URL and the requests."""
+
+    Session = Sequence[tuple[int, float]]
+    """Request's index, and seconds after the session's previous answer, in order."""
 
 COUNTED = (
     *("accepted_per_verify", "moved_bytes_per_token"),
     *("link_share", "kv_read_share"),
 )
 """Figures of a pass for which the median over rounds is reported."""
+
+
+class Servers(Protocol):
+    """What provides the servers of systems."""
+
+    def ready(self, system: System) -> tuple[Server, bool]:
+        """See ``Fleet.ready``."""
 
 
 class Experiment:
@@ -49,6 +58,8 @@ class Experiment:
         systems: Systems in the order of the first round.
         requests: Requests of every pass, the same for all systems.
         fleet: Provides the servers.
+        sessions: Recorded sessions, replayed at every rate too, from an empty prefix
+            cache; their requests' indices are those of ``requests``.
     """
 
     def __init__(
@@ -56,16 +67,19 @@ class Experiment:
         options: argparse.Namespace,
         systems: Sequence[System],
         requests: Sequence[BenchRequest],
-        fleet: Fleet,
+        fleet: Servers,
+        sessions: Sequence[Session] = (),
     ) -> None:
         self._options = options
         self._systems = systems
         self._bodies = [request.body(ends=options.end_early) for request in requests]
         self._fleet = fleet
+        self._sessions = sessions
         self.skipped: dict[str, str] = {}
         self.tuning: dict[str, dict[int, float]] = {s.name: {} for s in systems}
         self.rounds: list[dict[str, tuple[Pass, dict[str, Any]]]] = []
         self.open: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
+        self.replayed: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
         self.divergences: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
@@ -82,6 +96,8 @@ class Experiment:
         for i, rate in enumerate(self._options.rates):
             for system in self._turns(i):
                 self._at_rate(system, rate)
+            for system in self._turns(i) if self._sessions else ():
+                self._replay(system, rate)
         if self._options.kl_requests and self._options.simulated_acceptance is None:
             self._compare_distributions()
 
@@ -123,34 +139,69 @@ class Experiment:
         if done is not None:
             self.open[system.name].append({"rate": rate, **done[1]})
 
+    def _replay(self, system: System, rate: float) -> None:
+        """Replay the sessions, begun so that ``rate`` requests a second arrive.
+
+        Those of a session wait for each other: a slow server is sent fewer.
+        """
+        count = sum(map(len, self._sessions))
+        began = rate * len(self._sessions) / count
+        numbered = [i for turns in self._sessions for i, _ in turns]
+        places = {number: place for place, number in enumerate(numbered)}
+        loop = partial(
+            replay,
+            sessions=[[(places[i], s) for i, s in turns] for turns in self._sessions],
+            starts=arrivals(len(self._sessions), began, self._options.seed),
+            timeout=self._options.timeout,
+        )
+        bodies = [self._bodies[i] for i in numbered]
+        done = self._turn(system, f"replay {rate:g}/s {system.name}", loop, bodies)
+        if done is not None:
+            self.replayed[system.name].append({"rate": rate, **done[1]})
+
     def _closed(self, clients: int) -> Loop:
         return partial(closed_loop, clients=clients, timeout=self._options.timeout)
 
     def _turn(
-        self, system: System, name: str, loop: Loop
+        self,
+        system: System,
+        name: str,
+        loop: Loop,
+        bodies: Sequence[dict[str, Any]] = (),
     ) -> tuple[Pass, dict[str, Any]] | None:
-        """Run one pass; record a failure of the system and return None."""
+        """Run one pass; record a failure of the system and return None.
+
+        Args:
+            system: To be measured.
+            name: Of the pass.
+            loop: Sends the requests.
+            bodies: Sent from an empty prefix cache; none: all, as ``--prefill`` says.
+        """
         try:
             server, fresh = self._fleet.ready(system)
             if fresh:
                 warming = self._closed(self._options.concurrency[0])
                 self._pass(server, f"warming {system.name}", warming)
-            return self._pass(server, name, loop)
+            return self._pass(server, name, loop, bodies)
         except ServerError as error:
             self.skipped[system.name] = str(error)
             return None
 
     def _pass(
-        self, server: Server, name: str, loop: Loop
+        self,
+        server: Server,
+        name: str,
+        loop: Loop,
+        bodies: Sequence[dict[str, Any]] = (),
     ) -> tuple[Pass, dict[str, Any]]:
-        """Answer all requests from an empty prefix cache, or from one with prompts."""
+        """Answer requests from an empty prefix cache, or all from one with prompts."""
         server.flush()
-        if self._options.prefill == "cached":
+        if self._options.prefill == "cached" and not bodies:
             first = [_shortened(body) for body in self._bodies]
             closed_loop(server.url, first, 1, lambda: None, self._options.timeout)
-        before = server.counters()
-        with tqdm(total=len(self._bodies), desc=name, unit="request") as bar:
-            done = loop(server.url, self._bodies, answered=bar.update)
+        before, sent = server.counters(), bodies or self._bodies
+        with tqdm(total=len(sent), desc=name, unit="request") as bar:
+            done = loop(server.url, sent, answered=bar.update)
         after = server.counters()
         return done, pass_figures(done, before, after, self._options.memory_gbps)
 
@@ -218,6 +269,7 @@ class Experiment:
             "divergence": self.divergences.get(name),
             "rounds": figures,
             "open_loop": self.open[name],
+            "replay": self.replayed[name],
         }
 
     def _pairs(self, name: str) -> list[tuple[Any, Any]]:

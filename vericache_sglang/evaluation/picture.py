@@ -90,7 +90,6 @@ def draw_sweep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
     """
     require_matplotlib()
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 3.2), layout="constrained")
@@ -125,12 +124,22 @@ def draw_sweep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     axis.minorticks_off()
     axis.set(xlabel="prompt tokens", ylabel="decoding speed / plain SGLang's")
     axis.legend(fontsize=8)
+    save_svg(figure, path)
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """Write a figure; the same one makes the same file.
+
+    Raises:
+        ConfigError: ``path`` cannot be written.
+    """
+    from matplotlib import rc_context
+
     try:
-        # The same figures make the same file.
         with rc_context({"svg.hashsalt": "vericache"}):
             figure.savefig(path, format="svg", metadata={"Date": None})
     except OSError as error:
-        raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
+        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def _title(report: Mapping[str, Any]) -> str:

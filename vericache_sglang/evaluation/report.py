@@ -140,11 +140,11 @@ def page(report: Mapping[str, Any]) -> str:
     systems = report["systems"]
     parts = [
         _head(report),
-        _section(report, "Speed", _table([*systems.items()], SPEED)),
+        _section(report, "Speed", systems_table([*systems.items()], SPEED)),
         _section(
             report,
             "Drafting, traffic and answers",
-            _table([*systems.items()], DRAFTING),
+            systems_table([*systems.items()], DRAFTING),
         ),
     ]
     for title, columns, key in (
@@ -153,11 +153,11 @@ def page(report: Mapping[str, Any]) -> str:
     ):
         rows = [(name, each) for name, row in systems.items() for each in row[key]]
         if rows:
-            parts.append(_section(report, title, _table(rows, columns)))
+            parts.append(_section(report, title, systems_table(rows, columns)))
     rows = [(name, row["divergence"]) for name, row in systems.items()]
     if rows := [(name, found) for name, found in rows if found and found["positions"]]:
         parts.append(
-            _section(report, "Distance from the full KV", _table(rows, DISTANCE))
+            _section(report, "Distance from the full KV", systems_table(rows, DISTANCE))
         )
     parts.append(_failures(systems))
     meanings = [f"- `{name}`: {text}." for name, text in DEFINITIONS.items()]
@@ -201,7 +201,9 @@ def _section(report: Mapping[str, Any], title: str, table: str) -> str:
     return f"## {title}{mark}\n\n{table}"
 
 
-def _table(rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Columns) -> str:
+def systems_table(
+    rows: Sequence[tuple[str, Mapping[str, Any]]], columns: Columns
+) -> str:
     """Return a table of (system, figures) pairs."""
     cells = [[name, *(cell(row) for cell in columns.values())] for name, row in rows]
     return markdown_table(["system", *columns], cells)

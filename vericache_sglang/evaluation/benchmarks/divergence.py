@@ -56,8 +56,24 @@ FULL, AGAIN = "full KV", "full KV, all at once"
 WHOLE = 1024
 """Vocabularies up to this many tokens are compared whole where ``--top-k`` is 0."""
 
+SEEDED = "--enable-deterministic-inference"
+"""Without it SGLang drops seeds, and no two systems sample the same sequence."""
+
 MOST_LISTED = 100
 """Tokens compared of larger vocabularies where ``--top-k`` is 0."""
+
+
+STUDY: Mapping[str, tuple[Any, str]] = {
+    **SAMPLING,
+    "output": (2048, "most tokens of an answer; data sets ask for up to 16,000"),
+    "turns": (20, "most answers in one conversation"),
+    "temperature": (0.5, "of the sequences whose KL is measured, > 0"),
+    "kl-tokens": (250, "most tokens of those sequences"),
+    "top-k": (0, "tokens compared; 0: all of up to 1,024, else 100"),
+    "clients": (4, "requests at once"),
+    "min-prompt": (256, "tokens from which prompts are compressed"),
+}
+"""The options that a ``Study`` reads, besides ``model`` and ``seed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +225,8 @@ def _described(
     options: argparse.Namespace,
     **more: Any,
 ) -> System:
-    # Without it SGLang drops seeds, and no two systems sample the same sequence.
-    seeds = {"enable_deterministic_inference": True, "disable_radix_cache": True}
-    system = described(name, settings, seeds, **more)
-    flags = (*system.flags, *words("--engine", options.engine))
+    system = described(name, settings, {"disable_radix_cache": True}, **more)
+    flags = (*system.flags, SEEDED, *words("--engine", options.engine))
     return replace(system, flags=flags)
 
 
@@ -222,18 +236,25 @@ def ask_all(
     """Answer every sample with plain SGLang.
 
     Returns:
-        ``conversations`` and ``sequences`` by task, and under ``again`` the same
-        sequences with all of a task's requests at once.
+        Those of ``reference``, and under ``again`` the same sequences with all of a
+        task's requests at once.
     """
     with served(system, study.options.model, start=start) as server:
-        found: dict[str, Any] = {"conversations": {}, "sequences": {}, "again": {}}
+        found: dict[str, Any] = {**reference(study, server), "again": {}}
         for name, samples in study.samples.items():
-            ask, sample = partial(study.converse, server, TASKS[name]), study.sequence
-            numbers = range(len(samples))
-            found["conversations"][name] = study.each(ask, 1, samples)
-            one = partial(sample, server)
-            found["sequences"][name] = study.each(one, 1, samples, numbers)
+            one, numbers = partial(study.sequence, server), range(len(samples))
             found["again"][name] = study.each(one, len(samples), samples, numbers)
+    return found
+
+
+def reference(study: Study, server: Server) -> dict[str, Any]:
+    """Return plain SGLang's ``conversations`` and ``sequences``, by task."""
+    found: dict[str, Any] = {"conversations": {}, "sequences": {}}
+    for name, samples in study.samples.items():
+        ask, one = partial(study.converse, server, TASKS[name]), study.sequence
+        found["conversations"][name] = study.each(ask, 1, samples)
+        numbers = range(len(samples))
+        found["sequences"][name] = study.each(partial(one, server), 1, samples, numbers)
     return found
 
 
@@ -254,24 +275,46 @@ def measure_system(
     Raises:
         ServerError: The server failed.
     """
-    tasks, clients = {}, study.options.clients
     with served(system, study.options.model, start=start) as server:
-        for name, samples in study.samples.items():
-            ask = partial(study.converse, server, TASKS[name])
-            answers = study.each(ask, clients, samples)
-            wanted, numbers = full["sequences"][name], range(len(samples))
-            more = [[each["ids"] for each in wanted]] if system.lossy else []
-            one = partial(study.sequence, server)
-            got = study.each(one, clients, samples, numbers, *more)
-            reference = full["conversations"][name]
-            tasks[name] = {
-                **scores(TASKS[name], samples, answers),
-                **likeness(reference, answers),
-                **distances(wanted, got),
-            }
+        tasks = compared(study, server, system, full)
         counted = per_verify(growth({}, server.counters()))
     kind = "lossy" if system.lossy else "VeriCache"
     return {"system": kind, "tasks": tasks, **counted}
+
+
+def compared(
+    study: Study, server: Server, system: System, full: dict[str, Any]
+) -> dict[str, Any]:
+    """Answer every sample on a running server and compare it with the full KV.
+
+    Without seeds (``SEEDED``) only a lossy server is made to emit the same sequences,
+    and no other one's KL divergence is measured.
+
+    Args:
+        study: What is asked.
+        server: The system's.
+        system: Its flags and alteration.
+        full: What ``reference`` returned.
+
+    Returns:
+        By task: scores, likeness and, where measured, distances.
+    """
+    tasks, clients = {}, study.options.clients
+    for name, samples in study.samples.items():
+        ask = partial(study.converse, server, TASKS[name])
+        answers = study.each(ask, clients, samples)
+        tasks[name] = {
+            **scores(TASKS[name], samples, answers),
+            **likeness(full["conversations"][name], answers),
+        }
+        if not (system.lossy or SEEDED in system.flags):
+            continue
+        wanted, numbers = full["sequences"][name], range(len(samples))
+        more = [[each["ids"] for each in wanted]] if system.lossy else []
+        one = partial(study.sequence, server)
+        got = study.each(one, clients, samples, numbers, *more)
+        tasks[name] |= distances(wanted, got)
+    return tasks
 
 
 def scores(
@@ -393,14 +436,7 @@ DIVERGENCE = Benchmark(
     options={
         "compressors": (["kvzip", "turboquant:bits=2"], "as --vericache-compressor"),
         "keeps": ([0.25], "shares of tokens, of selectors"),
-        **SAMPLING,
-        "output": (2048, "most tokens of an answer; data sets ask for up to 16,000"),
-        "turns": (20, "most answers in one conversation"),
-        "temperature": (0.5, "of the sequences whose KL is measured, > 0"),
-        "kl-tokens": (250, "most tokens of those sequences"),
-        "top-k": (0, "tokens compared; 0: all of up to 1,024, else 100"),
-        "clients": (4, "requests at once"),
-        "min-prompt": (256, "tokens from which prompts are compressed"),
+        **STUDY,
         "engine": ("", "SGLang flags of every server, quoted"),
     },
     measure=_measure,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.benchmark import Benchmark
-from vericache_sglang.evaluation.picture import require_matplotlib
+from vericache_sglang.evaluation.picture import require_matplotlib, save_svg
 from vericache_sglang.planning.acceptance import (
     PUBLISHED_LLAMA_70B,
     PUBLISHED_QWEN_32B,
@@ -53,9 +53,9 @@ OVERHEAD_S = 2e-3
 LEFT_OUT = {
     "fig4": "`bench divergence` measures it on a model of one's own",
     "fig9, fig10": "needs the inner drafters, which this project does not have yet",
-    "fig12": "needs requests over time on a GPU: `bench --rates`",
+    "fig12": "needs requests over time on a GPU: `bench pipeline1 --rates`",
     "fig14 to fig17": "needs quality and speed of the paper's models on a GPU: "
-    "`bench divergence` and `bench decode` with `--model`",
+    "`bench pipeline1` with `--model` and `--data`",
 }
 """The paper's other figures, and why they are not targets."""
 
@@ -333,7 +333,6 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
     """
     require_matplotlib()
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     rows = report["rows"]
@@ -359,12 +358,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         axis.legend(fontsize=8)
     for axis in figure.axes[len(rows) :]:
         axis.remove()
-    try:
-        # The same figures make the same file.
-        with rc_context({"svg.hashsalt": "vericache"}):
-            figure.savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error}") from error
+    save_svg(figure, path)
 
 
 def _cell(value: float | None) -> str:
