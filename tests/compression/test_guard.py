@@ -151,7 +151,7 @@ def guarded(call, fault=None):
         object.__setattr__(part, call, fault)
     guard = CompressorGuard("theirs", HEADS)
     guard.vocabulary = VOCABULARY
-    guard.watch(part)
+    guard.wrap(part)
     return guard, part
 
 

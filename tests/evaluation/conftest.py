@@ -43,7 +43,7 @@ def counters(rounds=10, accepted=57, staged=4000):
         "accepted": accepted,
         "staged_bytes": staged,
         "offloaded_bytes": 1000,
-        "stage_seconds": 0.25,
+        "prefetch_seconds": 0.25,
         "kv_read_bytes_per_s": 2e9,
     }
 

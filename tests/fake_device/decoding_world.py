@@ -160,7 +160,12 @@ class Server:
         self.runtime = Runtime(runtime_settings(config, placement), tp_sync.estimates)
         rows = placement.verify_rows
         probing = Probing(
-            made.selector, placement.watch, placement.handles, runner, rows[0], tp_sync
+            made.selector,
+            placement.observer,
+            placement.handles,
+            runner,
+            rows[0],
+            tp_sync,
         )
         self.draft_tokens = DraftTokenBuffer(
             len(placement.table), config.draft_length, "cuda"
@@ -192,7 +197,7 @@ class Server:
             recovery=Recovery(
                 self.states, self.runtime, placement, tp_sync, strict=True
             ),
-            watch=reporter,
+            reporter=reporter,
             max_running=6,
         )
         self.batch, self._last, self._launched = None, None, False
@@ -406,7 +411,7 @@ def served(device, made, graphs=False, asks=None, **more):
     counters, waits = made.placement.counters, Counter()
 
     def counted():
-        return counters.rounds, counters.accepted, counters.draft_rows
+        return counters.cycles, counters.accepted, counters.draft_rows
 
     before = counted()
     for _ in range(MOST):

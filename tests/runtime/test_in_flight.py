@@ -35,7 +35,7 @@ def request(rid="r", drafts=()):
         eligible=True,
         stops=frozenset([99]),
         longest=3,
-        figures=RequestStats(True, 3),
+        stats=RequestStats(True, 3),
         asynchronous=True,
     )
     state.drafts = list(drafts)
@@ -198,7 +198,7 @@ def world(*states):
     runtime, ended, rounds = Runtime(), [], []
     placement = SimpleNamespace(
         prefetches=SimpleNamespace(end=ended.append),
-        counters=SimpleNamespace(note_round=lambda *round: rounds.append(round)),
+        counters=SimpleNamespace(note_cycle=lambda *round: rounds.append(round)),
     )
     living = {state.rid: state for state in states}
     return ResultRecorder(placement, runtime, living), runtime, ended, living

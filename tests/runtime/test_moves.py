@@ -119,7 +119,7 @@ def test_any_history_keeps_every_bit_and_every_slot(codec, selects, cached, page
                 engine.finish(rid)
             engine.checks.all()
             assert engine.placement.host.used_bytes == 0
-            assert len(engine.placement.watch) == 0
+            assert len(engine.placement.observer) == 0
 
     histories()
 
@@ -165,7 +165,7 @@ def test_a_damaged_copy_is_not_pinned_and_takes_no_slot(codec, selects, caplog):
         before = engine.checks.books()
         with pytest.raises(LostKVError):
             engine.move(Load("a"), "a")
-        assert "complement checksum differs in layer 1" in caplog.text
+        assert "residual KV checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_swapped_image_is_not_resumed_and_takes_no_slot(
         before = engine.checks.books()
         with pytest.raises(LostKVError):
             engine.move(SwapIn("a"), "a")
-        assert "parked image checksum differs in layer 1" in caplog.text
+        assert "swapped image checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
         assert state.residency is Residency.SWAPPED
 

@@ -189,7 +189,7 @@ def _state(params: SamplingParams, first: int, rejection: bool) -> RequestState:
         eligible=True,
         stops=frozenset(),
         longest=DRAFTS,
-        figures=RequestStats(True, DRAFTS),
+        stats=RequestStats(True, DRAFTS),
     )
 
 

@@ -62,7 +62,7 @@ class CompressorGuard:
         """Whether the method is disabled, so that no prompt is compressed."""
         return self.failures >= MOST_FAILURES
 
-    def watch(self, part: Selector | Codec) -> None:
+    def wrap(self, part: Selector | Codec) -> None:
         """Guard every later call of a part by wrapping its methods in place."""
         if isinstance(part, Selector):
             calls: dict[str, Callable[..., Any]] = {
@@ -241,7 +241,7 @@ class CompressorGuard:
             check(made)
         except torch.AcceleratorError:
             raise  # the device is lost, whoever asked it last
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (anybody's code)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (third-party code)
             self._note(name, rid, error)
             return False, None
         seconds = time.perf_counter() - began

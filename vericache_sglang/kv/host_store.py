@@ -151,9 +151,9 @@ class HostStore:
             InvariantError: The request has residual KV already.
         """
         if rid in self._of_request:
-            raise InvariantError(f"{rid} has a complement already")
+            raise InvariantError(f"{rid} has a residual KV already")
         self.fits_residual(budget)
-        group = _Group(f"complement-{self._opened}", self._new(budget), 1)
+        group = _Group(f"residual-{self._opened}", self._new(budget), 1)
         self._opened += 1
         self._groups[group.name] = self._of_request[rid] = group
         return group.residual
@@ -170,7 +170,7 @@ class HostStore:
             InvariantError: The request has residual KV already.
         """
         if rid in self._of_request:
-            raise InvariantError(f"{rid} has a complement already")
+            raise InvariantError(f"{rid} has a residual KV already")
         group = self._groups.setdefault(name, _Group(name, residual, 0, owned=False))
         group.holders += 1
         self._of_request[rid] = group
@@ -193,7 +193,7 @@ class HostStore:
             InvariantError: The request is swapped out already.
         """
         if rid in self._swapped:
-            raise InvariantError(f"{rid} is parked already")
+            raise InvariantError(f"{rid} is swapped out already")
         self.fits(self.swapped_bytes(slots))
         image = SwappedImage(self.geometry, slots, self.dtype, self.page_pool)
         self._swapped[rid] = image
@@ -213,7 +213,9 @@ class HostStore:
         """
         own = self._group(rid)
         if not own.residual.sealed:
-            raise InvariantError(f"the complement of {rid} is shared before it is full")
+            raise InvariantError(
+                f"the residual KV of {rid} is shared before it is full"
+            )
         for group in self._groups.values():
             if group is not own and group.residual.equals(own.residual):
                 self._leave(rid)
@@ -299,7 +301,7 @@ class HostStore:
 
     def _group(self, rid: str) -> _Group:
         if rid not in self._of_request:
-            raise InvariantError(f"{rid} has no complement")
+            raise InvariantError(f"{rid} has no residual KV")
         return self._of_request[rid]
 
     def _leave(self, rid: str) -> int:

@@ -95,7 +95,7 @@ class RequestState:
         eligible: The request may be compressed when there is room.
         stops: Token ids that end the request.
         longest: Most draft tokens between two verifications.
-        figures: Its speculation statistics.
+        stats: Its speculation statistics.
         penalties: Of its output tokens; None where it has none.
         cursor: Its state in its grammar; None without a grammar.
         asynchronous: Results may be processed one iteration later: only the end of the
@@ -122,7 +122,7 @@ class RequestState:
     eligible: bool
     stops: frozenset[int]
     longest: int
-    figures: RequestStats
+    stats: RequestStats
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
     asynchronous: bool = False

@@ -25,7 +25,7 @@ class HostResidual(HostImage):
     entries per head.
     """
 
-    noun = "complement"
+    noun = "residual KV"
 
     @property
     def kept(self) -> torch.Tensor:
@@ -41,7 +41,7 @@ class HostResidual(HostImage):
 
     @property
     def _kept(self) -> HostTensor:
-        raise InvariantError("a complement of several has no positions of its own")
+        raise InvariantError("a residual KV of several has no positions of its own")
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
         """Store the positions of kept tokens; call before any layer is written.

@@ -41,7 +41,7 @@ class SegmentedResidual(JoinedImages, HostResidual):
         Raises:
             InvariantError: Always.
         """
-        raise InvariantError("a segmented complement is described by its segments")
+        raise InvariantError("a segmented residual KV is described by its segments")
 
     def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
         """See ``HostResidual.blocks``; views, those of each segment in order."""

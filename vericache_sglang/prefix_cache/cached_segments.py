@@ -543,7 +543,7 @@ class CachedSegments:
 
     def report(self) -> dict[str, int | float]:
         """Return the totals of each tier, and the counters."""
-        self._tiers.hear_store()
+        self._tiers.poll_store()
         host, below = self._index.total(Tier.HOST), self._index.total(Tier.STORE)
         return {
             "cache_segments": len(self._index),
@@ -554,7 +554,7 @@ class CachedSegments:
             "cache_host_bytes": host.nbytes,
             "cache_store_tokens": below.tokens,
             "cache_store_bytes": below.nbytes,
-            "cache_complement_bytes": self._index.residual_bytes,
+            "cache_residual_bytes": self._index.residual_bytes,
             **(self.stored.report() if self.stored else StoreCounters().report()),
             **self.counters.report(),
         }

@@ -37,8 +37,8 @@ class Part(Enum):
     compressed.
     """
 
-    DRAFT = "draft"
-    RESIDUAL = "complement"
+    DRAFT = "draft KV"
+    RESIDUAL = "residual KV"
 
 
 class Form(IntEnum):
@@ -227,7 +227,7 @@ class Segment:
 
     @property
     def empty(self) -> bool:
-        """Whether it holds no KV, and nobody uses it."""
+        """Whether it holds no KV and has no user."""
         return not (self.users or self.images or self.draft)
 
     @property

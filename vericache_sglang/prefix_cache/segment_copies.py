@@ -387,7 +387,7 @@ class SegmentCopies:
         segment = self.index.find(name)
         part, residual = segment.draft, segment.residual
         if residual is None:
-            raise InvariantError(f"no complement of segment {name}")
+            raise InvariantError(f"no residual KV of segment {name}")
         pool, device = self._handles.pool, self._handles.device
         if part is not None:
             kept = placed(part.kept, device)

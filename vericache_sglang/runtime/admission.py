@@ -64,7 +64,7 @@ class RequestAdmission:
         self._probing.forget(state.rid)
         budget = self._placement.budget(state)
         if budget is None:
-            self._placement.watch.forget(state.rid)
+            self._placement.observer.forget(state.rid)
             return
         spec = spec_of(state, budget, self._placement, overlap=self._overlap)
         self._runtime.arrive(spec)

@@ -72,8 +72,8 @@ class RequestStateFactory:
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        figures = RequestStats(eligible, longest, options.report)
-        req.customized_info = {**(req.customized_info or {}), KEY: figures}
+        stats = RequestStats(eligible, longest, options.report)
+        req.customized_info = {**(req.customized_info or {}), KEY: stats}
         outputs = list(req.output_ids)
         profile = profile_of(
             req,
@@ -90,7 +90,7 @@ class RequestStateFactory:
             eligible=eligible,
             stops=stop_tokens(req),
             longest=longest,
-            figures=figures,
+            stats=stats,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
             asynchronous=profile.rule is not SamplingRule.REJECTION

@@ -154,7 +154,7 @@ class Recovery:
             try:
                 step()
             except Exception as error:  # noqa: BLE001
-                self._admit(error, "what a request gives back")
+                self._admit(error, "what a request frees")
                 self._reset_later(error)
 
     def complete(self) -> None:

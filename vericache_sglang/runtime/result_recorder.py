@@ -73,8 +73,8 @@ class ResultRecorder:
             return True
         if pending_row.verifies:
             accepted = len(tokens) - 1
-            self._placement.counters.note_round(pending_row.drafts, accepted)
-            state.figures.note_round(pending_row.drafts, accepted)
+            self._placement.counters.note_cycle(pending_row.drafts, accepted)
+            state.stats.note_cycle(pending_row.drafts, accepted)
             self._runtime.verified(state.rid, pending_row.drafts, len(tokens))
         state.land_emission(tokens, pending_row.drafts)
         return True

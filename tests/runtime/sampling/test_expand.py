@@ -55,7 +55,7 @@ def state_of(seed, outputs, drafts=(), **more):
         eligible=True,
         stops=frozenset(),
         longest=8,
-        figures=RequestStats(True, 8),
+        stats=RequestStats(True, 8),
         drafts=list(drafts),
         **more,
     )
