@@ -49,7 +49,7 @@ DEATH_SIGNAL = 1
 
 
 class ForkedProcess:
-    """A child of the fork server, watched as ``subprocess.Popen`` would be.
+    """A child of the fork server, polled as ``subprocess.Popen`` would be.
 
     Args:
         pid: Its process id, and that of its process group.

@@ -377,7 +377,7 @@ def serve(group, rank, seed, listens):
             )
         seen = []
         for rid, wait in coming.items():
-            if own.random() < 0.03 and not runtime.gives_up(rid):
+            if own.random() < 0.03 and not runtime.abandons(rid):
                 seen.append(FAILED)
             else:
                 seen.append(ARRIVED if wait <= 0 else TRAVELLING)

@@ -72,7 +72,7 @@ class Executor:
         arrived, failed = [], []
         for _, rid in due:
             # A second failure in a row would lose the complement: not here.
-            if self._happens(0.1) and not self.runtime.gives_up(rid):
+            if self._happens(0.1) and not self.runtime.abandons(rid):
                 failed.append(rid)
                 del self.staged[rid]
             else:

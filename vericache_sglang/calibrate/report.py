@@ -57,7 +57,7 @@ def markdown(setting: Setting, points: Sequence[Point], choice: PlaneChoice) -> 
     lengths = list(setting.limit)
     drafts = "/".join(map(str, lengths))
     head = [
-        "draft part",
+        "draft KV",
         "c",
         "transfer",
         "key error",

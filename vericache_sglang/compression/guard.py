@@ -78,7 +78,7 @@ class CompressorGuard:
         """Return whether no call for a request has failed."""
         return rid not in self._failed
 
-    def give_up(self, rid: str) -> None:
+    def abandon(self, rid: str) -> None:
         """Count a request that decodes autoregressively because a call failed."""
         self.forget(rid)
         self.failures += 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.prefill_observer import PrefillObserver
     from vericache_sglang.kv.request import Parts, RequestState
     from vericache_sglang.kv.transfers import Transfer
@@ -42,7 +42,7 @@ class KVMoves:
     def __init__(
         self,
         handles: KVHandles,
-        drafts: Callable[[RequestState], DraftParts | None],
+        drafts: Callable[[RequestState], DraftReader | None],
         observer: PrefillObserver,
     ) -> None:
         self._drafts = drafts

@@ -14,7 +14,7 @@ from vericache_sglang.kv.staging import StagingBuffer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.host_store import HostStore
     from vericache_sglang.kv.ledger import Ledger
     from vericache_sglang.kv.staging import Lease, Span
@@ -87,7 +87,7 @@ class StagingPrefetcher:
         self._staged: dict[str, Staged] = {}
         self._key_of: dict[str, str] = {}
 
-    def start(self, rid: str, key: str, drafts: DraftParts | None) -> int:
+    def start(self, rid: str, key: str, drafts: DraftReader | None) -> int:
         """Start prefetching a request's residual KV, or use a copy staged already.
 
         Args:

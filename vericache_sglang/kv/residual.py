@@ -13,7 +13,7 @@ from vericache_sglang.kv.split_layers import as_bits
 
 if TYPE_CHECKING:
     from vericache_sglang.kv.geometry import KVGeometry
-    from vericache_sglang.kv.host_image import Blocks, DraftParts
+    from vericache_sglang.kv.host_image import Blocks, DraftReader
     from vericache_sglang.kv.host_pages import HostPagePool, HostTensor
 
 
@@ -55,7 +55,7 @@ class HostResidual(HostImage):
         """
         self._kept.write(exact)
 
-    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+    def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """Return one layer's entries, bit-exact.
 
         Args:

@@ -73,7 +73,7 @@ def _verdict(result: Recommendation) -> str:
 def _round(result: Recommendation) -> list[str]:
     best = result.best
     if not best.requests:
-        return ["Not one draft part with its staging buffer fits."]
+        return ["Not one draft KV with its staging buffer fits."]
     choice = best.choice
     times = (
         f"device memory {1e3 * best.hbm_s:.3g} ms, link {1e3 * best.link_s:.3g} ms, "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.restore_costs import Prices
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
-    from vericache_sglang.prefix_cache.segment_images import DraftPart
+    from vericache_sglang.prefix_cache.segment_images import SegmentDraft
     from vericache_sglang.prefix_cache.segment_tiers import Identity
     from vericache_sglang.prefix_cache.store.segment_store import Found
     from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
@@ -233,7 +233,7 @@ class CachedSegments:
 
     # -- draft KV and residual KV -------------------------------------------------
 
-    def draft(self, name: str) -> DraftPart | None:
+    def draft(self, name: str) -> SegmentDraft | None:
         """Return a segment's draft KV on the device, or None."""
         return self._index.find(name).draft
 

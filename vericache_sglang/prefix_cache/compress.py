@@ -26,7 +26,7 @@ from vericache_sglang.prefix_cache.prompt_pieces import (
     PromptPiece,
     place,
 )
-from vericache_sglang.prefix_cache.segment_images import DraftPart
+from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class PromptCompressor:
         """Add new draft KV of segments to the draft-segment pool."""
         for each in pieces:
             if each.name and each.drafted and each.slots is not None:
-                part = DraftPart(each.slots, each.exact.contiguous())
+                part = SegmentDraft(each.slots, each.exact.contiguous())
                 self._segments.add_draft(each.name, part)
 
     def _refer(self, state: RequestState, names: Sequence[str]) -> None:

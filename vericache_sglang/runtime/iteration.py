@@ -199,7 +199,7 @@ class Decoding:
 
     def _note_failure(self, rid: str) -> None:
         """Count a failed prefetch; two in a row send the request back to prefill."""
-        if self.runtime.gives_up(rid):
+        if self.runtime.abandons(rid):
             self.recovery.lose(self.states[rid])
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
@@ -216,7 +216,7 @@ class Decoding:
             except (LostKVError, CompressionError) as error:
                 logger.error("VeriCache: %s: %s", state.rid, error)
                 if isinstance(error, CompressionError):
-                    self.placement.guard.give_up(state.rid)
+                    self.placement.guard.abandon(state.rid)
                 self.recovery.lose(state)
                 continue
             if not made:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.kv.selection import Look
     from vericache_sglang.kv.transfers import Transfer
@@ -220,7 +220,7 @@ class KVPlacement:
         key = self.staging_key(state.rid)
         return self.prefetches.start(state.rid, key, self.drafts(state))
 
-    def drafts(self, state: RequestState) -> DraftParts | None:
+    def drafts(self, state: RequestState) -> DraftReader | None:
         """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 

@@ -196,7 +196,7 @@ class Runtime:
         track.look_at = self.now + track.patience.wait()
         self._leaving.pop(move.rid, None)
 
-    def gives_up(self, rid: str) -> bool:
+    def abandons(self, rid: str) -> bool:
         """Return whether one more failed prefetch abandons the residual KV."""
         track = self.tracks.get(rid)
         return track is not None and track.failures + 1 >= MAX_FAILURES

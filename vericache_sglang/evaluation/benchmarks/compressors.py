@@ -67,7 +67,7 @@ Measured:
   a request asks for 8, 16, 32 and 64. Answers of 50 tokens end the last cycle: at most
   {most};
 - *share*: accepted ones of all drafts at the four lengths;
-- *ms per 1K tokens*: CPU time of compressing a prompt (watching, scoring, probing,
+- *ms per 1K tokens*: CPU time of compressing a prompt (observing, scoring, probing,
   packing, moving), per 1,000 tokens of it; `recency` shows what moving alone takes;
 - *exact alone*: answers that are the wanted call where nothing is verified; *exact with
   VeriCache*: the worst of four lengths;
