@@ -6,6 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from vericache_sglang import compressors
+from vericache_sglang.calibrate.acceptance import Cycles
+from vericache_sglang.calibrate.planes import PlaneChoice, Point
+from vericache_sglang.calibrate.report import Setting
+from vericache_sglang.calibrate.report import as_json as calibrated
+from vericache_sglang.compression.codecs.artifact import CalibratedModel
 from vericache_sglang.config.files import ENV, load_config
 from vericache_sglang.former_names import FORMER_NAMES, with_former_names
 from vericache_sglang.observability.counters import MOVES
@@ -98,7 +103,21 @@ def read(tmp_path, monkeypatch, capsys):
         (shown,) = as_json([row], [policy], {})["policies"]
         return shown["result"][name]
 
+    def calibration(name):
+        point = Point("kivi", 0.25, 0.5, 0.0, 0.0, {4: Cycles(7, 28, 20)})
+        setting = Setting(
+            **dict.fromkeys(("device", "dtype"), ""),
+            **dict.fromkeys(("prompts", "prompt_tokens", "answer_tokens"), 1),
+            origin={},
+            model=CalibratedModel("m", "f", 2, 1, 8),
+            ratio=0.1,
+            limit={},
+        )
+        (shown,) = calibrated(setting, [point], PlaneChoice("", 4, 5.0, 1.0))["points"]
+        return shown[name], shown["cycles"][4][name]
+
     return {
+        "calibration": calibration,
         "setting": setting,
         "metric": metric,
         "report": lambda name: with_former_names("report", REPORT)[name],

@@ -21,6 +21,7 @@ Place = Literal[
     "move",
     "listing",
     "simulation",
+    "calibration",
 ]
 
 REMOVED_IN = "0.2"
@@ -98,6 +99,7 @@ FORMER_NAMES: Mapping[Place, Mapping[str, str]] = {
     "move": _MOVES,
     "listing": {"extent": "shape"},
     "simulation": {"slips": "deadline_misses"},
+    "calibration": {"rounds": "cycles"},
 }
 """Place -> former name -> present one.
 
@@ -106,7 +108,8 @@ one sample where the value of its label changed too. report: key of ``GET /serve
 and ``GET /vericache/state``. ring: key of a ring there and in a trace. cache: key of
 ``GET /vericache/cache``. meta_info: key of a request's statistics. move: event of a
 trace. listing: key of ``compressors --json``. simulation: key of a result of ``simulate
---json``. A dot separates a key from that of the dictionary it is in.
+--json``. calibration: key of a point of calibrate's JSON report, and of its counts. A
+dot separates a key from that of the dictionary it is in.
 """
 
 

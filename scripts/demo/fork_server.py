@@ -106,7 +106,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
-                start_new_session=True,  # an interrupt is for us, who stop it
+                start_new_session=True,  # an interrupt stops it through us
                 env={**os.environ, **environment},
                 text=True,
             )

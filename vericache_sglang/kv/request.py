@@ -106,7 +106,7 @@ class RequestState:
         drafts_in_flight: Further draft tokens in flight, not reported yet.
         committed_in_flight: Committed tokens counted in ``verified``, not yet reported.
         pending_max: Upper bound of the tokens verified beyond ``verified``.
-        round: Number of the draft-verify cycle; launching a verification and
+        cycle: Number of the draft-verify cycle; launching a verification and
             discarding drafts increment it.
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
@@ -131,7 +131,7 @@ class RequestState:
     drafts_in_flight: int = 0
     committed_in_flight: int = 0
     pending_max: int = 0
-    round: int = 0
+    cycle: int = 0
     parts: Parts | None = None
     planned: bool = False
     lost: bool = False
@@ -195,15 +195,15 @@ class RequestState:
         """Record the launch of a forward that drafts one token."""
         self.drafts_in_flight += 1
 
-    def land_draft(self, token: int, round: int) -> bool:
+    def land_draft(self, token: int, cycle: int) -> bool:
         """Record a reported draft token; return whether it would end the request.
 
         Args:
             token: The draft.
-            round: ``self.round`` at its launch; a token of an earlier cycle is
+            cycle: ``self.cycle`` at its launch; a token of an earlier cycle is
                 discarded.
         """
-        if round != self.round:
+        if cycle != self.cycle:
             return False
         self.drafts_in_flight -= 1
         self.drafts.append(token)
@@ -245,7 +245,7 @@ class RequestState:
     def draft(self, token: int) -> bool:
         """Record a draft token at once; return whether it would end the request."""
         self.launch_draft()
-        return self.land_draft(token, self.round)
+        return self.land_draft(token, self.cycle)
 
     def accept(self, tokens: list[int]) -> None:
         """Record verified tokens at once and start the next draft-verify cycle.
@@ -265,4 +265,4 @@ class RequestState:
         self.drafts = []
         self.drafted_from = []
         self.drafts_in_flight = 0
-        self.round += 1
+        self.cycle += 1

@@ -160,6 +160,7 @@ _WHERE: dict[Place, str] = {
     "move": "name of a trace event; the former one is its `former_name`",
     "listing": "`python -m vericache_sglang.compressors --json`",
     "simulation": "`python -m vericache_sglang.simulate --json`",
+    "calibration": "`python -m vericache_sglang.calibrate planes --out`",
 }
 
 

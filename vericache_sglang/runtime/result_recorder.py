@@ -46,12 +46,12 @@ class ResultRecorder:
         """
         if not emits:
             state.launch_draft()
-            return PendingRow(state, at, -1, state.round)
+            return PendingRow(state, at, -1, state.cycle)
         drafts = state.launch_emission()
         if verifies:
             self._placement.prefetches.end(state.rid)
             self._runtime.launched(state.rid, drafts)
-        return PendingRow(state, at, drafts, state.round, verifies)
+        return PendingRow(state, at, drafts, state.cycle, verifies)
 
     def land(self, pending_row: PendingRow, tokens: list[int]) -> bool:
         """Record a row's results; discard those of finished or lost requests.
@@ -68,7 +68,7 @@ class ResultRecorder:
         if self._states.get(state.rid) is not state or state.lost:
             return False
         if pending_row.drafts < 0:
-            if state.land_draft(tokens[0], pending_row.round):
+            if state.land_draft(tokens[0], pending_row.cycle):
                 self._runtime.stop_drafted(state.rid)
             return True
         if pending_row.verifies:

@@ -398,7 +398,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 ):
                     with self._recovery.of_arrival(req):
                         state = self._arrive(req, length)
-                        rows.append(PendingRow(state, i, 0, state.round))
+                        rows.append(PendingRow(state, i, 0, state.cycle))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
                     self._in_flight.land_all()
