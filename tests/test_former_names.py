@@ -1,7 +1,6 @@
 """A former name has the value of the present one wherever users meet it."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +18,7 @@ from vericache_sglang.observability.record import IterationRecord
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.observability.table import TABLE
 from vericache_sglang.observability.trace import Trace
+from vericache_sglang.scheduling.plan import Compress, Residency
 from vericache_sglang.serving.live_page import TIERS, cache_tiers
 from vericache_sglang.simulation.metrics import Result
 from vericache_sglang.simulation.policies import policies
@@ -41,93 +41,81 @@ def at(values, path):
     return values
 
 
-@pytest.fixture
-def read(tmp_path, monkeypatch, capsys):
-    """Return by place what reads the value of a name there."""
-    monkeypatch.delenv(ENV, raising=False)
-    registry = prometheus_client.CollectorRegistry()
-    Metrics({"model_name": "m"}, lambda: REPORT, registry=registry)
+class Reader:
+    """Reads the value of a name; one method for each place."""
 
-    def setting(name):
+    def __init__(self, folder, capsys):
+        self.folder, self.capsys = folder, capsys
+
+    def setting(self, name):
         return load_config(None, {name: 0.5})
 
-    def metric(name):
-        family, _, labels = name.removesuffix("}").partition("{")
-        own = dict([labels.split("=")]) if labels else {}
-        own["model_name"] = "m"
-        if family.endswith(("draft_part_slots", "shared_draft_slots")):
+    def metric(self, name):
+        registry = prometheus_client.CollectorRegistry()
+        Metrics({"model_name": "m"}, lambda: REPORT, registry=registry)
+        family, _, label = name.removesuffix("}").partition("{")
+        own = {"model_name": "m", **dict([label.split("=")] if label else [])}
+        if family in ("draft_part_slots", "shared_draft_slots"):
             own["state"] = "used"
-        counted = registry.get_sample_value(f"vericache_{family}_total", own)
-        plain = registry.get_sample_value(f"vericache_{family}", own)
-        assert (counted is None) != (plain is None), name
-        return plain if counted is None else counted
+        totals = registry.get_sample_value(f"vericache_{family}_total", own)
+        gauge = registry.get_sample_value(f"vericache_{family}", own)
+        assert (totals is None) != (gauge is None), name
+        return gauge if totals is None else totals
 
-    def meta_info(name):
+    def report(self, name):
+        return with_former_names("report", REPORT)[name]
+
+    def cache(self, name):
+        return at(cache_tiers(REPORT), name)
+
+    def meta_info(self, name):
         stats = RequestStats(True, 4)
         stats.note_cycle(4, 2)
         stats.moves.update({move: i for i, move in enumerate(MOVES.values(), 1)})
         return at(stats.report(), name)
 
-    def events():
-        moves = tuple(
-            kind("r", SimpleNamespace(value="host"))
-            if kind.__name__ == "Compress"
-            else kind("r")
-            for kind in MOVES
-        )
-        trace = Trace(tmp_path / "trace", "test")
-        trace.iteration(IterationRecord(1, 0.0, 1.0, (), moves, (), {"link": (3, 4)}))
-        trace.close()
-        return json.loads((tmp_path / "trace").read_text())
-
-    def ring(name):
-        (levels,) = (each["args"] for each in events() if each["name"] == "ring link")
+    def ring(self, name):
+        (levels,) = (e["args"] for e in self._events() if e["name"] == "ring link")
         return with_former_names("ring", {"iterations": 7} | levels)[name]
 
-    def move(name):
-        (args,) = (
-            (each["name"], each["args"]["former_name"])
-            for each in events()
-            if name in (each["name"], each["args"].get("former_name"))
+    def move(self, name):
+        (found,) = (
+            (event["name"], event["args"]["former_name"])
+            for event in self._events()
+            if name in (event["name"], event["args"].get("former_name"))
         )
-        return args
+        return found
 
-    def listing(name):
+    def _events(self):
+        kinds = [kind for kind in MOVES if kind is not Compress]
+        moves = (Compress("r", Residency.HOST), *(kind("r") for kind in kinds))
+        trace = Trace(self.folder / "trace", "test")
+        trace.iteration(IterationRecord(1, 0.0, 1.0, (), moves, (), {"link": (3, 4)}))
+        trace.close()
+        return json.loads((self.folder / "trace").read_text())
+
+    def listing(self, name):
         compressors.main(["--json"])
-        return json.loads(capsys.readouterr().out)[name]
+        return json.loads(self.capsys.readouterr().out)[name]
 
-    def simulation(name):
-        fields = dict.fromkeys(Result.__dataclass_fields__, 1) | {"held": {}}
-        policy = policies(0.25)["staggered"]
-        row = Result(**fields | {"deadline_misses": 9})
-        (shown,) = as_json([row], [policy], {})["policies"]
+    def simulation(self, name):
+        fields = dict.fromkeys(Result.__dataclass_fields__, 1)
+        row = Result(**fields | {"held": {}, "deadline_misses": 9})
+        (shown,) = as_json([row], [policies(0.25)["staggered"]], {})["policies"]
         return shown["result"][name]
 
-    def calibration(name):
+    def calibration(self, name):
         point = Point("kivi", 0.25, 0.5, 0.0, 0.0, {4: Cycles(7, 28, 20)})
+        model = CalibratedModel(
+            name="m", fingerprint="f", layers=2, kv_heads=1, head_dim=8
+        )
         setting = Setting(
             **dict.fromkeys(("device", "dtype"), ""),
             **dict.fromkeys(("prompts", "prompt_tokens", "answer_tokens"), 1),
-            origin={},
-            model=CalibratedModel("m", "f", 2, 1, 8),
-            ratio=0.1,
-            limit={},
+            **{"origin": {}, "model": model, "ratio": 0.1, "limit": {}},
         )
         (shown,) = calibrated(setting, [point], PlaneChoice("", 4, 5.0, 1.0))["points"]
         return shown[name], shown["cycles"][4][name]
-
-    return {
-        "calibration": calibration,
-        "setting": setting,
-        "metric": metric,
-        "report": lambda name: with_former_names("report", REPORT)[name],
-        "ring": ring,
-        "cache": lambda name: at(cache_tiers(REPORT), name),
-        "meta_info": meta_info,
-        "move": move,
-        "listing": listing,
-        "simulation": simulation,
-    }
 
 
 @pytest.mark.parametrize(
@@ -138,8 +126,12 @@ def read(tmp_path, monkeypatch, capsys):
         for old, new in names.items()
     ],
 )
-def test_a_former_name_has_the_value_of_the_present_one(read, place, old, new):
-    assert read[place](old) == read[place](new)
+def test_a_former_name_has_the_value_of_the_present_one(
+    tmp_path, monkeypatch, capsys, place, old, new
+):
+    monkeypatch.delenv(ENV, raising=False)
+    value_of = getattr(Reader(tmp_path, capsys), place)
+    assert value_of(old) == value_of(new)
 
 
 def test_no_present_name_is_a_former_one():

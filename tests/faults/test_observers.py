@@ -66,7 +66,7 @@ def test_new_weights_leave_the_store_and_no_counter_falls(tmp_path, prompts):
         (answer,) = server.generate(prompts[3:], **LONG)
         after = server.settle()
         assert len(answer["output_ids"]) == LONG["max_new_tokens"]
-        for key in ("cache_store_written_bytes", "cache_store_misses", "rounds"):
+        for key in ("cache_store_written_bytes", "cache_store_misses", "cycles"):
             assert after[key] >= before[key], key
         assert scraped(server, WRITTEN) >= published
         until(

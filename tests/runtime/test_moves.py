@@ -153,7 +153,7 @@ def test_a_finished_row_over_a_damaged_copy_is_released_uncached(codec, selects)
         flip_a_bit(engine.placement.host.residual("a"))
         engine.finish("a")
         engine.checks.all()
-        assert engine.placement.counters.joins == 0
+        assert engine.placement.counters.restores == 0
         assert engine.allocator.available_size() == free
 
 
@@ -247,7 +247,7 @@ def test_a_row_the_tree_has_already_takes_the_tree_s_slots(codec, selects, page)
         engine.finish("b")
         engine.checks.all()
         assert engine.tree.evictable_size() == listed, "one copy of equal prompts"
-        assert engine.placement.counters.joins == 2
+        assert engine.placement.counters.restores == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_row_is_joined_only_for_a_tree_that_takes_it(insertable, cached):
     with opened(cached=cached) as engine:
         on_host(engine, insertable=insertable)
         engine.finish("a")
-        assert engine.placement.counters.joins == (insertable and cached)
+        assert engine.placement.counters.restores == (insertable and cached)
         assert (engine.tree.evictable_size() > 0) == (insertable and cached)
 
 
