@@ -22,6 +22,7 @@ from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
 from vericache_sglang.compression.codecs.rotatekv_tables import RotateKVTables
 from vericache_sglang.compression.compressor import Compressor
 from vericache_sglang.errors import VeriCacheError
+from vericache_sglang.former_names import with_former_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dtype": str(PART_SHAPE.dtype).removeprefix("torch.")
         }
         methods = [asdict(row) for row in listed]
-        print(json.dumps({"extent": part_shape, "methods": methods}, indent=1))
+        listing = with_former_names(
+            "listing", {"shape": part_shape, "methods": methods}
+        )
+        print(json.dumps(listing, indent=1))
     else:
         print(HEADER, _table(listed), *(row.details() for row in listed), sep="\n\n")
     return 0

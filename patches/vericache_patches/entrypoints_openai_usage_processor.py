@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from vericache_patches.record import Hook, Patch
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.request_stats import KEY
 
 
@@ -18,7 +19,7 @@ def usage_of(
         return original(prompt_tokens, completion_tokens, *args, **more)
     _open_usage()  # instances created earlier do not allow extra fields
     usage = original(prompt_tokens, int(completion_tokens), *args, **more)
-    setattr(usage, KEY, stats)
+    setattr(usage, KEY, with_former_names("meta_info", stats))
     return usage
 
 

@@ -84,7 +84,7 @@ WRITES: tuple[Write, ...] = (
         owner=REQ,
         names=("last_node", "lock_receipt", "prefix_indices"),
         files=("row_edit.py", "tiered_cache.py"),
-        reason="A compressed request no longer lists slots of the tree, so it gives up "
+        reason="A compressed request no longer lists slots of the tree, so it releases "
         "its lock; a cached chunk's slots are those of its row.",
         remove_when="SGLang lets a worker take over the slots of a request.",
     ),

@@ -31,8 +31,8 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             target="sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
             kind="around",
             args=("batch",),
-            reason="It tops every request up to two rounds of slots every iteration; a "
-            "request that emits one token at a time needs that once in two rounds, and "
+            reason="It tops every request up to two cycles of slots every iteration; a "
+            "request that emits one token at a time needs that once in two cycles, and "
             "a swapped-out one must get none. Only algorithms built in prepare their "
             "own decode batch.",
             remove_when="SGLang lets a spec algorithm prepare its own decode batch.",

@@ -49,7 +49,7 @@ DEATH_SIGNAL = 1
 
 
 class ForkedProcess:
-    """A child of the fork server, watched as ``subprocess.Popen`` would be.
+    """A child of the fork server, polled as ``subprocess.Popen`` would be.
 
     Args:
         pid: Its process id, and that of its process group.
@@ -106,7 +106,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
-                start_new_session=True,  # an interrupt is for us, who stop it
+                start_new_session=True,  # an interrupt stops it through us
                 env={**os.environ, **environment},
                 text=True,
             )

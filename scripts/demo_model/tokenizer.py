@@ -50,21 +50,21 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def pieces() -> list[str]:
     """Return the whole-word pieces, sorted: what the generator writes, no more."""
-    splitter = pre_tokenizer()
+    word_breaks = pre_tokenizer()
     rng = random.Random(0)
     found = set(PUNCTUATION)
     for _ in range(SAMPLES):
         drawn, text = records.document(rng, 2, 0.5)
         for entry in drawn:
             text += "\n" + "\n".join(records.request(rng, entry))
-        for word, _ in splitter.pre_tokenize_str(text):
+        for word, _ in word_breaks.pre_tokenize_str(text):
             if len(word) > 1 and re.search("[A-Za-z]", word):
                 found.add(word)
     return sorted(found)
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Return the splitter: every digit apart, then GPT-2's byte-level words."""
+    """Return GPT-2's byte-level division into words, with every digit apart."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

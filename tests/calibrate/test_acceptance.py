@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from vericache_sglang.calibrate.acceptance import (
-    Rounds,
+    Cycles,
     agreeing,
     perfect,
     read,
@@ -84,7 +84,7 @@ def test_the_replay_counts_what_drafting_token_by_token_counts(
     drafted, accepted = (sum(column) for column in zip(*rounds, strict=True))
     assert list(reading.answer) == answer
     found = replay(tiny, reading, draft, length)
-    assert found == Rounds(len(rounds), drafted, accepted)
+    assert found == Cycles(len(rounds), drafted, accepted)
     assert (found.accepted == found.drafted) == (size == 0)
     assert found.accepted > 0
 
@@ -95,7 +95,7 @@ def test_the_exact_kv_is_accepted_whole(tiny, prompt, length):
     found = replay(tiny, reading, reading.prompt_kv(), length)
     assert found == perfect(reading, length)
     # Every round but the last moves on by its drafts and the verifier's token.
-    assert found.drafted + found.rounds in (ANSWER - 1, ANSWER)
+    assert found.drafted + found.cycles in (ANSWER - 1, ANSWER)
 
 
 def test_a_useless_draft_ends_the_round_and_not_the_replay(tiny, prompt):
@@ -105,7 +105,7 @@ def test_a_useless_draft_ends_the_round_and_not_the_replay(tiny, prompt):
     ]
     _, rounds = serve(tiny.net, prompt, nan, 4)
     found = replay(tiny, reading, nan, 4)
-    assert found.rounds == len(rounds) > ANSWER // 2
+    assert found.cycles == len(rounds) > ANSWER // 2
     assert found.accepted == sum(accepted for _, accepted in rounds)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vericache_sglang.calibrate.acceptance import Rounds, read
+from vericache_sglang.calibrate.acceptance import Cycles, read
 from vericache_sglang.calibrate.planes import Point, choose, grid, measure, speedup
 from vericache_sglang.compression.codecs.base import PartShape
 from vericache_sglang.compression.codecs.catalog import create_codec
@@ -68,14 +68,14 @@ def test_a_lossy_codec_transfers_the_whole_kv(tiny, prompt):
     bits = create_codec("kivi:bits=2,group=16,window=16").draft_bits(part_shape)
     assert point.transfer == 1
     assert point.keep == pytest.approx(bits / 16)
-    assert set(point.rounds) == {4, 7}
-    assert point.rounds[4].rounds % 2 == 0, "both readings count"
+    assert set(point.cycles) == {4, 7}
+    assert point.cycles[4].cycles % 2 == 0, "both readings count"
     with pytest.raises(CompressionError, match="group 32 does not divide"):
         measure(tiny, "kivi:bits=2", [reading], [4])
 
 
 def point(line="a", keep=0.25, transfer=0.5, **rounds):
-    found = {int(k[1:]): Rounds(10, int(k[1:]) * 10, n) for k, n in rounds.items()}
+    found = {int(k[1:]): Cycles(10, int(k[1:]) * 10, n) for k, n in rounds.items()}
     return Point(line, keep, transfer, 0.0, 0.0, found)
 
 
@@ -114,5 +114,5 @@ POINTS = st.lists(
 @given(points=POINTS, ratio=st.floats(0.001, 1), more=st.floats(1, 10))
 def test_nothing_beats_the_choice_and_a_faster_link_never_hurts(points, ratio, more):
     best = choose(points, ratio).speedup
-    assert best == max(speedup(p, x, ratio) for p in points for x in p.rounds)
+    assert best == max(speedup(p, x, ratio) for p in points for x in p.cycles)
     assert choose(points, ratio * more).speedup >= best * (1 - 1e-12)

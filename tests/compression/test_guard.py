@@ -151,7 +151,7 @@ def guarded(call, fault=None):
         object.__setattr__(part, call, fault)
     guard = CompressorGuard("theirs", HEADS)
     guard.vocabulary = VOCABULARY
-    guard.watch(part)
+    guard.wrap(part)
     return guard, part
 
 
@@ -208,7 +208,7 @@ def test_a_method_that_fails_too_often_is_switched_off(caplog):
     for i in range(MOST_FAILURES + 2):
         assert guard.off is (i >= MOST_FAILURES)
         part.scores(f"r{i}", 0, KEYS, KEYS, NOTHING)
-        guard.give_up(f"r{i}")
+        guard.abandon(f"r{i}")
     lines = [r for r in caplog.records if "switched off" in r.message]
     assert [line.levelno for line in lines] == [logging.ERROR]
     assert guard.report()["compressor_errors_scores"] == MOST_FAILURES + 2

@@ -90,15 +90,15 @@ def test_a_shared_document_has_one_draft_part_and_one_residual(roomy, plain, doc
     assert first["output_ids"] == wanted[0]
     assert ids(answers) == wanted
     assert min(map(cached, answers)) > 4 * SEGMENT
-    assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+    assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
     counters = expect_nothing_held(roomy)
-    assert counters["splits"] - before["splits"] == 13
+    assert counters["compressions"] - before["compressions"] == 13
     segments = 2700 // SEGMENT
     assert counters["cache_draft_slots"] == segments * KEPT
     token_bytes = counters["cache_host_bytes"] // (segments * (SEGMENT - KEPT))
-    assert counters["cache_complement_bytes"] < segments * SEGMENT * token_bytes
+    assert counters["cache_residual_bytes"] < segments * SEGMENT * token_bytes
     (tiers,) = roomy.get("/vericache/cache")
-    assert tiers["device"]["draft_part_slots"] == segments * KEPT
+    assert tiers["device"]["draft_slots"] == segments * KEPT
     assert tiers["host"]["bytes"] == counters["cache_host_bytes"]
     assert tiers["store"]["hit_tokens"] == 0
 
@@ -117,9 +117,9 @@ def test_questions_about_a_document_share_its_copy_on_the_host(
             answers = list(clients.map(lambda t: server.generate(t, **LONG), prompts))
         assert ids(answers) == wanted
         assert min(map(cached, answers)) > 4 * SEGMENT
-        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+        assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
         counters = expect_nothing_held(server)
-        assert counters["splits"] == 9
+        assert counters["compressions"] == 9
         assert counters["cache_host_tokens"] == 2700 // SEGMENT * SEGMENT
         assert counters["peak_running"] > 1
         # Four residual KVs of their own would be three documents.
@@ -164,7 +164,7 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     roomy.settle()
     roomy.post("/flush_cache", {})
     counters = roomy.counters()
-    for name in ("segments", "draft_slots", "host_bytes", "complement_bytes"):
+    for name in ("segments", "draft_slots", "host_bytes", "residual_bytes"):
         assert counters[f"cache_{name}"] == 0
     assert cached(roomy.generate(documents[3], **LONG)) < SEGMENT
 
@@ -255,7 +255,7 @@ def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents)
             server.close()
         assert ids(answers) == wanted
         assert min(map(cached, answers)) >= SEGMENT
-        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+        assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
         assert counters["cache_draft_slots"] >= 6 * KEPT
         assert counters["cache_store_written_bytes"] == 0, "nothing was left to make"
 
@@ -292,7 +292,7 @@ def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
         assert cached(answers[-1]) >= 3 * SEGMENT
         came = "store" if order == [1] else "host"
         assert counters[f"cache_match_{came}_tokens"] >= 3 * SEGMENT
-        assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+        assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
 
 
 @pytest.mark.extended

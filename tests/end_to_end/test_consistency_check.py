@@ -44,14 +44,14 @@ def figures(server):
 def checked(server, seconds=120):
     """Wait until no check is outstanding; return the figures."""
     deadline = time.monotonic() + seconds
-    while (found := figures(server))["shadow_pending"]:
+    while (found := figures(server))["consistency_pending"]:
         assert time.monotonic() < deadline, f"still checking: {found}"
     return found
 
 
 def drafted(answers):
     """Count the answers that came from drafts."""
-    return sum(answer["meta_info"]["vericache"]["rounds"] > 0 for answer in answers)
+    return sum(answer["meta_info"]["vericache"]["cycles"] > 0 for answer in answers)
 
 
 def checking(server, seconds=120):
@@ -60,7 +60,7 @@ def checking(server, seconds=120):
     while True:
         found = figures(server)
         replays = [lane["rid"].startswith(REPLAY_PREFIX) for lane in found["lanes"]]
-        if any(replays) and found["shadow_pending"] > 1:
+        if any(replays) and found["consistency_pending"] > 1:
             return
         assert time.monotonic() < deadline, f"no check began: {found}"
 
@@ -72,11 +72,13 @@ def test_every_drafted_answer_is_checked(pair, prompts):
     wanted = drafted(answers[: len(prompts)])
     assert wanted >= len(prompts) - 1
     found = checked(server)
-    assert found["shadow_checks"] == wanted, "sampled requests are not checked"
-    assert found["shadow_mismatches"] == 0
-    assert found["shadow_dropped"] == 0
+    assert found["consistency_checks"] == wanted, "sampled requests are not checked"
+    assert found["consistency_mismatches"] == 0
+    assert found["consistency_dropped"] == 0
     text = server.get("/metrics").decode()
-    assert re.search(rf"^vericache_shadow_checks_total{{.*}} {wanted}\.0$", text, re.M)
+    assert re.search(
+        rf"^vericache_consistency_checks_total{{.*}} {wanted}\.0$", text, re.M
+    )
 
 
 def test_stops_and_penalties_are_repeated(pair, prompts):
@@ -86,8 +88,10 @@ def test_stops_and_penalties_are_repeated(pair, prompts):
     answers += server.generate(prompts[2:4], frequency_penalty=0.7, ignore_eos=True)
     answers += server.generate(prompts[4:], regex=r"\{\"name\":\"[a-z_]+\"\}")
     after = checked(server)
-    assert after["shadow_checks"] == before["shadow_checks"] + drafted(answers)
-    assert after["shadow_mismatches"] == 0
+    assert after["consistency_checks"] == before["consistency_checks"] + drafted(
+        answers
+    )
+    assert after["consistency_mismatches"] == 0
 
 
 def test_a_replay_is_withdrawn_for_clients_and_made_later(pair, prompts):
@@ -101,10 +105,10 @@ def test_a_replay_is_withdrawn_for_clients_and_made_later(pair, prompts):
     alone = server.generate(fresh, ignore_eos=True)
     assert [b["output_ids"] for b in beside] == [a["output_ids"] for a in alone]
     after = checked(server)
-    done = after["shadow_checks"] - before["shadow_checks"]
+    done = after["consistency_checks"] - before["consistency_checks"]
     wanted = drafted([*answers, *beside, *alone])
     assert done == wanted, "a withdrawn check is made later"
-    assert after["shadow_mismatches"] == after["shadow_dropped"] == 0
+    assert after["consistency_mismatches"] == after["consistency_dropped"] == 0
 
 
 def test_a_replay_leaves_nothing_in_the_prefix_cache(pair, prompts):
@@ -112,10 +116,10 @@ def test_a_replay_leaves_nothing_in_the_prefix_cache(pair, prompts):
     checked(server)
     server.post("/flush_cache", {})
     assert figures(server)["cache_device_tokens"] == 0
-    before = figures(server)["shadow_checks"]
+    before = figures(server)["consistency_checks"]
     answer = server.generate(f"alone {prompts[3]}", ignore_eos=True)
     found = checked(server)
-    assert found["shadow_checks"] == before + 1
+    assert found["consistency_checks"] == before + 1
     meta = answer["meta_info"]
     most = (meta["prompt_tokens"] + meta["completion_tokens"]) // SEGMENT * SEGMENT
     assert 0 < found["cache_device_tokens"] <= most, "more than one request's prefix"
@@ -128,9 +132,9 @@ def test_a_replay_makes_way_for_a_flush(pair, prompts):
     checking(server)
     server.post("/flush_cache", {})  # raises unless it succeeds
     after = checked(server)
-    done = after["shadow_checks"] - before["shadow_checks"]
+    done = after["consistency_checks"] - before["consistency_checks"]
     assert done == drafted(answers)
-    assert after["shadow_mismatches"] == after["shadow_dropped"] == 0
+    assert after["consistency_mismatches"] == after["consistency_dropped"] == 0
 
 
 def test_new_weights_end_the_checks_of_old_answers(pair, prompts):
@@ -141,11 +145,11 @@ def test_new_weights_end_the_checks_of_old_answers(pair, prompts):
     reply = server.post("/update_weights_from_disk", {"model_path": str(MODEL)})
     assert reply["success"], reply
     after = checked(server)
-    dropped = after["shadow_dropped"] - before["shadow_dropped"]
+    dropped = after["consistency_dropped"] - before["consistency_dropped"]
     assert 0 < dropped <= drafted(answers)
-    done = after["shadow_checks"] - before["shadow_checks"]
+    done = after["consistency_checks"] - before["consistency_checks"]
     assert done + dropped == drafted(answers)
-    assert after["shadow_mismatches"] == 0
+    assert after["consistency_mismatches"] == 0
 
 
 def test_an_operator_may_abort_everything(pair, prompts):
@@ -155,9 +159,9 @@ def test_an_operator_may_abort_everything(pair, prompts):
     checking(server)
     server.post("/abort_request", {"abort_all": True})
     after = checked(server)
-    done = after["shadow_checks"] - before["shadow_checks"]
+    done = after["consistency_checks"] - before["consistency_checks"]
     assert done == drafted(answers), "an aborted replay is made again"
-    assert after["shadow_mismatches"] == 0
+    assert after["consistency_mismatches"] == 0
     assert server.generate(prompts[:1])[0]["output_ids"], "the server goes on"
 
 
@@ -173,14 +177,14 @@ def test_wrong_answers_are_reported_with_place_and_margin(pair, prompts):
     _, server = pair
     answers = server.generate(prompts, ignore_eos=True)
     found = checked(server)
-    assert found["shadow_checks"] == drafted(answers)
-    assert found["shadow_mismatches"] > 0
+    assert found["consistency_checks"] == drafted(answers)
+    assert found["consistency_mismatches"] > 0
     lines = re.findall(
         r"consistency check of (\w+): output token (\d+) is (\d+), the full KV gives "
         r"(\d+) by (\S+) logits; prompt (\d+) tokens",
         server.log.read_text(),
     )
-    assert len(lines) == found["shadow_mismatches"]
+    assert len(lines) == found["consistency_mismatches"]
     by_rid = {answer["meta_info"]["id"]: answer for answer in answers}
     for rid, position, served, full, margin, prompt in lines:
         answer = by_rid[rid]

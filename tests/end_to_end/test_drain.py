@@ -79,7 +79,7 @@ def test_requests_that_take_too_long_are_refused(server, prompts):
         error = chunk.get("error") or chunk["meta_info"]["finish_reason"]
         assert error["message"] == f"Request {kind} timeout reached."
     counters = server.settle()
-    assert counters["rounds"] > 0
+    assert counters["cycles"] > 0
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 

@@ -90,4 +90,4 @@ def test_nothing_is_held_and_nothing_of_ours_raised(fuzzed):
     assert fuzzed.target.tracebacks() == []
     counters = fuzzed.target.server.counters()
     assert counters["accepted"] > 0
-    assert counters["parks"] > 0, "the pool has room for all"
+    assert counters["swap_outs"] > 0, "the pool has room for all"

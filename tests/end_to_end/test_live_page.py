@@ -75,7 +75,7 @@ def test_the_state_follows_the_requests(servers, prompts):
         found = state(ours)
     assert {lane["rid"] for lane in found["report"]["lanes"]} == set(rids)
     phases = {lane["phase"] for lane in found["report"]["lanes"]}
-    assert phases <= {"draft", "verify", "wait", "plain", "parked"}
+    assert phases <= {"draft", "verify", "wait", "plain", "swapped_out"}
     assert found["report"]["rings"].keys() == {"link", "staging", "verify"}
     assert found["model"].endswith("demo-model")
     await_report(ours, lambda report: not report["lanes"])

@@ -5,7 +5,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vericache_sglang.observability.table import METRICS, TABLE
+from vericache_sglang.former_names import FORMER_NAMES
+from vericache_sglang.observability.table import METRICS, PUBLISHED, TABLE
 
 pytestmark = pytest.mark.server
 
@@ -16,7 +17,7 @@ LONGEST = 8
 def scrape(server):
     """Return {(sample, own label's value): value}, and the text."""
     text = server.get("/metrics").decode()
-    own = {metric.label for metric in METRICS if metric.label}
+    own = {metric.label for metric in PUBLISHED if metric.label}
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -47,7 +48,7 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
         if metric.kind == "counter"
         for value, key in metric.samples.items()
         if key
-        in {"drafted", "accepted", "rounds", "draft_rows", "splits", "reprefills"}
+        in {"drafted", "accepted", "cycles", "draft_rows", "compressions", "reprefills"}
     }
     counters, after = agree(ours, settled)
     _, text = scrape(ours)
@@ -55,8 +56,10 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
         key for row in TABLE for key in (*row.samples.values(), *row.told.values())
     }
     (page,) = ours.get("/vericache/state")
-    assert figures == page["report"].keys() - {"lanes", "rings", "eager_reasons"}
-    for metric in METRICS:
+    former = FORMER_NAMES["report"].keys()
+    named = page["report"].keys() - {"lanes", "rings", "eager_reasons"}
+    assert figures | former == named
+    for metric in PUBLISHED:
         assert f"# HELP {metric.name} {metric.documentation}\n" in text
         assert f"# TYPE {metric.name} {metric.kind}\n" in text
         for value, key in metric.samples.items():
@@ -67,14 +70,18 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
             if metric.kind == "counter":
                 assert after[metric.name, value] >= before[metric.name, value]
                 assert after[metric.name, value] <= ours.counters()[key]
-    assert counters["rounds"] > 0
+    for old, new in FORMER_NAMES["report"].items():
+        assert page["report"][old] == page["report"][new], old
+    former_moves = "vericache_kv_moves_total"
+    assert after[former_moves, "split"] == after["vericache_kv_moves_total", "compress"]
+    assert counters["cycles"] > 0
     assert counters["accepted"] <= counters["drafted"]
     # The histograms saw the same verifications.
     verified = "vericache_verification_accepted_tokens"
-    assert after[f"{verified}_count", ""] == counters["rounds"]
+    assert after[f"{verified}_count", ""] == counters["cycles"]
     assert after[f"{verified}_sum", ""] == counters["accepted"]
     width = "vericache_verification_width_tokens_sum"
-    assert after[width, ""] == counters["drafted"] + counters["rounds"]
+    assert after[width, ""] == counters["drafted"] + counters["cycles"]
     # Nothing runs: what is held now says so.
     for name in (
         "running_requests",

@@ -101,13 +101,13 @@ def test_ending_one_request_ends_no_other(server, prompt, wanted):
 
 def asked(server, prompt, answers):
     """Start a long healthy request; return its thread once it drafts."""
-    rounds = server.counters()["rounds"]
+    rounds = server.counters()["cycles"]
     more = {"max_new_tokens": 200, "ignore_eos": True}
     thread = threading.Thread(
         target=lambda: answers.append(server.generate(prompt, **more))
     )
     thread.start()
-    while server.counters()["rounds"] < rounds + 2:
+    while server.counters()["cycles"] < rounds + 2:
         assert thread.is_alive()
     return thread
 

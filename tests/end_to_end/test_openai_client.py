@@ -252,12 +252,12 @@ def test_per_request_control(servers, clients, asked):
     with expect_drafting(ours):
         short = ask(clients[0], draft_length=2)
     done = ours.counters()
-    assert done["drafted"] - after["drafted"] <= 2 * (done["rounds"] - after["rounds"])
+    assert done["drafted"] - after["drafted"] <= 2 * (done["cycles"] - after["cycles"])
     plain = told(ask(clients[1]))
     assert told(off) == told(short) == plain
     usage = ask(clients[0], report=True).usage
     assert usage.completion_tokens == plain["usage"]["completion_tokens"]
-    assert usage.vericache["rounds"] > 0
+    assert usage.vericache["cycles"] > 0
     assert 0 <= usage.vericache["accepted"] <= usage.vericache["drafted"]
 
 

@@ -20,10 +20,10 @@ def ask(server, text, wishes=None, **params):
 def check(figures):
     """Assert that one request's figures agree with each other."""
     histogram = figures["accepted_histogram"]
-    assert sum(histogram) == figures["rounds"]
+    assert sum(histogram) == figures["cycles"]
     assert sum(n * times for n, times in enumerate(histogram)) == figures["accepted"]
     assert figures["accepted"] <= figures["drafted"]
-    assert figures["drafted"] <= figures["rounds"] * figures["draft_length"]
+    assert figures["drafted"] <= figures["cycles"] * figures["draft_length"]
     assert len(histogram) <= figures["draft_length"] + 1
 
 
@@ -36,9 +36,9 @@ def test_a_drafted_request_says_so(servers, prompts):
     assert figures["enabled"]
     assert figures["draft_length"] == 8
     # SGLang counts tokens decoded plainly as verifications without drafts.
-    assert 5 <= figures["rounds"] <= info["spec_verify_ct"]
+    assert 5 <= figures["cycles"] <= info["spec_verify_ct"]
     assert figures["accepted"] == info["spec_num_correct_drafts"]
-    assert figures["residency_changes"]["split"] == 1
+    assert figures["kv_moves"]["compress"] == 1
     wanted = ask(plain, prompts[3])
     assert answer["output_ids"] == wanted["output_ids"]
     assert "vericache" not in wanted["meta_info"]
@@ -47,11 +47,11 @@ def test_a_drafted_request_says_so(servers, prompts):
 def test_a_request_can_turn_drafting_off(servers, prompts):
     ours, _ = servers
     on, off = (ask(ours, prompts[3], {"enabled": enabled}) for enabled in (True, False))
-    assert on["meta_info"]["vericache"]["rounds"] > 0
+    assert on["meta_info"]["vericache"]["cycles"] > 0
     figures = off["meta_info"]["vericache"]
     check(figures)
     assert not figures["enabled"]
-    assert (figures["rounds"], figures["residency_changes"]) == (0, {})
+    assert (figures["cycles"], figures["kv_moves"]) == (0, {})
     assert off["output_ids"] == on["output_ids"]
 
 
@@ -62,7 +62,7 @@ def test_a_request_can_ask_for_shorter_drafts(servers, prompts, length):
     figures = answer["meta_info"]["vericache"]
     check(figures)
     assert figures["draft_length"] == length
-    assert figures["rounds"] >= 48 // (length + 1) - 1
+    assert figures["cycles"] >= 48 // (length + 1) - 1
     assert answer["output_ids"] == ask(ours, prompts[3])["output_ids"]
 
 
@@ -86,14 +86,14 @@ def test_requests_of_one_batch_keep_their_own_wishes(servers, prompts):
     for each in figures:
         check(each)
     assert [each["draft_length"] for each in figures] == [2, 8, 8, 8]
-    assert [each["rounds"] > 0 for each in figures] == [True, False, True, True]
+    assert [each["cycles"] > 0 for each in figures] == [True, False, True, True]
 
 
 def test_a_short_prompt_is_not_drafted_for(servers):
     ours, _ = servers
     figures = ask(ours, "verify user 1234")["meta_info"]["vericache"]
     assert not figures["enabled"]
-    assert figures["rounds"] == 0
+    assert figures["cycles"] == 0
 
 
 def test_two_answers_to_one_prompt_have_figures_each(servers, prompts):
@@ -102,7 +102,7 @@ def test_two_answers_to_one_prompt_have_figures_each(servers, prompts):
     assert len(answers) == 2
     for answer in answers:
         check(answer["meta_info"]["vericache"])
-        assert answer["meta_info"]["vericache"]["rounds"] > 0
+        assert answer["meta_info"]["vericache"]["cycles"] > 0
 
 
 def chunks(server, path, body):
@@ -131,7 +131,7 @@ def test_a_stream_ends_with_the_figures_of_the_whole_answer(servers, prompts):
     accepted = [figures["accepted"] for figures in seen]
     assert accepted == sorted(accepted), "totals only grow"
     last = seen[-1]
-    assert last["rounds"] >= 5
+    assert last["cycles"] >= 5
     assert last["accepted"] == parts[-1]["meta_info"]["spec_num_correct_drafts"]
 
 
@@ -191,9 +191,9 @@ def test_chat_requests_carry_wishes_too(servers, prompts):
             "max_tokens": 24,
             "custom_params": {"vericache": wishes},
         }
-        before = ours.settle()["rounds"]
+        before = ours.settle()["cycles"]
         reply = ours.post("/v1/chat/completions", body)
         texts.append(reply["choices"][0]["message"]["content"])
-        drafted = ours.settle()["rounds"] > before
+        drafted = ours.settle()["cycles"] > before
         assert drafted is ("enabled" not in wishes)
     assert texts[0] == texts[1]

@@ -55,7 +55,7 @@ def test_requests_draft_and_verify_in_their_lanes(events, rids):
 
 
 def test_splits_are_marked(events, rids):
-    split = {e["args"]["rid"] for e in events if e["name"] == "split"}
+    split = {e["args"]["rid"] for e in events if e["name"] == "compress"}
     assert set(rids) <= split
 
 

@@ -39,11 +39,11 @@ def answer(ids, *, sent=0.0, first=0.5, each=0.01, **more):
 
 def counters(rounds=10, accepted=57, staged=4000):
     return {
-        "rounds": rounds,
+        "cycles": rounds,
         "accepted": accepted,
         "staged_bytes": staged,
         "offloaded_bytes": 1000,
-        "stage_seconds": 0.25,
+        "prefetch_seconds": 0.25,
         "kv_read_bytes_per_s": 2e9,
     }
 

@@ -87,7 +87,7 @@ def event(tokens, last):
             "prompt_tokens": 11,
             "cached_tokens": 4,
             "finish_reason": {"type": "length"} if last else None,
-            "vericache": {"rounds": 2},
+            "vericache": {"cycles": 2},
         },
     }
 
@@ -110,7 +110,7 @@ def test_every_burst_is_written_down(scripted):
     assert done.seconds == answer.ended - answer.sent
     assert answer.ids == (0, 1, 2, 3)
     assert (answer.prompt_tokens, answer.cached_tokens) == (11, 4)
-    assert answer.drafting == {"rounds": 2}
+    assert answer.drafting == {"cycles": 2}
     assert answer.error == ""
     assert told == [1]
     assert scripted.bodies[0]["stream"] is True

@@ -33,7 +33,7 @@ PARTS = {"offered": 100, "kept": 50, "coded": 40, "slots": 20}
 
 def answer(rounds, accepted, drafted=0):
     """Return an answer over 100 prompt tokens, with figures made up."""
-    told = {"rounds": rounds, "drafted": drafted, "accepted": accepted}
+    told = {"cycles": rounds, "drafted": drafted, "accepted": accepted}
     told["staged_bytes"] = 200_000 * rounds
     return {"prompt_tokens": 100, "vericache": told}
 
@@ -136,7 +136,7 @@ def test_measured_sizes_are_those_by_hand():
 def test_cycles_are_summed():
     # 17 tokens need 2 cycles of 9 at least, 6 tokens need 1.
     assert count_cycles([answer(2, 15, 16), answer(3, 3, 24)], 8) == {
-        "rounds": 5,
+        "cycles": 5,
         "drafted": 40,
         "accepted": 18,
         "staged_bytes": 1_000_000,
@@ -180,7 +180,7 @@ def test_a_line_is_served_verified_and_alone(monkeypatch):
     assert found["kept_share"] == pytest.approx(0.125, abs=0.01)
     assert found["compress_ms_per_1k"] > 0
     for length, sums in found["lengths"].items():
-        assert 4 < sums["rounds"] <= sums["accepted"], length
+        assert 4 < sums["cycles"] <= sums["accepted"], length
         # A server of its own mind drafts a few tokens of a method this bad.
-        mean = sums["drafted"] / sums["rounds"]
+        mean = sums["drafted"] / sums["cycles"]
         assert int(length) / 3 < mean <= int(length)

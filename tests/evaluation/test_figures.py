@@ -92,13 +92,13 @@ def test_a_pass_by_hand():
         Answer(sent=1.0, times=((2.5, 1), (4.0, 2)), ended=4.0, ids=(7, 8)),
         Answer(sent=1.0, times=((1.1, 1),), ended=1.2, ids=(1,), error="HTTP 500"),
     )
-    before = {"rounds": 2, "accepted": 10, "staged_bytes": 500, "stage_seconds": 1.0}
+    before = {"cycles": 2, "accepted": 10, "staged_bytes": 500, "prefetch_seconds": 1.0}
     after = {
-        "rounds": 6,
+        "cycles": 6,
         "accepted": 30,
         "staged_bytes": 1500,
         "offloaded_bytes": 200,
-        "stage_seconds": 2.0,
+        "prefetch_seconds": 2.0,
         "kv_read_bytes_per_s": 3e9,
     }
     got = pass_figures(Pass(answers, 4.0), before, after, memory_gbps=12.0)

@@ -15,8 +15,8 @@ def prefill(start, tokens, cpu, watch):
     """Return one chunk of a prefill of two layers."""
     return [
         event("update", watch / 4),
-        event("watch", watch / 2, layer=0),
-        event("watch", watch / 2, layer=1),
+        event("observer", watch / 2, layer=0),
+        event("observer", watch / 2, layer=1),
         event("prefill", cpu, start=start, tokens=tokens),
     ]
 
@@ -44,7 +44,7 @@ def test_a_request_begins_with_the_first_chunk_of_its_prefill(tmp_path):
     first, second = read_sums(file)
     assert (first.prompt, second.prompt) == (12, 3)
     assert first.calls["observe"] == 4
-    assert first.prefill("cpu") == 7.0 - 3.0, "without what watches it"
+    assert first.prefill("cpu") == 7.0 - 3.0, "without its observer"
     assert first.outside("cpu") == 0.5 + 2 * 5.0 + 1.0, "parts of a probe count once"
     assert first.outside("wall") == 115.0
     assert first.compressing("cpu") == 11.5 + 3.0

@@ -163,7 +163,7 @@ def joined(device):
 @scenario("asking, decoded plainly")
 def decoding_plainly(device):
     with server(device, slots=400) as made:
-        made.admit("a", "b", "c", asks=asks(logprobs), figures=RequestStats(False, 8))
+        made.admit("a", "b", "c", asks=asks(logprobs), stats=RequestStats(False, 8))
         made.run(SETTLED)
         waits = made.join("d")
         return waits + made.run(LOOKED_AT, most=1)

@@ -161,7 +161,12 @@ class Server:
         self.runtime = Runtime(runtime_settings(config, placement), tp_sync.estimates)
         rows = placement.verify_rows
         probing = Probing(
-            made.selector, placement.watch, placement.handles, runner, rows[0], tp_sync
+            made.selector,
+            placement.observer,
+            placement.handles,
+            runner,
+            rows[0],
+            tp_sync,
         )
         self.draft_tokens = DraftTokenBuffer(
             len(placement.table), config.draft_length, "cuda"
@@ -193,7 +198,7 @@ class Server:
             recovery=Recovery(
                 self.states, self.runtime, placement, tp_sync, strict=True
             ),
-            watch=reporter,
+            reporter=reporter,
             max_running=6,
         )
         self.batch, self._last, self._launched = None, None, False
@@ -408,7 +413,7 @@ def served(device, made, graphs=False, asks=None, **more):
     counters, waits = made.placement.counters, Counter()
 
     def counted():
-        return counters.rounds, counters.accepted, counters.draft_rows
+        return counters.cycles, counters.accepted, counters.draft_rows
 
     before = counted()
     for _ in range(MOST):
@@ -452,7 +457,7 @@ def decoded_plainly(graphs):
 
     def run(device):
         with server(device, graphs, slots=400) as made:
-            made.admit("a", "b", figures=RequestStats(False, 8))
+            made.admit("a", "b", stats=RequestStats(False, 8))
             waits = made.run(LOOKED_AT)
             replayed = made.target.graphs.replayed if graphs else []
         assert replayed == [("DECODE", 2)] * LOOKED_AT * graphs

@@ -33,7 +33,7 @@ class MethodEngine(TinyEngine):
     def __init__(self, line, **options):
         self.model, self.line = DeviceModel(), line
         super().__init__(**options)
-        self.placement.watch.watch(self.model)
+        self.placement.observer.attach(self.model)
 
     def open_compressor(self, codec, selects, shares):
         return compressor(self.line, folder(), self.model.services())
@@ -89,7 +89,7 @@ def probed(made, device):
     runner = Runner(made.model)
     probing = Probing(
         made.selector,
-        made.placement.watch,
+        made.placement.observer,
         made.placement.handles,
         runner,
         made.placement.verify_rows[0],

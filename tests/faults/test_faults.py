@@ -59,17 +59,17 @@ def test_planes_joined_wrongly_are_seen_by_the_comparison(waves, plain):
 @pytest.mark.parametrize("compressor", ["keynorm", extended(PLANES)])
 def test_a_flipped_bit_is_seen_by_the_checksum(compressor, waves, plain):
     ours = run_with("flipped_bit", waves, compressor=compressor)
-    assert ours["state"]["failed_reloads"] >= 2 * len(waves[0]["prompts"])
+    assert ours["state"]["failed_prefetches"] >= 2 * len(waves[0]["prompts"])
     assert ours["state"]["reprefills"] == len(waves[0]["prompts"])
-    assert ours["state"]["rounds"] == 0, "a damaged complement was used"
+    assert ours["state"]["cycles"] == 0, "a damaged complement was used"
     assert compare(plain, ours) == [], "a wrong token"
 
 
 def test_a_failed_copy_is_made_again(waves, plain):
     ours = run_with("failing_copies", waves)
-    assert ours["state"]["failed_reloads"] > 5
+    assert ours["state"]["failed_prefetches"] > 5
     assert ours["state"]["reprefills"] == 0, "a second try was enough"
-    assert ours["state"]["rounds"] > 20
+    assert ours["state"]["cycles"] > 20
     assert compare(plain, ours) == []
 
 
@@ -77,7 +77,7 @@ def test_a_failed_copy_is_made_again(waves, plain):
 @pytest.mark.parametrize("compressor", ["keynorm", PLANES])
 def test_a_copy_to_the_host_that_fails_ends_nothing(compressor, waves, plain):
     ours = run_with("failing_saves", waves, compressor=compressor, residency="host")
-    assert ours["state"]["rounds"] > 0, "a later copy was made"
+    assert ours["state"]["cycles"] > 0, "a later copy was made"
     assert compare(plain, ours) == []
 
 
@@ -98,7 +98,7 @@ def test_a_faulty_selector_costs_its_requests_their_drafts(call, how, waves, pla
     state = ours["state"]
     assert state["compressor_failures"] == len(waves[0]["prompts"])
     assert state[f"compressor_errors_{call}"] >= state["compressor_failures"]
-    assert state["rounds"] == 0, "it was verified"
+    assert state["cycles"] == 0, "it was verified"
     assert compare(plain, ours) == []
 
 
@@ -109,7 +109,7 @@ def test_a_faulty_codec_costs_its_requests_their_drafts(call, waves, plain):
     ours = run(system(line, compressor=line, draft_length=8), MODEL, waves)
     state = ours["state"]
     assert state[f"compressor_errors_{call}"] > 0
-    assert (state["rounds"] > 0) is (call == "decode"), "zeros are drafted from"
+    assert (state["cycles"] > 0) is (call == "decode"), "zeros are drafted from"
     assert compare(plain, ours) == []
 
 
@@ -124,7 +124,7 @@ def test_a_full_disk_costs_the_store_and_no_answer(waves, plain, tmp_path):
     assert compare(plain, {**ours, "waves": ours["waves"][:1]}) == []
     assert ours["waves"][1][0]["ids"] == ours["waves"][0][0]["ids"]
     state = ours["state"]
-    assert state["rounds"] > 0
+    assert state["cycles"] > 0
     assert state["cache_store_failed_calls"] > 0
     assert state["cache_store_written_bytes"] == 0
     assert not list((tmp_path / "store").iterdir()), "something is left behind"

@@ -99,7 +99,7 @@ def expect_sound(server, prompts, wanted):
     server.flush()
     answers = server.generate(prompts, **LONG)
     assert [answer["output_ids"] for answer in answers] == wanted
-    assert all(answer["meta_info"]["vericache"]["rounds"] for answer in answers)
+    assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
     assert server.process.poll() is None
 
 

@@ -66,11 +66,11 @@ def test_new_weights_leave_the_store_and_no_counter_falls(tmp_path, prompts):
         (answer,) = server.generate(prompts[3:], **LONG)
         after = server.settle()
         assert len(answer["output_ids"]) == LONG["max_new_tokens"]
-        for key in ("cache_store_written_bytes", "cache_store_misses", "rounds"):
+        for key in ("cache_store_written_bytes", "cache_store_misses", "cycles"):
             assert after[key] >= before[key], key
         assert scraped(server, WRITTEN) >= published
         until(
-            lambda: scraped(server, "vericache_verifications_total{") == after["rounds"]
+            lambda: scraped(server, "vericache_verifications_total{") == after["cycles"]
         )
         assert "Traceback" not in server.log.read_text()
         with pytest.raises(HTTPError, match="404"):
@@ -96,7 +96,7 @@ def test_broken_observers_are_switched_off_and_answers_stay(tmp_path, prompts):
         server.close()
     for got in (answers, again):
         assert [a["output_ids"] for a in got] == [w["ids"] for w in wanted]
-    assert all(a["meta_info"]["vericache"]["rounds"] for a in answers)
+    assert all(a["meta_info"]["vericache"]["cycles"] for a in answers)
     assert [scheduler["report"] for (scheduler,) in state] == [{}] * 3
     log = server.log.read_text()
     for name, fault in (

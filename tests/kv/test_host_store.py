@@ -142,11 +142,11 @@ def test_a_request_holds_one_of_each():
     store = new_store(10**6)
     store.open("a", SIZE)
     store.swap_out("a", 4)
-    with pytest.raises(InvariantError, match="a has a complement already"):
+    with pytest.raises(InvariantError, match="a has a residual KV already"):
         store.open("a", SIZE)
-    with pytest.raises(InvariantError, match="a is parked already"):
+    with pytest.raises(InvariantError, match="a is swapped out already"):
         store.swap_out("a", 4)
-    with pytest.raises(InvariantError, match="b has no complement"):
+    with pytest.raises(InvariantError, match="b has no residual KV"):
         store.residual("b")
     assert store.swapped("b") is None
     assert store.drop_swapped("a") == store.swapped_bytes(4)
@@ -229,7 +229,7 @@ def test_an_adopted_residual_is_somebody_else_s_memory():
     foreign = RawResidual(store.geometry, 7, 3, torch.float32, page_pool)
     for rid in "ab":
         store.adopt(rid, "segments", foreign)
-    with pytest.raises(InvariantError, match="a has a complement already"):
+    with pytest.raises(InvariantError, match="a has a residual KV already"):
         store.adopt("a", "segments", foreign)
     assert store.residual("b") is foreign
     assert store.group_of("a") == store.group_of("b") == "segments"

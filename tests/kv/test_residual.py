@@ -206,7 +206,7 @@ def test_a_layer_is_trusted_only_once_it_is_written():
         torch.bfloat16,
     )
     assert not made.sealed
-    with pytest.raises(TransferError, match="complement checksum differs in layer 1"):
+    with pytest.raises(TransferError, match="residual KV checksum differs in layer 1"):
         made.verify(1)
     assert filled(Budget(9, 4, 0, 0, 4, 2)).residual.sealed
 

@@ -60,7 +60,7 @@ def test_one_flipped_bit_is_noticed_in_its_layer(dtype, part, where, bit):
     for other in {0, 1, 2} - {layer}:
         made.verify(other)
     with pytest.raises(
-        TransferError, match=f"complement checksum differs in layer {layer}"
+        TransferError, match=f"residual KV checksum differs in layer {layer}"
     ):
         made.verify(layer)
     raw[layer, byte] ^= 1 << bit

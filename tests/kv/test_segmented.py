@@ -100,7 +100,7 @@ def test_a_flipped_bit_of_any_segment_is_noticed_in_its_layer(part, which):
     raw = getattr(made[which], part).view(torch.uint8).view(LAYERS, -1)
     raw[1, -1] ^= 64
     parts.verify(0)
-    with pytest.raises(TransferError, match="complement checksum differs in layer 1"):
+    with pytest.raises(TransferError, match="residual KV checksum differs in layer 1"):
         parts.verify(1)
     parts.seal(1)
     parts.verify(1)

@@ -125,11 +125,11 @@ def test_giving_back_twice_is_an_error_even_when_the_slots_are_leased_again():
     region = StagingBuffer(0, 10)
     lease = region.take(4)
     region.give(lease)
-    with pytest.raises(InvariantError, match="given back twice"):
+    with pytest.raises(InvariantError, match="freed twice"):
         region.give(lease)
     again = region.take(4)
     assert again.pieces == lease.pieces
-    with pytest.raises(InvariantError, match="given back twice"):
+    with pytest.raises(InvariantError, match="freed twice"):
         region.give(lease)
     assert region.used == 4
     region.give(again)

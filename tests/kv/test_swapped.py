@@ -119,7 +119,7 @@ def test_a_flipped_bit_names_its_layer_and_is_not_restored(part, layer):
     k_new, v_new = pool(8, torch.float32, 60)
     untouched = rows(k_new[layer]) + rows(v_new[layer])
     with pytest.raises(
-        TransferError, match=f"parked image checksum differs in layer {layer}"
+        TransferError, match=f"swapped image checksum differs in layer {layer}"
     ):
         restore(image, k_new, v_new, slots)
     assert rows(k_new[layer]) + rows(v_new[layer]) == untouched

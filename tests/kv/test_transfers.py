@@ -254,7 +254,9 @@ def test_a_damaged_swapped_image_is_not_restored(links):
     for layer, pair in enumerate(gathered(*pool, torch.arange(4))):
         image.write(layer, *pair)
     image.values[1].view(torch.uint8)[0, 0, 0] ^= 16
-    with pytest.raises(TransferError, match="parked image checksum differs in layer 1"):
+    with pytest.raises(
+        TransferError, match="swapped image checksum differs in layer 1"
+    ):
         wait(links(pool).load(image, CopyTarget(torch.arange(8, 12))))
 
 

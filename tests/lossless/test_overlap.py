@@ -58,7 +58,7 @@ def overlapped(waves, tmp_path_factory):
 def test_under_overlap_nothing_is_waited_for_but_moves(overlapped, plain):
     ours, lines = overlapped
     assert compare(plain, ours) == []
-    assert ours["state"]["rounds"] > 20
+    assert ours["state"]["cycles"] > 20
     seen = list(iterations(lines))
     waiting = [each for each in seen if any(line[0] == "hear" for line in each)]
     assert len(seen) > 60

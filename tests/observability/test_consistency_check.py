@@ -45,7 +45,7 @@ def request(**fields):
 
 def told(rid="r", finish=LENGTH, rounds=2):
     """Return the ``meta_info`` of an answer."""
-    return {"id": rid, "finish_reason": finish, KEY: {"rounds": rounds}}
+    return {"id": rid, "finish_reason": finish, KEY: {"cycles": rounds}}
 
 
 class Manager:
@@ -102,7 +102,7 @@ def finished(check, rid="r", output=(4, 5, 6), finish=LENGTH, **fields):
 
 
 async def settled(check):
-    while check.report()["shadow_pending"]:
+    while check.report()["consistency_pending"]:
         await asyncio.sleep(0.01)
     return check.report()
 
@@ -135,7 +135,7 @@ def test_a_drafted_greedy_request_is_checked():
 @pytest.mark.parametrize(
     ("fields", "meta"),
     [
-        ({}, {"rounds": 0}),
+        ({}, {"cycles": 0}),
         ({}, {"finish": ABORT}),
         ({"session_params": {"id": "s"}}, {}),
         ({"session_id": "s"}, {}),
@@ -212,8 +212,8 @@ def test_answers_are_compared_and_differences_logged(caplog):
 
     report = run(exchange)
     assert report == {
-        **{"shadow_checks": 2, "shadow_mismatches": 1},
-        **{"shadow_pending": 0, "shadow_dropped": 0},
+        **{"consistency_checks": 2, "consistency_mismatches": 1},
+        **{"consistency_pending": 0, "consistency_dropped": 0},
     }
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
@@ -233,7 +233,7 @@ def test_no_replay_begins_while_a_client_is_served():
             del manager.rid_to_state["client"]
             return await settled(check)
 
-    assert run(exchange)["shadow_checks"] == 1
+    assert run(exchange)["consistency_checks"] == 1
 
 
 async def client(manager):
@@ -265,11 +265,11 @@ def test_a_replay_is_withdrawn_for_others_and_made_later(arrives):
             manager.release.set()
             await asyncio.sleep(0.2)
             assert len(manager.replays) == 1
-            assert check.report()["shadow_pending"] == 1
+            assert check.report()["consistency_pending"] == 1
             leave()
             return await settled(check)
 
-    assert run(exchange)["shadow_checks"] == 1
+    assert run(exchange)["consistency_checks"] == 1
 
 
 def test_answers_of_earlier_weights_are_not_compared():
@@ -293,9 +293,9 @@ def test_answers_of_earlier_weights_are_not_compared():
             return await settled(check)
 
     report = run(exchange)
-    assert report["shadow_dropped"] == 2
-    assert report["shadow_checks"] == 1
-    assert report["shadow_mismatches"] == 0
+    assert report["consistency_dropped"] == 2
+    assert report["consistency_checks"] == 1
+    assert report["consistency_mismatches"] == 0
 
 
 def test_a_replay_that_is_aborted_is_tried_again_a_few_times():
@@ -307,7 +307,7 @@ def test_a_replay_that_is_aborted_is_tried_again_a_few_times():
 
     report, replays = run(exchange)
     assert replays == MOST_ATTEMPTS
-    assert (report["shadow_checks"], report["shadow_dropped"]) == (0, 1)
+    assert (report["consistency_checks"], report["consistency_dropped"]) == (0, 1)
 
 
 def test_a_check_that_fails_is_dropped_and_the_next_one_made():
@@ -330,7 +330,7 @@ def test_a_check_that_fails_is_dropped_and_the_next_one_made():
 
     report, failed = run(exchange)
     assert len(failed) == 1
-    assert (report["shadow_checks"], report["shadow_dropped"]) == (1, 1)
+    assert (report["consistency_checks"], report["consistency_dropped"]) == (1, 1)
 
 
 def test_the_latest_requests_are_remembered():
@@ -344,8 +344,8 @@ def test_the_latest_requests_are_remembered():
             return check.report()
 
     report = run(exchange)
-    assert report["shadow_pending"] == MOST_PENDING
-    assert report["shadow_dropped"] == 3
+    assert report["consistency_pending"] == MOST_PENDING
+    assert report["consistency_dropped"] == 3
 
 
 @pytest.mark.parametrize(("rate", "finish"), [(0.0, LENGTH), (1.0, None)])

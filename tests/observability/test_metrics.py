@@ -18,6 +18,7 @@ from vericache_sglang.observability.record import IterationRecord, RowRecord
 from vericache_sglang.observability.table import (
     COUNTER_KEYS,
     METRICS,
+    PUBLISHED,
     SECTIONS,
     TABLE,
     page,
@@ -37,10 +38,15 @@ LIVE = {
     *("host_bytes", "host_pinned_bytes", "host_used_bytes", "host_budget_bytes"),
     *("graph_forwards", "eager_forwards", "running", "query_tails"),
     "kv_read_bytes_per_s",
-    *("shadow_checks", "shadow_mismatches", "shadow_dropped", "shadow_pending"),
+    *(
+        "consistency_checks",
+        "consistency_mismatches",
+        "consistency_dropped",
+        "consistency_pending",
+    ),
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
     *("cache_store_tokens", "cache_store_bytes", "cache_segments", "answer_epoch"),
-    *("cache_complement_bytes", "cache_draft_slots", "cache_draft_slots_used"),
+    *("cache_residual_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *CompressorGuard("", 1).report(),
     *TierCounters().report(),
     *StoreCounters().report(),
@@ -159,7 +165,8 @@ def test_the_monitoring_page_is_what_the_module_prints():
     assert (ROOT / "docs" / "monitoring.md").read_text() == printed, (
         "python -m vericache_sglang.observability > docs/monitoring.md"
     )
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    figures, _, _ = printed.partition("## Former names")
+    lines = [line for line in figures.splitlines() if line.startswith("|")]
     assert len(lines) == len(TABLE) + 2 * len(SECTIONS)
     assert {line.count("|") for line in lines} == {6}
 
@@ -170,7 +177,7 @@ def test_the_monitoring_page_is_what_the_module_prints():
 def test_the_engine_counts_what_the_table_has():
     counters = Counters()
     counters.note_forward([])
-    counters.note_round(7, 5)
+    counters.note_cycle(7, 5)
     counters.staged_bytes += 10
     report = counters.report()
     assert report["drafted"] == 7
@@ -215,7 +222,7 @@ def test_totals_can_be_published_whatever_is_read(reports):
 def test_all_metrics_are_there_from_the_start(pacing):
     published = Published(pacing=pacing)
     families = {family.name: family for family in published.registry.collect()}
-    wanted = [row for row in METRICS if pacing == "staggered" or not row.rings]
+    wanted = [row for row in PUBLISHED if pacing == "staggered" or not row.rings]
     assert len(families) == len(wanted)
     for row in wanted:
         family = families[row.name.removesuffix("_total")]
@@ -228,7 +235,7 @@ def test_all_metrics_are_there_from_the_start(pacing):
             assert published.value(row.name, **own) == published.report[key]
 
 
-@pytest.mark.parametrize("key", ["drafted", "shadow_mismatches", "slips"])
+@pytest.mark.parametrize("key", ["drafted", "consistency_checks", "deadline_misses"])
 def test_a_report_without_a_key_is_refused(key):
     report = told()
     del report[key]
@@ -254,7 +261,7 @@ def test_the_report_is_read_at_most_once_a_second():
     for step in range(1, 40):
         published.metrics.iteration(record(at=50.0 + step / 10))
     assert published.reads - before == 3
-    published.report["rounds"] = 7
+    published.report["cycles"] = 7
     published.metrics.iteration(record(at=53.95))
     assert published.value("vericache_verifications_total") == 0
     published.metrics.close()

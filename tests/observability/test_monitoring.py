@@ -72,7 +72,7 @@ def test_an_expression_uses_what_is_published(expr):
     for opening, closing in ("()", "{}", "[]"):
         assert expr.count(opening) == expr.count(closing)
     # A counter or a bucket is read as a rate; a mismatch is wrong however old.
-    for name in names - {"vericache_shadow_mismatches_total"}:
+    for name in names - {"vericache_consistency_mismatches_total"}:
         if name.endswith(("_total", "_bucket")):
             assert re.search(rf"(rate|increase)\({name}\b", expr), name
     # Our own labels, where an expression groups or selects by them.
@@ -159,4 +159,4 @@ def test_alerts_have_names_of_their_own_and_one_is_critical():
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names))
     critical = [r["alert"] for r in rules() if r["labels"]["severity"] == "critical"]
-    assert critical == ["VeriCacheShadowMismatch"]
+    assert critical == ["VeriCacheConsistencyMismatch"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vericache_patches import managers_tokenizer_manager as hook
 from vericache_patches.entrypoints_openai_usage_processor import usage_of
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.request_stats import KEY, RequestStats
 
 rounds = st.lists(
@@ -19,21 +20,24 @@ rounds = st.lists(
 
 def test_two_rounds_and_a_move():
     stats = RequestStats(True, 4)
-    stats.note_round(4, 4)
-    stats.note_round(3, 1)
+    stats.note_cycle(4, 4)
+    stats.note_cycle(3, 1)
     stats.staged_bytes += 1024
     stats.moves["offload"] += 1
-    assert stats.report() == {
-        "enabled": True,
-        "draft_length": 4,
-        "rounds": 2,
-        "drafted": 7,
-        "accepted": 5,
-        "accepted_histogram": [0, 1, 0, 0, 1],
-        "staged_bytes": 1024,
-        "residency_changes": {"offload": 1},
-        "reported": False,
-    }
+    assert stats.report() == with_former_names(
+        "meta_info",
+        {
+            "enabled": True,
+            "draft_length": 4,
+            "cycles": 2,
+            "drafted": 7,
+            "accepted": 5,
+            "accepted_histogram": [0, 1, 0, 0, 1],
+            "staged_bytes": 1024,
+            "kv_moves": {"offload": 1},
+            "reported": False,
+        },
+    )
 
 
 @settings(deadline=None)
@@ -41,10 +45,10 @@ def test_two_rounds_and_a_move():
 def test_the_histogram_adds_up(counted):
     stats = RequestStats(True, 8)
     for drafted, accepted in counted:
-        stats.note_round(drafted, accepted)
+        stats.note_cycle(drafted, accepted)
     report = stats.report()
     histogram = report["accepted_histogram"]
-    assert sum(histogram) == report["rounds"] == len(counted)
+    assert sum(histogram) == report["cycles"] == len(counted)
     assert sum(n * times for n, times in enumerate(histogram)) == report["accepted"]
     assert report["accepted"] <= report["drafted"]
 
@@ -52,18 +56,18 @@ def test_the_histogram_adds_up(counted):
 @pytest.mark.parametrize("cut", [slice(0, 5), slice(3, None), slice(0, 0)])
 def test_any_cut_of_the_streamers_gives_the_totals_once(cut):
     stats = RequestStats(True, 4)
-    stats.note_round(4, 2)
+    stats.note_cycle(4, 2)
     assert stats[cut] == [stats.report()]
 
 
 def test_a_cut_does_not_change_later():
     stats = RequestStats(True, 4)
     (first,) = stats[0:1]
-    stats.note_round(4, 2)
-    stats.moves["pin"] += 1
-    assert first["rounds"] == 0
+    stats.note_cycle(4, 2)
+    stats.moves["load"] += 1
+    assert first["cycles"] == 0
     assert first["accepted_histogram"] == []
-    assert first["residency_changes"] == {}
+    assert first["kv_moves"] == {}
 
 
 def update(customized_info, index=0, before=None):
@@ -91,7 +95,7 @@ def stats(rounds=0, reported=True):
     """Return a request's statistics after so many draft-verify cycles."""
     known = RequestStats(True, 4)
     for _ in range(rounds):
-        known.note_round(4, 2)
+        known.note_cycle(4, 2)
     return {**known.report(), "reported": reported}
 
 
@@ -107,7 +111,7 @@ def test_a_token_count_brings_the_statistics_that_were_asked_for_along():
     assert tokens == 7
     assert json.dumps(tokens) == "7"
     assert tokens.vericache == {
-        "rounds": 2,
+        "cycles": 2,
         "drafted": 8,
         "accepted": 4,
         "staged_bytes": 0,
@@ -121,7 +125,7 @@ def test_sums_of_token_counts_carry_sums(reported):
     total = sum(counts)
     assert total == 21
     if reported:
-        assert total.vericache["rounds"] == sum(reported)
+        assert total.vericache["cycles"] == sum(reported)
         assert total.vericache["drafted"] == 4 * sum(reported)
     assert hasattr(total, "vericache") is bool(reported)
     assert sum(counts) / 2 + 0.5 == counts[2] + 4.0 == 11.0
@@ -151,7 +155,7 @@ def test_usage_of_any_answer_holds_them():
             processor.calculate_response_usage(answers, n_choices=3),
             processor.calculate_streaming_usage(prompts, nothing, counts, nothing, 3),
         ):
-            assert usage.model_dump()["vericache"]["rounds"] == 3
+            assert usage.model_dump()["vericache"]["cycles"] == 3
             assert json.loads(usage.model_dump_json())["total_tokens"] == 26
         plain = processor.calculate_response_usage(
             [{"meta_info": {"completion_tokens": 7, "prompt_tokens": 5}}]
@@ -161,8 +165,8 @@ def test_usage_of_any_answer_holds_them():
 
 @pytest.mark.parametrize("entry", [None, [], [None]])
 def test_where_there_are_none_the_last_ones_stay(entry):
-    meta_info, _ = update({KEY: [entry]}, before={KEY: {"rounds": 3}})
-    assert meta_info == {KEY: {"rounds": 3}}
+    meta_info, _ = update({KEY: [entry]}, before={KEY: {"cycles": 3}})
+    assert meta_info == {KEY: {"cycles": 3}}
 
 
 def test_what_others_add_is_upstreams_business():

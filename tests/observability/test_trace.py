@@ -120,9 +120,14 @@ def test_moves_are_instants_on_the_lane(tmp_path):
         if event["ph"] == "i"
     ]
     assert found == [
-        (FIRST_LANE + 1, "split", 18_000, {"rid": "b", "to": "host"}),
-        (FIRST_LANE, "offload", 18_000, {"rid": "a"}),
-        (ITERATIONS, "park", 18_000, {"rid": "gone"}),
+        (
+            FIRST_LANE + 1,
+            "compress",
+            18_000,
+            {"rid": "b", "to": "host", "former_name": "split"},
+        ),
+        (FIRST_LANE, "offload", 18_000, {"rid": "a", "former_name": "offload"}),
+        (ITERATIONS, "swap_out", 18_000, {"rid": "gone", "former_name": "park"}),
         (ITERATIONS, "closed", 18_000, {"iterations": 1}),
     ]
 
@@ -211,7 +216,11 @@ def test_a_full_file_is_closed_and_one_older_file_kept(tmp_path):
         indices += [e["args"]["index"] for e in tracks[ITERATIONS]]
         first = tracks[ITERATIONS][0]["ts"]
         assert counted(events, "requests", first)["draft"] == 8
-        assert counted(events, "ring link", first) == {"window": 1, "horizon": 3}
+        assert counted(events, "ring link", first) == {
+            "iteration": 1,
+            "horizon": 3,
+            "window": 1,
+        }
     assert indices == [*range(indices[0], 60)]
     assert indices[0] > 1, "what was older is gone"
 
@@ -397,7 +406,7 @@ def check_counters(events, history):
         }
         for ring, amounts in each.reservations.items():
             assert counted(events, f"ring {ring}", began) == {
-                "window": amounts[0] if amounts else 0,
+                **dict.fromkeys(("iteration", "window"), amounts[0] if amounts else 0),
                 "horizon": sum(amounts),
             }
     for ring in ("link", "staging"):

@@ -13,7 +13,7 @@ from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.prefix_cache.segment import Content, Form, Held, Tier, Use
-from vericache_sglang.prefix_cache.segment_images import DraftPart, SegmentImage
+from vericache_sglang.prefix_cache.segment_images import SegmentDraft, SegmentImage
 
 GEOMETRY = KVGeometry(
     layers=2, kv_heads=2, head_dim=4, v_head_dim=6, element_bytes=4, page_size=1
@@ -28,7 +28,9 @@ ON_HOST = Content(tokens=8, residual=Held(64, Tier.HOST))
 def draft(name):
     """Draft KV of as many slots as the name's place, and one more."""
     slots = NAMES.index(name) + 1
-    return DraftPart(torch.arange(slots), torch.zeros(1, 1, slots, dtype=torch.int32))
+    return SegmentDraft(
+        torch.arange(slots), torch.zeros(1, 1, slots, dtype=torch.int32)
+    )
 
 
 class World:

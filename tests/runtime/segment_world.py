@@ -14,7 +14,7 @@ from vericache_sglang.prefix_cache.cached_segments import CachedSegments
 from vericache_sglang.prefix_cache.ranks import Ranks
 from vericache_sglang.prefix_cache.restore_costs import Prices
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
-from vericache_sglang.prefix_cache.segment_images import DraftPart
+from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 from vericache_sglang.prefix_cache.segment_tiers import Identity
 from vericache_sglang.prefix_cache.store.keys import Fingerprint
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
@@ -231,7 +231,7 @@ class SegmentWorld:
         if slots is None:
             return None
         self.put(slots, self.of(name, self.kept(name)))
-        return DraftPart(slots, self.kept(name))
+        return SegmentDraft(slots, self.kept(name))
 
     def fill(self, name, residual):
         """Fill a new complement as a split does."""

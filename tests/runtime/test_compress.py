@@ -164,4 +164,4 @@ def test_the_selector_is_opened_once_whatever_moves_follow():
         assert calls[0] == ("open", "a")
         assert [kind for kind, _ in calls].count("open") == 1
         assert calls[-1] == ("close", "a")
-        assert len(engine.placement.watch) == 0
+        assert len(engine.placement.observer) == 0

@@ -104,7 +104,7 @@ def left_behind(engine):
     engine.checks.all()
     assert engine.placement.page_pool.used_bytes == 0
     assert engine.segments.evictable_bytes == 0
-    assert len(engine.placement.watch) == 0
+    assert len(engine.placement.observer) == 0
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -257,7 +257,7 @@ def test_scores_come_back_with_their_tokens():
     with tiered() as engine:
         state = restored(engine)
         cached = engine.table[state.req.kv.req_pool_idx, : 3 * SHORT].long()
-        found = torch.stack(engine.placement.watch.noted(cached))
+        found = torch.stack(engine.placement.observer.noted(cached))
         assert torch.equal(found, engine.kv.truth("x")[1][..., : 3 * SHORT])
 
 

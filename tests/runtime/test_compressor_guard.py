@@ -47,7 +47,7 @@ def test_its_request_is_told_and_the_next_one_is_split(
         placement.budget(state)
         with pytest.raises(CompressionError, match="its compressor failed"):
             engine.move(move, "a")
-        placement.guard.give_up("a")
+        placement.guard.abandon("a")
         placement.check(engine.requests)
         engine.abort("a")
         broken.clear()

@@ -166,7 +166,7 @@ def test_a_copy_that_fails_behind_a_split_fails_its_prefetch(
             engine.evict()  # or the tree would have the prompt
             engine.finish("a")
             engine.checks.all()
-            assert engine.placement.counters.joins == 0
+            assert engine.placement.counters.restores == 0
 
 
 @pytest.mark.parametrize(("codec", "selects"), KINDS)

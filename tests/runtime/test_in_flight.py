@@ -33,7 +33,7 @@ def request(rid="r", drafts=()):
         outputs=[5, 6, 7],
         profile=GREEDY_FAST,
         stops=frozenset([99]),
-        figures=RequestStats(True, 3),
+        stats=RequestStats(True, 3),
         asynchronous=True,
     )
     state.drafts = list(drafts)
@@ -192,7 +192,7 @@ def world(*states):
     runtime, ended, rounds = Runtime(), [], []
     placement = SimpleNamespace(
         prefetches=SimpleNamespace(end=ended.append),
-        counters=SimpleNamespace(note_round=lambda *round: rounds.append(round)),
+        counters=SimpleNamespace(note_cycle=lambda *round: rounds.append(round)),
     )
     living = {state.rid: state for state in states}
     return ResultRecorder(placement, runtime, living), runtime, ended, living

@@ -119,7 +119,7 @@ def test_any_history_keeps_every_bit_and_every_slot(codec, selects, cached, page
                 engine.finish(rid)
             engine.checks.all()
             assert engine.placement.host.used_bytes == 0
-            assert len(engine.placement.watch) == 0
+            assert len(engine.placement.observer) == 0
 
     histories()
 
@@ -153,7 +153,7 @@ def test_a_finished_row_over_a_damaged_copy_is_released_uncached(codec, selects)
         flip_a_bit(engine.placement.host.residual("a"))
         engine.finish("a")
         engine.checks.all()
-        assert engine.placement.counters.joins == 0
+        assert engine.placement.counters.restores == 0
         assert engine.allocator.available_size() == free
 
 
@@ -165,7 +165,7 @@ def test_a_damaged_copy_is_not_pinned_and_takes_no_slot(codec, selects, caplog):
         before = engine.checks.books()
         with pytest.raises(LostKVError):
             engine.move(Load("a"), "a")
-        assert "complement checksum differs in layer 1" in caplog.text
+        assert "residual KV checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_swapped_image_is_not_resumed_and_takes_no_slot(
         before = engine.checks.books()
         with pytest.raises(LostKVError):
             engine.move(SwapIn("a"), "a")
-        assert "parked image checksum differs in layer 1" in caplog.text
+        assert "swapped image checksum differs in layer 1" in caplog.text
         assert engine.checks.books() == before
         assert state.residency is Residency.SWAPPED
 
@@ -247,7 +247,7 @@ def test_a_row_the_tree_has_already_takes_the_tree_s_slots(codec, selects, page)
         engine.finish("b")
         engine.checks.all()
         assert engine.tree.evictable_size() == listed, "one copy of equal prompts"
-        assert engine.placement.counters.joins == 2
+        assert engine.placement.counters.restores == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_row_is_joined_only_for_a_tree_that_takes_it(insertable, cached):
     with opened(cached=cached) as engine:
         on_host(engine, insertable=insertable)
         engine.finish("a")
-        assert engine.placement.counters.joins == (insertable and cached)
+        assert engine.placement.counters.restores == (insertable and cached)
         assert (engine.tree.evictable_size() > 0) == (insertable and cached)
 
 

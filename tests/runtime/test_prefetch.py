@@ -30,12 +30,12 @@ def test_a_prefetch_travels_until_its_last_layer_is_here():
         assert world.start("a") == NBYTES
         for layer in range(LAYERS):
             assert world.prefetches.progress() == [TRAVELLING]
-            with pytest.raises(InvariantError, match="without its complement"):
+            with pytest.raises(InvariantError, match="without its residual KV"):
                 world.prefetches.spans("a")
             world.allow(layer)
         until(lambda: world.prefetches.progress() == [ARRIVED])
         assert world.prefetches.poll([TRAVELLING]) == ([], []), "another rank has less"
-        with pytest.raises(InvariantError, match="without its complement"):
+        with pytest.raises(InvariantError, match="without its residual KV"):
             world.prefetches.spans("a")
         assert world.counters.staged_bytes == 0
         assert world.prefetches.poll([ARRIVED]) == (["a"], [])
@@ -58,7 +58,7 @@ def test_a_damaged_layer_fails_the_prefetch_and_it_can_be_made_again(damaged):
         assert world.prefetches.poll() == ([], [])
         assert (world.prefetches.region.used, world.prefetches.keys) == (0, set())
         counts = world.counters
-        assert (counts.failed_reloads, counts.staged_bytes) == (1, 0)
+        assert (counts.failed_prefetches, counts.staged_bytes) == (1, 0)
         world.damage("a", damaged)
         world.start("a")
         world.allow(*range(LAYERS))
@@ -115,7 +115,7 @@ def test_requests_that_share_a_residual_share_its_copy(late):
             arrive(world, "a")
         world.host.adopt("b", "shared", world.host.residual("a"))
         assert world.start("b", "a") == 0
-        assert world.counters.shared_reloads == 1
+        assert world.counters.shared_prefetches == 1
         if late:
             assert world.prefetches.poll() == (["b"], [])
         else:
@@ -139,7 +139,7 @@ def test_the_speed_that_is_reported_is_that_of_the_last_copies():
             world.prefetches.end(rid)
         world.prefetches.poll()
         counts = world.counters
-        achieved = 3 * NBYTES / counts.stage_seconds
+        achieved = 3 * NBYTES / counts.prefetch_seconds
         assert counts.link_in_bytes_per_s == pytest.approx(achieved)
         assert 0 < achieved <= 1.01e6, "the link carries 1 MB/s"
         assert counts.link_out_bytes_per_s == 0.0

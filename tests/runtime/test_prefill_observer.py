@@ -155,7 +155,7 @@ def unattended(monkeypatch):
 )
 def test_layers_are_watched_only_where_somebody_asks(needs, watched, inputs):
     made = model()
-    watch_of(None if needs is None else Recorder(**needs)).watch(made)
+    watch_of(None if needs is None else Recorder(**needs)).attach(made)
     layers = [layer for layer, _ in attention_parents(made)]
     assert [layer.layer_id for layer in layers] == [0, 1]
     assert {"forward" in vars(layer) for layer in layers} == {watched}
@@ -169,7 +169,7 @@ def test_attention_inputs_are_those_of_the_layer(by_name):
     """Models of SGLang pass them by position or by name."""
     selector, made = Recorder(hidden=True), model()
     watch = watch_of(selector)
-    watch.watch(made)
+    watch.attach(made)
     batch = batch_of([("a", 0, [3, 4, 5]), ("b", 7, [9])])
     hidden = [torch.randn(4, WIDTH) for _ in range(LAYERS)]
     for layer, module in enumerate((made[0], made[2])):
@@ -197,7 +197,7 @@ def test_attention_inputs_are_those_of_the_layer(by_name):
 def test_queries_of_prefills_alone_are_shown(mode, seen, needs, direct):
     selector = Recorder(**needs)
     watch, layer = watch_of(selector), RadixAttention(QUERY_HEADS, DIM, 1.0, HEADS, 1)
-    watch.watch(nn.ModuleList([nn.ModuleList([layer])]))
+    watch.attach(nn.ModuleList([nn.ModuleList([layer])]))
     batch = batch_of([("a", 0, [5] if mode == "DECODE" else [5, 6, 7])], mode)
     rows = torch.randn(len(batch.positions), QUERY_HEADS * DIM)
     keys = torch.randn(len(rows), HEADS * DIM)

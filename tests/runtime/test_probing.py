@@ -95,7 +95,7 @@ class World:
     def __init__(self, engine, probes, tokens=20, fails=False):
         self.engine = engine
         self.selector = Asking(probes)
-        self.watch = engine.placement.watch
+        self.watch = engine.placement.observer
         self.watch._selector = self.selector
         self.runner = Runner(engine, self.watch, fails)
         self.row = engine.table.shape[0] - 1
@@ -239,7 +239,7 @@ def test_selectors_that_ask_nothing_are_done_at_once():
         for selector in (None, engine.selector):
             placement = engine.placement
             made = probing.Probing(
-                selector, placement.watch, placement.handles, None, 0, None
+                selector, placement.observer, placement.handles, None, 0, None
             )
             assert made.done(state)
         world = World(engine, [])

@@ -22,7 +22,7 @@ def ranks(tmp_path_factory):
 
 def plan_and_forward(tp_sync, rank, ran, *, last):
     """Return the steps of one call of the worker; the forward is noted in ``ran``."""
-    yield lambda: tp_sync.hear(5, [1] * (2 * WIDTH))
+    yield lambda: tp_sync.sync_inputs(5, [1] * (2 * WIDTH))
     yield lambda: tp_sync.mean_of_all(0.5)
     yield lambda: tp_sync.most(rank)
     with tp_sync.forward(last=last):

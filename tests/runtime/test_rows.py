@@ -49,7 +49,7 @@ class Staged:
 
 class Absent:
     def spans(self, rid):
-        raise InvariantError(f"{rid} is verified without its complement")
+        raise InvariantError(f"{rid} is verified without its residual KV")
 
 
 def own_row(layout, codes=()):
@@ -83,7 +83,7 @@ def state(layout=Residency.HOST, drafts=(), codes=()):
         outputs=[5, 6, 7],
         profile=GREEDY_FAST,
         stops=frozenset(),
-        figures=RequestStats(True, 8),
+        stats=RequestStats(True, 8),
     )
     made.drafts = list(drafts)
     if layout is not None:
@@ -229,7 +229,7 @@ def test_work_counts_tokens_slots_and_their_products():
 
 def test_verifying_without_a_staged_residual_is_an_error():
     rows = MixedRows(placement(Residency.HOST, Absent()))
-    with pytest.raises(InvariantError, match="r is verified without its complement"):
+    with pytest.raises(InvariantError, match="r is verified without its residual KV"):
         rows.add(0, state(drafts=[9]), Verify("r"))
 
 

@@ -99,7 +99,7 @@ class RankWorld(SegmentWorld):
             self.held.append(pages)
         if not self.ranks.alone:
             assert not self.sync.meet(False, self.ranks.tell(stored))
-            self.ranks.hear(self.sync.told, stored)
+            self.ranks.receive(self.sync.told, stored)
 
     def let_go(self):
         while self.held:
@@ -288,7 +288,7 @@ def take_pages(group, rank, sizes):
     """Take page after page; the rank with the least memory refuses for all."""
     common, sync, pool = cache(group, sizes, rank)
     sync.meet(False, common.tell(None))
-    common.hear(sync.told, None)
+    common.receive(sync.told, None)
     taken = 0
     while pool.take(64) is not None:
         taken += 1
@@ -336,7 +336,7 @@ def fetch_with_a_dead_store(group, rank, dead):
             for fetch in stored._fetches.values():
                 fetch.deadline = 0.0
         world.sync.meet(False, world.ranks.tell(stored))
-        world.ranks.hear(world.sync.told, stored)
+        world.ranks.receive(world.sync.told, stored)
         found.append(stored.found("r"))
     return found, stored.take("r", found[-1]), world.segments.reach(["p", "pq"], 0)
 

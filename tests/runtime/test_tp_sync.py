@@ -56,9 +56,9 @@ def agreed(group, measured=None, **more):
 # -- what is agreed on ----------------------------------------------------------
 
 
-def hear(group, rank, host_slots, prefetches):
+def sync_inputs(group, rank, host_slots, prefetches):
     tp_sync = agreed(group)
-    reported = tp_sync.hear(host_slots[rank], prefetches[rank])
+    reported = tp_sync.sync_inputs(host_slots[rank], prefetches[rank])
     return reported.host_slots, reported.prefetches
 
 
@@ -77,7 +77,7 @@ def test_a_copy_counts_as_its_slowest_rank_sees_it(ranks, prefetches, host_slots
     """Arrived on all, failed on any; room is what the fullest rank has."""
     ranks_of = zip(*prefetches, strict=True)
     wanted = [next(one for one in Progress if one in each) for each in ranks_of]
-    answers = ranks.call(hear, host_slots, prefetches)
+    answers = ranks.call(sync_inputs, host_slots, prefetches)
     assert answers == [(min(host_slots), tuple(wanted))] * 3
 
 
@@ -91,7 +91,7 @@ def measure(group, rank):
     measured.iteration.iteration_s.observe(0.02 * (rank + 1))
     tp_sync = agreed(group, measured)
     before = tp_sync.estimates.report()
-    tp_sync.hear(1, [])
+    tp_sync.sync_inputs(1, [])
     return before, tp_sync.estimates.report(), measured.report()
 
 
@@ -103,7 +103,7 @@ def test_every_rank_plans_by_what_rank_0_measured(ranks):
     assert first["iteration_s"] == 0.02
     assert first["link_in_large_bytes_per_s"] == pytest.approx(1e10)
     assert first["link_out_small_bytes_per_s"] == pytest.approx(1e8)
-    assert first["split_s_per_token"] == 1e-5
+    assert first["compress_s_per_token"] == 1e-5
     for before, told, measured in answers[1:]:
         assert before != told
         assert measured != told, "their own measurements went on"
@@ -114,7 +114,7 @@ def test_a_rank_that_is_alone_plans_by_what_it_measures():
     alone = TensorParallelSync(measured, strict=True)
     assert alone.estimates is measured
     assert alone.leads
-    reported = alone.hear(7, [ARRIVED, TRAVELLING])
+    reported = alone.sync_inputs(7, [ARRIVED, TRAVELLING])
     assert (reported.host_slots, reported.prefetches) == (7, (ARRIVED, TRAVELLING))
     assert (alone.first(3.5), alone.mean_of_all(2.5), alone.most(4)) == (3.5, 2.5, 4)
     assert alone.mean_of_all(None) is None
@@ -141,19 +141,19 @@ def test_single_values_are_combined(ranks):
 
 
 def test_ranks_with_other_prefetches_are_found_out(ranks):
-    answers = ranks.call(hear, (1, 1, 1), ([ARRIVED], [ARRIVED], []))
+    answers = ranks.call(sync_inputs, (1, 1, 1), ([ARRIVED], [ARRIVED], []))
     assert all(isinstance(answer, InvariantError) for answer in answers)
 
 
-def hear_many(group, rank, count):
+def sync_many(group, rank, count):
     """More prefetches than fit one message; each is least on another rank."""
     own = [100 + (i + rank) % 3 for i in range(count)]
-    return agreed(group).hear(1, own).prefetches
+    return agreed(group).sync_inputs(1, own).prefetches
 
 
 @pytest.mark.parametrize("count", [0, WIDTH - 12, WIDTH - 11, 3 * WIDTH])
 def test_any_number_of_prefetches_is_synchronised(ranks, count):
-    assert ranks.call(hear_many, count) == [(100,) * count] * 3
+    assert ranks.call(sync_many, count) == [(100,) * count] * 3
 
 
 def compare_plans(group, rank, lengths, strict):
@@ -360,7 +360,7 @@ def serve(group, rank, seed, listens):
     shared, own = Random(seed), Random(1000 * seed + rank)
     tp_sync = agreed(group) if listens else TensorParallelSync(Estimates())
     measured = tp_sync.measured
-    tp_sync.hear(10**6, [])
+    tp_sync.sync_inputs(10**6, [])
     config = RuntimeSettings(
         residency="host",
         draft_length=6,
@@ -385,7 +385,7 @@ def serve(group, rank, seed, listens):
                 seen.append(ARRIVED if wait <= 0 else TRAVELLING)
         measured.iteration.iteration_s.observe(own.uniform(0.5e-3, 20e-3))
         measured.link.observe(10**6, own.uniform(1e-4, 1e-2), "in")
-        reported = tp_sync.hear(own.randrange(10**5, 10**6), seen)
+        reported = tp_sync.sync_inputs(own.randrange(10**5, 10**6), seen)
         progress = dict(zip(coming, reported.prefetches, strict=True))
         at = {
             state: [r for r, p in progress.items() if p == state] for state in Progress

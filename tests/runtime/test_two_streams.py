@@ -108,5 +108,5 @@ def test_a_row_made_whole_in_slots_of_a_request_that_still_stores(codec):
             engine.fly()
             engine.abort("a")
             engine.finish("b")
-            assert engine.placement.counters.joins == 1
+            assert engine.placement.counters.restores == 1
             left_cached(engine, cuda)

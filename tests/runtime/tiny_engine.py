@@ -202,7 +202,7 @@ class TinyEngine:
 
     def same_scores(self, cached, scores):
         """Tokens found in the tree still have their own scores [L, H, T]."""
-        noted = self.placement.watch.noted(cached)
+        noted = self.placement.observer.noted(cached)
         if noted:
             wanted = scores[..., : len(cached)]
             assert torch.equal(torch.stack(noted).cpu(), wanted), "the tree's scores"
@@ -260,7 +260,7 @@ class TinyEngine:
             outputs=[7],
             profile=GREEDY_FAST,
             stops=frozenset(),
-            figures=RequestStats(True, 8),
+            stats=RequestStats(True, 8),
         )
         self.requests[rid] = Request(state, text)
         return state
@@ -278,7 +278,7 @@ class TinyEngine:
         scores = scores.to(self.device)
         for layer in range(LAYERS):
             queries = scores[layer].t()[..., None]
-            self.placement.watch.observe(layer, queries, queries, batch)
+            self.placement.observer.observe(layer, queries, queries, batch)
 
     def grow(self, request, tokens):
         """Give a row slots for so many more tokens; False where there are none."""
@@ -435,7 +435,7 @@ class TinyEngine:
             row = self.table[req.kv.req_pool_idx, :tokens]
             self.checks.whole(request, row)
         self._release(req, insert=not req.skip_radix_cache_insert)
-        self.placement.watch.forget(rid)
+        self.placement.observer.forget(rid)
         if state.parts is not None:
             self.placement.release(state)
 
@@ -444,7 +444,7 @@ class TinyEngine:
         self.fly()
         state = self.requests.pop(rid).state
         self._release(state.req, insert=False)
-        self.placement.watch.forget(rid)
+        self.placement.observer.forget(rid)
         if state.parts is not None:
             self.placement.release(state)
 

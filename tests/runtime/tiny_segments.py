@@ -106,7 +106,7 @@ class TieredEngine(TinyEngine):
 
     def same_scores(self, cached, scores):
         """As above, or as nobody scored them where the host had no room for scores."""
-        noted = self.placement.watch.noted(cached)
+        noted = self.placement.observer.noted(cached)
         if noted:
             found, wanted = torch.stack(noted).cpu(), scores[..., : len(cached)]
             own = found == wanted

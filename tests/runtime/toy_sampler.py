@@ -186,7 +186,7 @@ def _state(params: SamplingParams, first: int, rejection: bool) -> RequestState:
         outputs=[first],
         profile=profile.profile_of(req, deterministic=False, rejection=rejection),
         stops=frozenset(),
-        figures=RequestStats(True, DRAFTS),
+        stats=RequestStats(True, DRAFTS),
     )
 
 

@@ -23,9 +23,9 @@ from vericache_sglang.scheduling.plan import (
 from vericache_sglang.scheduling.residency import (
     ENTER,
     LEAVE,
-    MAX_SPLITS,
+    LOAD_EVERY,
+    MAX_COMPRESSIONS,
     MIN_STAY,
-    PIN_EVERY,
     RELIEF_EVERY,
     ResidencyPolicy,
 )
@@ -33,7 +33,7 @@ from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.settings import RuntimeSettings
 from vericache_sglang.scheduling.throughput import Throughput
 
-NOW = 8 * RELIEF_EVERY * PIN_EVERY  # an iteration in which everything is looked at
+NOW = 8 * RELIEF_EVERY * LOAD_EVERY  # an iteration in which everything is looked at
 DEVICE, HOST, SWAPPED = Residency.DEVICE, Residency.HOST, Residency.SWAPPED
 FAST_LINK = 1e12
 
@@ -128,7 +128,7 @@ def test_drafting_that_does_not_pay_is_looked_at_later():
 
 def test_few_prompts_are_split_at_once_and_share_the_room():
     plain = [track(rid, split=False) for rid in "abcd"]
-    assert len(moves(policy(), *plain)) == MAX_SPLITS
+    assert len(moves(policy(), *plain)) == MAX_COMPRESSIONS
     # Room for one request's copies beside the rounds: the second goes to the host.
     free = 5_000 + 4 * (2 * 17 + 1)
     assert moves(policy(), *plain, free=free) == (

@@ -87,7 +87,7 @@ def test_work_that_does_not_fit_is_refused_and_changes_nothing(first, last, amou
     ring.reserve(2, 2, 6)
     with pytest.raises(InvariantError, match="not free in windows"):
         ring.fill(first, last, amount)
-    with pytest.raises(InvariantError, match="give back"):
+    with pytest.raises(InvariantError, match="cannot free"):
         ring.take_back(2, (5, 1))
     assert contents(ring) == [0, 0, 6, 0, 0]
 

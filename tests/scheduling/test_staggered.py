@@ -100,7 +100,7 @@ def test_a_late_prefetch_slips_and_is_not_lost():
     drive.run(9, arrive=False)
     assert drive.verified == {}
     # Due in iterations 5 to 9.
-    assert drive.pacing.report()["slips"] == 5
+    assert drive.pacing.report()["deadline_misses"] == 5
     track.ready = True
     drive.run(1)
     assert drive.verified == {"a": [10]}
@@ -113,7 +113,7 @@ def test_everything_is_given_back_after_a_round():
     drive.run(20)
     assert sorted(drive.verified) == ["a", "b", "c"]
     report = drive.pacing.report()
-    assert report["staging_held_slots"] == report["unplaced_rounds"] == 0
+    assert report["staging_held_slots"] == report["unplaced_cycles"] == 0
     for name in (LINK, STAGING, VERIFY):
         ring = drive.pacing.rings()[name]
         assert not any(ring.used(ring.now + i) for i in range(ring.windows))
@@ -189,7 +189,7 @@ def test_more_are_due_than_there_are_rows():
     drive.run(3)
     # The longest wait first, two at a time, and nobody is left out.
     assert drive.verified == {"e": [1], "d": [1], "c": [2], "b": [2], "a": [3]}
-    assert drive.pacing.slips == 3 + 1
+    assert drive.pacing.deadline_misses == 3 + 1
 
 
 def test_a_request_that_ends_leaves_nothing_behind():
@@ -204,7 +204,7 @@ def test_a_request_that_ends_leaves_nothing_behind():
     assert (list(drive.staged), drive.verified) == (["a"], {})
     report = drive.pacing.report()
     assert report["ring_link_reserved"] == report["ring_staging_reserved"] == 0
-    assert report["staging_held_slots"] == report["unplaced_rounds"] == 0
+    assert report["staging_held_slots"] == report["unplaced_cycles"] == 0
 
 
 def test_a_link_too_slow_for_the_horizon_is_late_rather_than_never():

@@ -196,7 +196,7 @@ class Stub(BaseHTTPRequestHandler):
     """Answers short prompts; does not answer long ones."""
 
     def do_GET(self):
-        self.reply({"internal_states": [{"vericache": {"rounds": 0}}]})
+        self.reply({"internal_states": [{"vericache": {"cycles": 0}}]})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))

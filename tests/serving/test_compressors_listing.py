@@ -118,8 +118,8 @@ def test_the_command_runs_without_sglang_and_prints_json():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     shown = json.loads(done.stdout)
-    assert shown["extent"]["key_dim"] == 128
-    assert shown["extent"]["dtype"] == "bfloat16"
+    assert shown["shape"]["key_dim"] == 128
+    assert shown["shape"]["dtype"] == "bfloat16"
     names = [method["name"] for method in shown["methods"]]
     assert {*SELECTORS.names(), *CODECS} <= set(names)
     (planes,) = [each for each in shown["methods"] if each["name"] == "split-planes"]

@@ -25,7 +25,7 @@ def extend(monkeypatch):
     from vericache_sglang.serving.http_server import extend_at_start
 
     async def state():
-        return [{"model_path": "m", "vericache": {"rounds": 3}}]
+        return [{"model_path": "m", "vericache": {"cycles": 3}}]
 
     def run(rate=0.0, algorithm="VERICACHE", page="on"):
         settings = {"consistency_check_rate": rate, "live_page": page}
@@ -69,9 +69,10 @@ def get(app):
 def test_the_checks_figures_are_in_the_state_and_finished_requests_reach_it(extend):
     app, manager = extend(rate=0.5)
     (found,) = get(app)
-    assert found["report"]["rounds"] == 3
-    assert found["report"]["shadow_checks"] == 0
-    assert manager.vericache_finished.__self__.report()["shadow_pending"] == 0
+    assert found["report"]["cycles"] == 3
+    assert found["report"]["consistency_checks"] == 0
+    assert found["report"]["consistency_checks"] == 0
+    assert manager.vericache_finished.__self__.report()["consistency_pending"] == 0
 
 
 def test_at_rate_0_no_request_is_looked_at(extend):
@@ -81,11 +82,11 @@ def test_at_rate_0_no_request_is_looked_at(extend):
 
 def test_another_algorithm_is_not_checked(extend):
     app, manager = extend(rate=0.5, algorithm=None)
-    assert "shadow_checks" not in get(app)[0]["report"]
+    assert "consistency_checks" not in get(app)[0]["report"]
     assert not hasattr(manager, "vericache_finished")
 
 
 def test_without_the_page_the_check_is_left(extend):
     app, manager = extend(rate=0.5, page="off")
     assert [route.path for route in app.routes if "/vericache" in route.path] == []
-    assert manager.vericache_finished.__self__.report()["shadow_pending"] == 0
+    assert manager.vericache_finished.__self__.report()["consistency_pending"] == 0

@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.serving.live_page import TIERS, StateReader, add_routes
 
@@ -26,14 +27,15 @@ LANES = [
     ("9b00", "verify", 0, 8, "host", 0.88),
     ("<script>alert('x')</script>\"&amp;", "wait", 8, 8, "device", 0.5),
     ("17aa", "plain", 0, 0, "device", 0.0),
-    ("c0de", "parked", 0, 0, "parked", 0.95),
+    ("c0de", "swapped_out", 0, 0, "swapped_out", 0.95),
 ]
 NAMES = ("rid", "phase", "drafts", "most", "residency", "acceptance")
 
 REPORT = {
-    **{"accepted": 900, "drafted": 1000, "rounds": 50, "plain_rows": 70},
-    **{"running": 5, "requests_drafting": 3, "steps_aside": 7, "shadow_checks": 9},
-    **{"requests_device": 2, "requests_host": 2, "requests_parked": 1},
+    **{"accepted": 900, "drafted": 1000, "cycles": 50, "plain_rows": 70},
+    **{"running": 5, "requests_drafting": 3, "disabled_speculations": 7},
+    "consistency_checks": 9,
+    **{"requests_device": 2, "requests_host": 2, "requests_swapped_out": 1},
     **{"host_bytes": 3 << 20, "host_budget_bytes": 4 << 30},
     **{"staging_slots": 128, "staging_tokens": 2048},
     "lanes": [
@@ -41,9 +43,9 @@ REPORT = {
         for lane in LANES
     ],
     "rings": {
-        "link": {"limit": 1_000_000, "windows": [0, 250_000, 1_000_000, 0]},
-        "staging": {"limit": 2048, "windows": [128, 128, 0, 0]},
-        "verify": {"limit": 2, "windows": [0, 1, 2, 0]},
+        "link": {"limit": 1_000_000, "iterations": [0, 250_000, 1_000_000, 0]},
+        "staging": {"limit": 2048, "iterations": [128, 128, 0, 0]},
+        "verify": {"limit": 2, "iterations": [0, 1, 2, 0]},
     },
 }
 ODD = "\"><img src=x onerror='x'>"
@@ -121,10 +123,11 @@ def test_tiers_of_the_cache_are_answered_by_their_names():
     assert second is None
     assert first.pop("segments") == 3
     assert first["store"]["hit_tokens"] == report["cache_match_store_tokens"]
-    assert first == {
+    tiers = {
         tier: {name: report[key] for name, key in keys.items()}
         for tier, keys in TIERS.items()
     }
+    assert first == with_former_names("cache", tiers)
 
 
 def test_an_api_key_is_asked_for_as_elsewhere():
@@ -163,14 +166,14 @@ def test_no_answer_is_a_503_and_a_late_one_goes_to_nobody_else():
         late = asyncio.create_task(http.get("/vericache/state"))
         while len(sent) < 2:
             await asyncio.sleep(0)
-        made[0].handle_recv(state(REPORT, steps_aside=8))
+        made[0].handle_recv(state(REPORT, disabled_speculations=8))
         return silent, await late
 
     silent, late = talk(exchange, read, timeout_s=0.1, fresh_s=0.0)
     for reply in silent:
         assert reply.status_code == 503
         assert "The scheduler has not answered" in reply.json()["error"]
-    assert late.json()[0]["report"]["steps_aside"] == 8
+    assert late.json()[0]["report"]["disabled_speculations"] == 8
 
 
 def test_viewers_share_one_question():
@@ -206,7 +209,7 @@ def test_a_failed_question_is_asked_again():
             await reader.state()
         return await reader.state()
 
-    assert asyncio.run(look())[0]["report"]["rounds"] == 50
+    assert asyncio.run(look())[0]["report"]["cycles"] == 50
 
 
 # -- what a browser draws -----------------------------------------------------------
@@ -303,14 +306,14 @@ needs_browser = pytest.mark.skipif(
 ODD_REPORT = {
     "lanes": [{**REPORT["lanes"][0], "phase": ODD, "residency": ODD}],
     "rings": {
-        ODD: {"limit": 0, "windows": [1, 3]},
-        "link": {"limit": 0, "windows": []},
+        ODD: {"limit": 0, "iterations": [1, 3]},
+        "link": {"limit": 0, "iterations": []},
     },
     **{"running": 1, "requests_drafting": 1},
 }
 MANY = {
     "lanes": [{**REPORT["lanes"][0], "rid": f"r{i}"} for i in range(256)],
-    "rings": {"link": {"limit": 10, "windows": [1] * 4095 + [9]}},
+    "rings": {"link": {"limit": 10, "iterations": [1] * 4095 + [9]}},
     **{"running": 300, "requests_drafting": 300},
 }
 SCHEDULERS = {
@@ -318,7 +321,7 @@ SCHEDULERS = {
     "off": state(None),
     "idle": state({}),
     "not drafting": state(REPORT, requests_drafting=0),
-    "mismatch": state(REPORT, shadow_mismatches=2),
+    "mismatch": state(REPORT, consistency_mismatches=2),
     "odd": state(ODD_REPORT),
     "many": state(MANY),
 }

@@ -193,7 +193,7 @@ def check_conserved(server, requests, output):
     for room in (server.machine.pool, server.machine.staging, server.machine.host):
         assert room.used == 0
         assert room.peak <= room.total
-    reserved = ("ring_link_reserved", "ring_staging_reserved", "unplaced_rounds")
+    reserved = ("ring_link_reserved", "ring_staging_reserved", "unplaced_cycles")
     told = server.runtime.figures()
     assert told["staging_held_slots"] == 0
     assert all(told.get(name, 0) == 0 for name in reserved)

@@ -50,22 +50,22 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class Cycles:
     """Acceptance counts of the draft-verify cycles of one or many answers.
 
     Attributes:
-        rounds: Draft-verify cycles, one verification each.
+        cycles: Draft-verify cycles, one verification each.
         drafted: Tokens drafted; the last cycle of an answer drafts the tokens left.
         accepted: Draft tokens accepted, without the bonus token.
     """
 
-    rounds: int = 0
+    cycles: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    def __add__(self, other: Rounds) -> Rounds:
-        return Rounds(
-            self.rounds + other.rounds,
+    def __add__(self, other: Cycles) -> Cycles:
+        return Cycles(
+            self.cycles + other.cycles,
             self.drafted + other.drafted,
             self.accepted + other.accepted,
         )
@@ -73,7 +73,7 @@ class Rounds:
     @property
     def mean(self) -> float:
         """Mean acceptance length of a cycle, in tokens, without the bonus token."""
-        return self.accepted / self.rounds if self.rounds else 0.0
+        return self.accepted / self.cycles if self.cycles else 0.0
 
 
 @torch.inference_mode()
@@ -110,7 +110,7 @@ def read(
 @torch.inference_mode()
 def replay(
     subject: Subject, reading: Reading, draft: Sequence[KV], length: int
-) -> Rounds:
+) -> Cycles:
     """Draft and verify an answer on an approximate prompt.
 
     A draft-verify cycle starts at the last verified token, whose own KV the draft
@@ -127,7 +127,7 @@ def replay(
     dtype, like = reading.layers[0].keys.dtype, subject.like
     answer = reading.answer
     cache = RoundedCache(dtype, draft, like)
-    rounds, begin = Rounds(), 1
+    cycles, begin = Cycles(), 1
     while begin < len(answer):
         drafted = min(length, len(answer) - begin)
         cache.crop(reading.prompt)
@@ -135,9 +135,9 @@ def replay(
         output = subject.run(answer[begin - 1 : begin + drafted - 1], cache)
         guessed = output.logits[0].argmax(-1).tolist()
         accepted = agreeing(guessed, answer[begin : begin + drafted])
-        rounds += Rounds(1, drafted, accepted)
+        cycles += Cycles(1, drafted, accepted)
         begin += accepted + 1
-    return rounds
+    return cycles
 
 
 def agreeing(guessed: Sequence[int], wanted: Sequence[int]) -> int:
@@ -148,11 +148,11 @@ def agreeing(guessed: Sequence[int], wanted: Sequence[int]) -> int:
     return len(wanted)
 
 
-def perfect(reading: Reading, length: int) -> Rounds:
+def perfect(reading: Reading, length: int) -> Cycles:
     """Return the draft-verify cycles of an answer whose draft tokens all pass."""
-    left, rounds = len(reading.answer) - 1, Rounds()
+    left, cycles = len(reading.answer) - 1, Cycles()
     while left > 0:
         drafted = min(length, left)
-        rounds += Rounds(1, drafted, drafted)
+        cycles += Cycles(1, drafted, drafted)
         left -= drafted + 1
-    return rounds
+    return cycles

@@ -76,7 +76,7 @@ class RoundedCache(DynamicCache):
         ]
 
 
-class WatchingCache(DynamicCache):
+class RecordingCache(DynamicCache):
     """Records the KV of one forward over a whole prompt, with its gradients."""
 
     def __init__(self) -> None:

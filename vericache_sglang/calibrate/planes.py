@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_sglang.calibrate.acceptance import Rounds, replay
+from vericache_sglang.calibrate.acceptance import Cycles, replay
 from vericache_sglang.calibrate.cache import KV
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.compression.codecs.floats import FORMATS
@@ -36,7 +36,7 @@ class Point:
         transfer: Bytes of the residual KV over those of the full KV, escapes included.
         key_error: Relative error of the draft keys, Frobenius norm over all layers.
         value_error: The same of the values.
-        rounds: Acceptance counts by draft length.
+        cycles: Acceptance counts by draft length.
     """
 
     line: str
@@ -44,7 +44,7 @@ class Point:
     transfer: float
     key_error: float
     value_error: float
-    rounds: Mapping[int, Rounds]
+    cycles: Mapping[int, Cycles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def measure(
         codec = codec.bind(subject.rope())
     sizes = torch.zeros(3, dtype=torch.float64)  # draft, residual, KV; in bytes
     errors = torch.zeros(2, 2, dtype=torch.float64)  # keys, values; error, norm
-    rounds = dict.fromkeys(lengths, Rounds())
+    cycles = dict.fromkeys(lengths, Cycles())
     for reading in readings:
         drafts = []
         for layer, exact in enumerate(reading.prompt_kv()):
@@ -115,10 +115,10 @@ def measure(
             drafts.append(KV(*codec.decode(draft)))
             errors += _squares(drafts[-1], exact)
         for length in lengths:
-            rounds[length] += replay(subject, reading, drafts, length)
+            cycles[length] += replay(subject, reading, drafts, length)
     key, value = (errors[:, 0] / errors[:, 1].clamp(min=1e-30)).sqrt().tolist()
     stays, travels = (sizes[:2] / sizes[2]).tolist()
-    return Point(line, stays, travels, key, value, rounds)
+    return Point(line, stays, travels, key, value, cycles)
 
 
 def _encode(
@@ -165,7 +165,7 @@ def speedup(point: Point, length: int, ratio: float) -> float:
 
     Args:
         point: Measurements of the codec.
-        length: x, a draft length in ``point.rounds``.
+        length: x, a draft length in ``point.cycles``.
         ratio: Bandwidth of the host link over that of device memory, > 0.
 
     Raises:
@@ -178,8 +178,8 @@ def speedup(point: Point, length: int, ratio: float) -> float:
         link_bytes_per_s=ratio,
         flops_per_s=1.0,
     )
-    round_of = (length, point.rounds[length].mean)
-    ceiling = roofline(machine, 1.0, point.keep, round_of, point.transfer)
+    cycle_of = (length, point.cycles[length].mean)
+    ceiling = roofline(machine, 1.0, point.keep, cycle_of, point.transfer)
     return ceiling.tokens_per_s / ceiling.full_kv_tokens_per_s
 
 
@@ -195,7 +195,7 @@ def choose(points: Sequence[Point], ratio: float) -> PlaneChoice:
     found = [
         (speedup(point, length, ratio), -point.keep, -length, point)
         for point in points
-        for length in point.rounds
+        for length in point.cycles
     ]
     most, _, length, point = max(found, key=lambda entry: entry[:3])
-    return PlaneChoice(point.line, -length, point.rounds[-length].mean, most)
+    return PlaneChoice(point.line, -length, point.cycles[-length].mean, most)

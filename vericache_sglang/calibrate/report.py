@@ -6,8 +6,9 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.calibrate.acceptance import Rounds, perfect
+from vericache_sglang.calibrate.acceptance import Cycles, perfect
 from vericache_sglang.calibrate.planes import PlaneChoice, Point, speedup
+from vericache_sglang.former_names import with_former_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,13 +42,13 @@ class Setting:
     prompts: int
     prompt_tokens: float
     answer_tokens: float
-    limit: Mapping[int, Rounds]
+    limit: Mapping[int, Cycles]
 
 
-def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Rounds]:
+def limits(readings: Sequence[Reading], lengths: Sequence[int]) -> dict[int, Cycles]:
     """Return the acceptance counts of always accepted drafts, by draft length."""
     return {
-        length: sum((perfect(reading, length) for reading in readings), Rounds())
+        length: sum((perfect(reading, length) for reading in readings), Cycles())
         for length in lengths
     }
 
@@ -57,7 +58,7 @@ def markdown(setting: Setting, points: Sequence[Point], choice: PlaneChoice) -> 
     lengths = list(setting.limit)
     drafts = "/".join(map(str, lengths))
     head = [
-        "draft part",
+        "draft KV",
         "c",
         "transfer",
         "key error",
@@ -117,33 +118,38 @@ def as_json(
     }
 
 
-def _accepted(rounds: Mapping[int, Rounds]) -> str:
-    return " / ".join(f"{found.mean:.1f}" for found in rounds.values())
+def _accepted(cycles: Mapping[int, Cycles]) -> str:
+    return " / ".join(f"{found.mean:.1f}" for found in cycles.values())
 
 
 def _row(point: Point, ratio: float) -> list[str]:
-    most, length = max((speedup(point, x, ratio), -x) for x in point.rounds)
+    most, length = max((speedup(point, x, ratio), -x) for x in point.cycles)
     return [
         f"`{point.line}`",
         f"{point.keep:.3f}",
         f"{point.transfer:.3f}",
         f"{point.key_error:.4f}",
         f"{point.value_error:.4f}",
-        _accepted(point.rounds),
+        _accepted(point.cycles),
         f"{most:.2f} ({-length})",
     ]
 
 
 def _point(point: Point, ratio: float) -> dict[str, Any]:
-    return {
+    counts = {
+        x: with_former_names("calibration", asdict(counted))
+        for x, counted in point.cycles.items()
+    }
+    row = {
         "compressor": point.line,
         "keep": round(point.keep, 5),
         "transfer_fraction": round(point.transfer, 5),
         "key_error": round(point.key_error, 6),
         "value_error": round(point.value_error, 6),
-        "accepted": {x: round(r.mean, 3) for x, r in point.rounds.items()},
-        "rounds": {x: asdict(r) for x, r in point.rounds.items()},
+        "accepted": {x: round(r.mean, 3) for x, r in point.cycles.items()},
+        "cycles": counts,
         "speedup_at_most": {
-            x: round(speedup(point, x, ratio), 3) for x in point.rounds
+            x: round(speedup(point, x, ratio), 3) for x in point.cycles
         },
     }
+    return with_former_names("calibration", row)

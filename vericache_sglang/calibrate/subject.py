@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vericache_sglang.calibrate.cache import RoundedCache, WatchingCache
+from vericache_sglang.calibrate.cache import RecordingCache, RoundedCache
 from vericache_sglang.compression.base import ModelSpec
 from vericache_sglang.compression.codecs.artifact import CalibratedModel
 from vericache_sglang.compression.codecs.fingerprint import model_fingerprint
@@ -138,7 +138,7 @@ class Subject:
         for shift in (0, PROBE_SHIFT):
             positions = torch.arange(PROBE_TOKENS) + shift
             ids = torch.tensor([_probe()], device=self.like.device)
-            cache, where = WatchingCache(), positions[None].to(ids.device)
+            cache, where = RecordingCache(), positions[None].to(ids.device)
             self.net(ids, position_ids=where, past_key_values=cache)
             keys = cache.seen[0].keys[0].to("cpu", torch.float32)
             found.append(rope(keys, positions, inverse=True))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
-from vericache_sglang.calibrate.cache import KV, WatchingCache
+from vericache_sglang.calibrate.cache import KV, RecordingCache
 from vericache_sglang.compression.codecs import kvquant_tables, rotatekv_tables
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables, Samples
 from vericache_sglang.compression.codecs.rotatekv import massive_slots
@@ -185,7 +185,7 @@ def _run(
     Without gradients the KV stands in for them, unused.
     """
     ids = torch.tensor([list(prompt)], device=subject.like.device)
-    cache = WatchingCache()
+    cache = RecordingCache()
     with contextlib.ExitStack() as stack:
         options = {"output_hidden_states": sampling.massive}
         if sampling.gradients:

@@ -62,7 +62,7 @@ class CompressorGuard:
         """Whether the method is disabled, so that no prompt is compressed."""
         return self.failures >= MOST_FAILURES
 
-    def watch(self, part: Selector | Codec) -> None:
+    def wrap(self, part: Selector | Codec) -> None:
         """Guard every later call of a part by wrapping its methods in place."""
         if isinstance(part, Selector):
             calls: dict[str, Callable[..., Any]] = {
@@ -78,7 +78,7 @@ class CompressorGuard:
         """Return whether no call for a request has failed."""
         return rid not in self._failed
 
-    def give_up(self, rid: str) -> None:
+    def abandon(self, rid: str) -> None:
         """Count a request that decodes autoregressively because a call failed."""
         self.forget(rid)
         self.failures += 1
@@ -241,7 +241,7 @@ class CompressorGuard:
             check(made)
         except torch.AcceleratorError:
             raise  # the device is lost, whoever asked it last
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (anybody's code)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (third-party code)
             self._note(name, rid, error)
             return False, None
         seconds = time.perf_counter() - began

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from vericache_sglang.config.schema import RENAMED, Value, fields, flag
+from vericache_sglang.former_names import REMOVED_IN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,9 @@ the server prints one line with every effective setting.
 |---|---|---|---|---|---|
 {rows}
 
-Former names, still taken until version 0.2: {renamed}.
+## Former names
+
+Flags and YAML still take these until version {removed_in}: {renamed}.
 """
 
 
@@ -77,4 +80,4 @@ def settings_page() -> str:
         for name, field in fields().items()
     ]
     renamed = ", ".join(f"`{flag(old)}` (`{old}`)" for old in RENAMED)
-    return _PAGE.format(rows="\n".join(rows), renamed=renamed)
+    return _PAGE.format(rows="\n".join(rows), renamed=renamed, removed_in=REMOVED_IN)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.former_names import FORMER_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,8 +30,8 @@ STAGING_CEILING = 65536
 STAGING_SHARE = 4
 """The automatic staging size is at most the pool's slots divided by this."""
 
-RENAMED: Mapping[str, str] = {"shadow_rate": "consistency_check_rate"}
-"""Former name -> present one; flags and YAML take both until version 0.2."""
+RENAMED = FORMER_NAMES["setting"]
+"""Former name -> present one; flags and YAML take both."""
 
 
 def _setting(default: Value, text: str, unit: str = "", **bounds: float) -> Any:

@@ -40,7 +40,7 @@ class AttackTarget:
     """A running server and its processes.
 
     Args:
-        server: Up; its processes are watched where it was started here.
+        server: Up; its processes are monitored where it was started here.
     """
 
     def __init__(self, server: Server) -> None:

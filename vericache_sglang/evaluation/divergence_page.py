@@ -19,7 +19,7 @@ KL(full KV || system), after sequences that plain SGLang sampled at temperature
 {temperature}, from the {top_k} most probable tokens of both, all others as one
 outcome: a lower bound, and exact where that is the vocabulary. A sequence has at most
 {kl_tokens} tokens; its first one is left out. `{again}` is plain SGLang against itself
-at another batch size: what arithmetic in another order comes to. VeriCache's KL is of
+at another batch size: the effect of arithmetic in another order. VeriCache's KL is of
 its verified distributions. `first differing token`: median over the answers that
 differ, and how many they are. `same tokens`: share of positions with the same token.
 `F1` and `ROUGE-L` are against the full KV's answer.

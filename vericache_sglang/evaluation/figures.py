@@ -18,10 +18,10 @@ SHARES = (10, 50, 90, 99)
 
 TOTALS = (
     *("iterations", "mixed_iterations", "draft_rows", "verify_rows", "plain_rows"),
-    *("waits", "drafted", "accepted", "rounds", "splits", "joins", "unsplits"),
-    *("offloads", "pins", "parks", "resumes", "shared_reloads", "slips"),
-    *("staged_bytes", "offloaded_bytes", "stage_seconds", "steps_aside"),
-    *("failed_reloads", "reprefills"),
+    *("waits", "drafted", "accepted", "cycles", "compressions", "restores"),
+    *("fallbacks", "offloads", "loads", "swap_outs", "swap_ins", "shared_prefetches"),
+    *("staged_bytes", "offloaded_bytes", "prefetch_seconds", "disabled_speculations"),
+    *("deadline_misses", "failed_prefetches", "reprefills"),
 )
 """Monotonic counters of a server."""
 
@@ -42,7 +42,7 @@ DEFINITIONS: Mapping[str, str] = {
     "accepted": "the same for each verification (the answers' own figures)",
     "moved_bytes_per_token": "bytes copied to the host and back / output tokens "
     "(server's counters); 0 for plain SGLang",
-    "link_share": "time reloads were on the link / seconds (server's counters)",
+    "link_share": "time prefetches were on the link / seconds (server's counters)",
     "kv_read_share": "rate at which forwards read KV, as the server estimates it, / "
     "--memory-gbps",
     "mismatches": "requests whose token ids differ from plain's in the same round",
@@ -183,7 +183,7 @@ def _counted(
         "counters": grown,
         "accepted_per_verify": per_verify(grown)["accepted_per_verify"],
         "moved_bytes_per_token": _ratio(moved, tokens),
-        "link_share": grown["stage_seconds"] / seconds if known else None,
+        "link_share": grown["prefetch_seconds"] / seconds if known else None,
         "kv_read_share": read / (memory_gbps * 1e9) if read and memory_gbps else None,
     }
 
@@ -195,7 +195,7 @@ def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
 
 def per_verify(grown: Mapping[str, Any]) -> dict[str, float | None]:
     """Return tokens drafted and accepted per verification; None without any."""
-    verified = grown.get("rounds", 0)
+    verified = grown.get("cycles", 0)
     return {
         f"{what}_per_verify": _ratio(grown.get(what, 0), verified)
         for what in ("drafted", "accepted")

@@ -89,7 +89,7 @@ COVERING = (
         engine={"page_size": 16, "chunked_prefill_size": 256},
     ),
     system(
-        "random tokens kept, draft 8, a link so slow that reloads are late",
+        "random tokens kept, draft 8, a link so slow that prefetches are late",
         compressor="random",
         draft_length=8,
         link_gbps=0.05,

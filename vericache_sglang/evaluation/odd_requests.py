@@ -176,7 +176,7 @@ STRANGE: dict[str, tuple[Fields, ...]] = {
         {"token_ids_logprob": [VOCABULARY], "return_logprob": True},
     ),
     "session": _sent(
-        {"session_params": {"id": "nobody"}},
+        {"session_params": {"id": "unknown"}},
         {"session_params": {"id": None, "offset": -5, "rid": "x"}},
         {"session_id": "x" * 10_000},
     ),

@@ -84,8 +84,8 @@ BUILT_IN: Mapping[str, System] = {
         ),
         System(
             name="lossy",
-            about="the draft part served alone: drafts are emitted as they come, "
-            "nothing is verified or reloaded; each prompt's rest is still copied to "
+            about="the draft KV served alone: drafts are emitted as they come, "
+            "nothing is verified or prefetched; each prompt's rest is still copied to "
             "the host once, which a lossy server would not do",
             flags=("--vericache-residency", "host"),
             alteration=LOSSY,

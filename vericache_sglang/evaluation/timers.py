@@ -1,7 +1,7 @@
 """Times prefills and every step of compressing a prompt inside a server, per call.
 
 In plain SGLang only prefills are timed. Nested calls count in both: ``observe`` is part
-of ``probe``, ``watch`` of ``prefill``.
+of ``probe``, ``observer`` of ``prefill``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Sums:
     split: dict[str, int] = field(default_factory=dict)
 
     def prefill(self, clock: str) -> float:
-        """Return the seconds of its prefill without what watches it."""
+        """Return the seconds of its prefill without its observer."""
         seconds = self.seconds[clock]
-        return seconds["prefill"] - seconds["watch"]
+        return seconds["prefill"] - seconds["observer"]
 
     def outside(self, clock: str) -> float:
         """Return the seconds compressing took once its prefill was done."""
@@ -59,7 +59,7 @@ class Sums:
 
     def compressing(self, clock: str) -> float:
         """Return all seconds compressing took."""
-        return self.seconds[clock]["watch"] + self.outside(clock)
+        return self.seconds[clock]["observer"] + self.outside(clock)
 
 
 def read_sums(file: Path) -> list[Sums]:
@@ -144,7 +144,7 @@ def install(events: Path) -> None:
 
     timer = _Timer(events)
     timer.time(TpModelWorker, "forward_batch_generation", "prefill", _prefill)
-    timer.time(PrefillObserver, "observe", "watch", _watched)
+    timer.time(PrefillObserver, "observe", "observer", _observed)
     for selector in catalog.OURS:
         for method in ("update", "observe", "scores"):
             if method in vars(selector):
@@ -164,9 +164,9 @@ def _prefill(_: Any, batch: Any, *more: Any, **named: Any) -> dict[str, Any] | N
     return {"start": int(batch.prefix_lens[0]), "tokens": sum(batch.extend_lens)}
 
 
-def _watched(watch: Any, layer: int, *more: Any) -> dict[str, Any] | None:
+def _observed(observer: Any, layer: int, *more: Any) -> dict[str, Any] | None:
     """Skip probes: their ``observe`` calls are timed separately."""
-    return {"layer": layer} if watch.probe is None else None
+    return {"layer": layer} if observer.probe is None else None
 
 
 def _split(_: Any, state: Any, tree: Any, budget: Any, *more: Any) -> dict[str, Any]:

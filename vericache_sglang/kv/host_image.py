@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     """Dtype and shape [L, ...] of tensors by name."""
 
 
-class DraftParts(Protocol):
+class DraftReader(Protocol):
     """Reads a request's packed draft KV in the KV pool."""
 
     def __call__(self, layer: int) -> list[PartSpec]:
@@ -241,7 +241,7 @@ class HostImage(ABC):
         layer: int,
         buffers: Buffers,
         target: CopyTarget,
-        drafts: DraftParts | None,
+        drafts: DraftReader | None,
     ) -> None:
         """Write a layer's entries into the pool, on the caller's stream.
 

@@ -195,7 +195,7 @@ class HostStore:
         """
         self._expect_none(rid)
         if not name:
-            name = f"complement-{self._opened}"
+            name = f"residual-{self._opened}"
             self._opened += 1
         new = _Group(name, residual, 0, tuple(owned))
         group = self._groups.setdefault(name, new)
@@ -220,7 +220,7 @@ class HostStore:
             InvariantError: The request is swapped out already.
         """
         if rid in self._swapped:
-            raise InvariantError(f"{rid} is parked already")
+            raise InvariantError(f"{rid} is swapped out already")
         self.fits(self.swapped_bytes(slots))
         image = SwappedImage(self.geometry, slots, self.dtype, self.page_pool)
         self._swapped[rid] = image
@@ -240,7 +240,9 @@ class HostStore:
         """
         own = self._group(rid)
         if not own.residual.sealed:
-            raise InvariantError(f"the complement of {rid} is shared before it is full")
+            raise InvariantError(
+                f"the residual KV of {rid} is shared before it is full"
+            )
         for group in self._groups.values():
             if group is not own and group.residual.equals(own.residual):
                 self._leave(rid)
@@ -326,11 +328,11 @@ class HostStore:
 
     def _expect_none(self, rid: str) -> None:
         if rid in self._of_request:
-            raise InvariantError(f"{rid} has a complement already")
+            raise InvariantError(f"{rid} has a residual KV already")
 
     def _group(self, rid: str) -> _Group:
         if rid not in self._of_request:
-            raise InvariantError(f"{rid} has no complement")
+            raise InvariantError(f"{rid} has no residual KV")
         return self._of_request[rid]
 
     def _leave(self, rid: str) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.kv.host_image import CopyTarget, DraftParts, HostImage
+    from vericache_sglang.kv.host_image import CopyTarget, DraftReader, HostImage
     from vericache_sglang.kv.host_pages import HostPages
     from vericache_sglang.kv.residual import HostResidual
     from vericache_sglang.kv.staging import Lease
@@ -53,7 +53,7 @@ class Transfers(Protocol):
     """
 
     def start(
-        self, residual: HostResidual, lease: Lease, drafts: DraftParts | None
+        self, residual: HostResidual, lease: Lease, drafts: DraftReader | None
     ) -> Transfer:
         """Copy residual KV into the first slots of a lease.
 
@@ -71,7 +71,7 @@ class Transfers(Protocol):
         """
 
     def load(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> Transfer:
         """Copy an image into any slots; each layer is verified first.
 
@@ -82,7 +82,7 @@ class Transfers(Protocol):
         """
 
     def place(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> None:
         """Do as ``load``, ordered before the caller's next work on the device.
 

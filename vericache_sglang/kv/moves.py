@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.prefill_observer import PrefillObserver
     from vericache_sglang.kv.request import Parts, RequestState
     from vericache_sglang.kv.transfers import Transfer
@@ -36,17 +36,17 @@ class KVMoves:
     Args:
         handles: Pool, block table, host memory.
         drafts: Returns a reader of a request's packed draft KV.
-        watch: Holds the scores of tokens by slot.
+        observer: Holds the scores of tokens by slot.
     """
 
     def __init__(
         self,
         handles: KVHandles,
-        drafts: Callable[[RequestState], DraftParts | None],
-        watch: PrefillObserver,
+        drafts: Callable[[RequestState], DraftReader | None],
+        observer: PrefillObserver,
     ) -> None:
         self._drafts = drafts
-        self._watch = watch
+        self._observer = observer
         # By id of a swapped-out request, the scores in its decode slots.
         self._noted: dict[str, list[torch.Tensor]] = {}
         self._handles = handles
@@ -117,7 +117,7 @@ class KVMoves:
             return None
         image = self._host.swap_out(state.rid, held)
         slots = row[:held].to(torch.int64).clone()
-        self._noted[state.rid] = self._watch.noted(slots[parts.head :])
+        self._noted[state.rid] = self._observer.noted(slots[parts.head :])
         blocks = gathered(self._pool.k_buffer, self._pool.v_buffer, slots)
         try:
             transfer = self._transfers.save(blocks, image)
@@ -165,7 +165,7 @@ class KVMoves:
         kv.kv_committed_len = committed + state.row_length
         self._host.drop_swapped(state.rid)
         behind = slots[parts.head : held]
-        self._watch.note(behind, self._noted.pop(state.rid, []))
+        self._observer.note(behind, self._noted.pop(state.rid, []))
         return True
 
     def forget(self, rid: str) -> None:

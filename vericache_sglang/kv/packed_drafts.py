@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.base import Codec, PartSpec
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.request import Parts, RequestState
 
 
@@ -111,7 +111,7 @@ class Codes:
         for segment, part in zip(layout.segments, parts, strict=True):
             layout.write(segment, self.buffers(layer), slots, part)
 
-    def drafts(self, state: RequestState) -> DraftParts:
+    def drafts(self, state: RequestState) -> DraftReader:
         """Return a reader of a request's packed draft KV in its present slots."""
         return SlotDrafts(self, state.split, self._slots(state))
 
@@ -166,7 +166,7 @@ class Codes:
 
 
 class SlotDrafts:
-    """See ``DraftParts``; reads the slots a request had at its construction.
+    """See ``DraftReader``; reads the slots a request had at its construction.
 
     Args:
         codes: Codes of the server.
@@ -179,19 +179,19 @@ class SlotDrafts:
         self._layout = codes.layout(parts.budget.coded)
 
     def __call__(self, layer: int) -> list[PartSpec]:
-        """See ``DraftParts``."""
+        """See ``DraftReader``."""
         return [
             self._codes.part(layer, self._parts, self._slots, i)
             for i in range(len(self._layout.segments))
         ]
 
     def planes(self, layer: int) -> DraftPlanes:
-        """See ``DraftParts.planes``."""
+        """See ``DraftReader.planes``."""
         images = self._layout.images(self._codes.buffers(layer), self._slots)
         return DraftPlanes(*images, *self._where)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """See ``DraftParts.record_stream``."""
+        """See ``DraftReader.record_stream``."""
         self._slots.record_stream(stream)
 
     @cached_property

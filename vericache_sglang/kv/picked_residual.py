@@ -21,7 +21,7 @@ from vericache_sglang.kv.split_layers import as_bits
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vericache_sglang.kv.host_image import Blocks, Buffers, DraftParts, RawImage
+    from vericache_sglang.kv.host_image import Blocks, Buffers, DraftReader, RawImage
     from vericache_sglang.kv.host_pages import HostPagePool
 
 IN_LAUNCH = 8192
@@ -105,7 +105,7 @@ class PickedResidual(JoinedImages, HostResidual):
         """See ``HostImage.sides``; empty, as entries are picked first."""
         return [], []
 
-    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+    def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """See ``HostResidual.blocks``; valid until this thread's next call of it."""
         # numpy: a transfer thread must not start OpenMP threads.
         kept = self._exact[layer].numpy()
@@ -128,7 +128,7 @@ class PickedResidual(JoinedImages, HostResidual):
         layer: int,
         buffers: Buffers,
         target: CopyTarget,
-        drafts: DraftParts | None,
+        drafts: DraftReader | None,
     ) -> None:
         """See ``HostImage.place``; on a GPU a kernel picks the entries."""
         device = buffers[0].device

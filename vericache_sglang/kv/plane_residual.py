@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.split_planes import SplitPlanes
     from vericache_sglang.kv.geometry import KVGeometry
-    from vericache_sglang.kv.host_image import Blocks, Buffers, CopyTarget, DraftParts
+    from vericache_sglang.kv.host_image import Blocks, Buffers, CopyTarget, DraftReader
     from vericache_sglang.kv.host_pages import HostPagePool
 
 
@@ -197,7 +197,7 @@ class PlaneResidual(HostResidual):
 
     # -- to the device ------------------------------------------------------------
 
-    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+    def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """See ``HostResidual.blocks``; joins draft and residual planes.
 
         Raises:
@@ -230,7 +230,7 @@ class PlaneResidual(HostResidual):
         layer: int,
         buffers: Buffers,
         target: CopyTarget,
-        drafts: DraftParts | None,
+        drafts: DraftReader | None,
     ) -> None:
         """See ``HostImage.place``; on a GPU a kernel joins the planes.
 

@@ -14,7 +14,7 @@ from vericache_sglang.kv.staging import StagingBuffer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.host_store import HostStore
     from vericache_sglang.kv.ledger import Ledger
     from vericache_sglang.kv.staging import Lease, Span
@@ -87,7 +87,7 @@ class StagingPrefetcher:
         self._staged: dict[str, Staged] = {}
         self._key_of: dict[str, str] = {}
 
-    def start(self, rid: str, key: str, drafts: DraftParts | None) -> int:
+    def start(self, rid: str, key: str, drafts: DraftReader | None) -> int:
         """Start prefetching a request's residual KV, or use a copy staged already.
 
         Args:
@@ -105,7 +105,7 @@ class StagingPrefetcher:
         staged = self._staged.get(key)
         if staged is not None:
             staged.users[rid] = None
-            self._counters.shared_reloads += 1
+            self._counters.shared_prefetches += 1
             return 0
         residual = self._host.residual(rid)
         lease = self.region.take(residual.slots)
@@ -143,14 +143,14 @@ class StagingPrefetcher:
         reached = self.progress() if agreed is None else agreed
         for staged, at in zip(list(self._staged.values()), reached, strict=True):
             if at == Progress.FAILED:
-                counters.failed_reloads += 1
+                counters.failed_prefetches += 1
                 failed.extend(staged.users)
                 for rid in list(staged.users):
                     self.end(rid)
             elif at == Progress.ARRIVED:
                 if staged.transfer is not None:
                     counters.staged_bytes += staged.transfer.nbytes
-                    counters.stage_seconds += staged.transfer.seconds
+                    counters.prefetch_seconds += staged.transfer.seconds
                     self._link.note(next(iter(staged.users)), "in", staged.transfer)
                     staged.transfer = None
                 arrived.extend(rid for rid in staged.users if rid not in staged.told)
@@ -165,7 +165,7 @@ class StagingPrefetcher:
         """
         staged = self._staged.get(self._key_of.get(rid, ""))
         if staged is None or staged.transfer is not None:
-            raise InvariantError(f"{rid} is verified without its complement")
+            raise InvariantError(f"{rid} is verified without its residual KV")
         return staged.lease.first(staged.slots)
 
     def end(self, rid: str) -> None:
@@ -203,6 +203,6 @@ class StagingPrefetcher:
         try:
             here = staged.transfer is None or staged.transfer.done()
         except TransferError as error:
-            logger.error("VeriCache: reload of %s: %s", list(staged.users), error)
+            logger.error("VeriCache: prefetch of %s: %s", list(staged.users), error)
             return Progress.FAILED
         return Progress.ARRIVED if here else Progress.TRAVELLING

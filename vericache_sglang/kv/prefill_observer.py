@@ -54,7 +54,7 @@ class PrefillObserver:
         """Last tokens that SGLang must run even where its prefix cache has them."""
         return self.tails.width
 
-    def watch(self, model: torch.nn.Module) -> None:
+    def attach(self, model: torch.nn.Module) -> None:
         """Hook the layers of ``model`` for what the selector needs, if anything.
 
         ``forward`` of each attention layer is wrapped in the instance: torch's forward
@@ -170,7 +170,7 @@ class PrefillObserver:
         self, layer: int, queries: torch.Tensor, hidden: torch.Tensor | None, batch: Any
     ) -> None:
         """Call the selector once per request of the forward."""
-        lengths, starts = _extents(batch)
+        lengths, starts = _prefilled(batch)
         stop = 0
         for rid, start, count in zip(batch.rids, starts, lengths, strict=True):
             begin, stop = stop, stop + count
@@ -191,7 +191,7 @@ class PrefillObserver:
 
     def _require(self) -> Selector:
         if self._selector is None:
-            raise RuntimeError("nobody watches prompts")
+            raise RuntimeError("no prefill is observed")
         return self._selector
 
     def _table(self) -> torch.Tensor:
@@ -239,7 +239,7 @@ def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module
     ]
 
 
-def _extents(batch: Any) -> tuple[list[int], list[int | None]]:
+def _prefilled(batch: Any) -> tuple[list[int], list[int | None]]:
     """Return each request's count of new tokens and the position of the first one.
 
     Read from host lists; None where the host does not know the position yet (decoding

@@ -90,7 +90,7 @@ class RequestState:
         outputs: Output tokens verified and reported; the last one has no KV yet.
         profile: How the next token is sampled from the logits.
         stops: Token ids that end the request.
-        figures: Its speculation statistics, and whether and how far it may draft.
+        stats: Its speculation statistics, and whether and how far it may draft.
         penalties: Of its output tokens; None where it has none.
         cursor: Its state in its grammar; None without a grammar.
         asynchronous: Results may be processed one iteration later: only the end of the
@@ -101,7 +101,7 @@ class RequestState:
         drafts_in_flight: Further draft tokens in flight, not reported yet.
         committed_in_flight: Committed tokens counted in ``verified``, not yet reported.
         pending_max: Upper bound of the tokens verified beyond ``verified``.
-        round: Number of the draft-verify cycle; launching a verification and
+        cycle: Number of the draft-verify cycle; launching a verification and
             discarding drafts increment it.
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
@@ -114,7 +114,7 @@ class RequestState:
     outputs: list[int]
     profile: Profile
     stops: frozenset[int]
-    figures: RequestStats
+    stats: RequestStats
     penalties: Penalties | None = None
     cursor: GrammarCursor | None = None
     asynchronous: bool = False
@@ -123,7 +123,7 @@ class RequestState:
     drafts_in_flight: int = 0
     committed_in_flight: int = 0
     pending_max: int = 0
-    round: int = 0
+    cycle: int = 0
     parts: Parts | None = None
     planned: bool = False
     lost: bool = False
@@ -199,15 +199,15 @@ class RequestState:
         """Record the launch of a forward that drafts one token."""
         self.drafts_in_flight += 1
 
-    def land_draft(self, token: int, round: int) -> bool:
+    def land_draft(self, token: int, cycle: int) -> bool:
         """Record a reported draft token; return whether it would end the request.
 
         Args:
             token: The draft.
-            round: ``self.round`` at its launch; a token of an earlier cycle is
+            cycle: ``self.cycle`` at its launch; a token of an earlier cycle is
                 discarded.
         """
-        if round != self.round:
+        if cycle != self.cycle:
             return False
         self.drafts_in_flight -= 1
         self.drafts.append(token)
@@ -248,7 +248,7 @@ class RequestState:
     def draft(self, token: int) -> bool:
         """Record a draft token at once; return whether it would end the request."""
         self.launch_draft()
-        return self.land_draft(token, self.round)
+        return self.land_draft(token, self.cycle)
 
     def accept(self, tokens: list[int]) -> None:
         """Record verified tokens at once and start the next draft-verify cycle.
@@ -268,4 +268,4 @@ class RequestState:
         self.drafts = []
         self.drafted_from = []
         self.drafts_in_flight = 0
-        self.round += 1
+        self.cycle += 1

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from vericache_sglang.kv.geometry import KVGeometry
-    from vericache_sglang.kv.host_image import Blocks, DraftParts
+    from vericache_sglang.kv.host_image import Blocks, DraftReader
     from vericache_sglang.kv.host_pages import HostPagePool, HostTensor
 
 
@@ -24,7 +24,7 @@ class HostResidual(HostImage):
     entries per head.
     """
 
-    noun = "complement"
+    noun = "residual KV"
 
     @property
     def kept(self) -> torch.Tensor:
@@ -40,7 +40,7 @@ class HostResidual(HostImage):
 
     @property
     def _kept(self) -> HostTensor:
-        raise InvariantError("a complement of several has no positions of its own")
+        raise InvariantError("a residual KV of several has no positions of its own")
 
     def describe(self, exact: torch.Tensor, coded: torch.Tensor) -> None:
         """Store the positions of kept tokens; call before any layer is written.
@@ -54,7 +54,7 @@ class HostResidual(HostImage):
         """
         self._kept.write(exact)
 
-    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+    def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """Return one layer's entries, bit-exact.
 
         Args:

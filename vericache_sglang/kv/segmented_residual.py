@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.kv.host_image import Blocks, DraftParts
+    from vericache_sglang.kv.host_image import Blocks, DraftReader
 
 
 class SegmentedResidual(JoinedImages, HostResidual):
@@ -41,9 +41,9 @@ class SegmentedResidual(JoinedImages, HostResidual):
         Raises:
             InvariantError: Always.
         """
-        raise InvariantError("a segmented complement is described by its segments")
+        raise InvariantError("a segmented residual KV is described by its segments")
 
-    def blocks(self, layer: int, drafts: DraftParts | None) -> Blocks:
+    def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """See ``HostResidual.blocks``; views, those of each segment in order."""
         return one_behind_the_other(
             segment.blocks(layer, drafts) for segment in self.segments

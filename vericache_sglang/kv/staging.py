@@ -129,7 +129,7 @@ class StagingBuffer:
                 changed.
         """
         if lease not in self._leases:
-            raise InvariantError(f"staging slots {lease} were given back twice")
+            raise InvariantError(f"staging slots {lease} were freed twice")
         self._leases.remove(lease)
         merged: list[Span] = []
         for span in sorted([*self._spans, *lease.pieces], key=lambda span: span.start):

@@ -20,7 +20,7 @@ from vericache_sglang.kv.stream_transfer import HeldMemory, Outgoing, StreamTran
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from vericache_sglang.kv.host_image import Buffers, DraftParts, HostImage
+    from vericache_sglang.kv.host_image import Buffers, DraftReader, HostImage
     from vericache_sglang.kv.host_pages import HostPages
     from vericache_sglang.kv.link import Blocks
     from vericache_sglang.kv.pieces import Piece
@@ -71,7 +71,7 @@ class StreamTransfers:
         self._reading: list[tuple[torch.cuda.Event, HeldMemory]] = []
 
     def start(
-        self, residual: HostResidual, lease: Lease, drafts: DraftParts | None
+        self, residual: HostResidual, lease: Lease, drafts: DraftReader | None
     ) -> StreamTransfer:
         """See ``Transfers.start``."""
         spans = lease.first(residual.slots)
@@ -90,7 +90,7 @@ class StreamTransfers:
         return self._load(residual, copy)
 
     def load(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> StreamTransfer:
         """See ``Transfers.load``."""
         target.record_stream(self._in)
@@ -106,7 +106,7 @@ class StreamTransfers:
         return self._load(image, copy)
 
     def place(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> None:
         """See ``Transfers.place``; on the caller's stream."""
         with self._written(image.page_lists):

@@ -29,7 +29,7 @@ class SwappedImage(RawImage):
         pool: Where its memory comes from; None: outside any budget.
     """
 
-    noun = "parked image"
+    noun = "swapped image"
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.kv.host_image import CopyTarget, DraftParts, HostImage
+    from vericache_sglang.kv.host_image import CopyTarget, DraftReader, HostImage
     from vericache_sglang.kv.host_pages import HostPages
     from vericache_sglang.kv.link import Blocks, Booking
     from vericache_sglang.kv.pieces import Piece
@@ -122,7 +122,7 @@ class ThreadTransfers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vericache-link")
 
     def start(
-        self, residual: HostResidual, lease: Lease, drafts: DraftParts | None
+        self, residual: HostResidual, lease: Lease, drafts: DraftReader | None
     ) -> ThreadTransfer:
         """See ``Transfers.start``."""
         spans = lease.first(residual.slots)
@@ -138,7 +138,7 @@ class ThreadTransfers:
         return self._queue(residual, copy)
 
     def load(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> ThreadTransfer:
         """See ``Transfers.load``."""
 
@@ -151,7 +151,7 @@ class ThreadTransfers:
         return self._queue(image, copy)
 
     def place(
-        self, image: HostImage, target: CopyTarget, drafts: DraftParts | None = None
+        self, image: HostImage, target: CopyTarget, drafts: DraftReader | None = None
     ) -> None:
         """See ``Transfers.place``; not at the pace of an emulated link."""
         pairs = zip(self._keys, self._values, strict=True)

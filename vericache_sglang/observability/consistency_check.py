@@ -134,10 +134,10 @@ class ConsistencyCheck:
     def report(self) -> dict[str, int]:
         """Return the figures with the source "check" in the table."""
         return {
-            "shadow_checks": self._checks,
-            "shadow_mismatches": self._mismatches,
-            "shadow_pending": len(self._pending) + self._running,
-            "shadow_dropped": self._dropped,
+            "consistency_checks": self._checks,
+            "consistency_mismatches": self._mismatches,
+            "consistency_pending": len(self._pending) + self._running,
+            "consistency_dropped": self._dropped,
         }
 
     def samples(self, rid: str) -> bool:
@@ -187,7 +187,7 @@ class ConsistencyCheck:
             meta_info: See ``finished``.
         """
         stats = meta_info.get(KEY)
-        if not stats or not stats["rounds"]:
+        if not stats or not stats["cycles"]:
             return False
         if any(getattr(request, name) is not None for name in _NOT_TOKENS):
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.observability.table import COUNTER_KEYS, ENGINE_KEYS
+from vericache_sglang.observability.table import COUNTER_KEYS, ENGINE_KEYS, METRICS
 from vericache_sglang.scheduling.plan import (
     Compress,
     Draft,
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MOVES = {
-    Compress: "splits",
-    Restore: "unsplits",
-    Offload: "offloads",
-    Load: "pins",
-    SwapOut: "parks",
-    SwapIn: "resumes",
+    Compress: "compress",
+    Restore: "fall_back",
+    Offload: "offload",
+    Load: "load",
+    SwapOut: "swap_out",
+    SwapIn: "swap_in",
 }
-"""The counter of each kind of move."""
+"""The public name of each kind of move: a label of ``vericache_kv_moves_total``."""
+
+(MOVE_KEYS,) = (row.keys for row in METRICS if row.metric == "kv_moves")
+"""Name of a move -> its counter."""
 
 
 def move_name(move: Move) -> str:
-    """Return the public name of a move, the label of ``vericache_moves_total``."""
-    return MOVES[type(move)].removesuffix("s")
+    """Return the public name of a move; see ``MOVES``."""
+    return MOVES[type(move)]
 
 
 class Counters:
@@ -71,7 +74,7 @@ class Counters:
 
     def note_move(self, move: Move, made: bool) -> None:
         """Record a KV move, or that it failed for lack of memory."""
-        name = MOVES[type(move)] if made else "refused_moves"
+        name = MOVE_KEYS[move_name(move)] if made else "refused_moves"
         setattr(self, name, getattr(self, name) + 1)
 
     def note_forward(self, actions: Iterable[object]) -> None:
@@ -83,16 +86,16 @@ class Counters:
         self.waits += kinds[Wait]
         self.mixed_iterations += bool(kinds[Draft] and kinds[Verify])
 
-    def note_round(self, drafted: int, accepted: int) -> None:
+    def note_cycle(self, drafted: int, accepted: int) -> None:
         """Record one draft-verify cycle and how many of its drafts were accepted."""
-        self.rounds += 1
+        self.cycles += 1
         self.drafted += drafted
         self.accepted += accepted
 
     def report(self) -> dict[str, int | float]:
         """Return every counter, and the ratios derived from them."""
         counted = {key: getattr(self, key) for key in ENGINE_KEYS}
-        mean = self.accepted / self.rounds if self.rounds else 0.0
+        mean = self.accepted / self.cycles if self.cycles else 0.0
         share = self.mixed_iterations / self.iterations if self.iterations else 0.0
         return {**counted, "mean_accepted": mean, "mixed_share": share}
 

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.record import IterationRecord, Phase, RowRecord
 from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify, Wait
 
@@ -223,7 +224,7 @@ class IterationReporter:
             lanes.append(
                 {
                     "rid": request.rid,
-                    "phase": "parked"
+                    "phase": residency.value
                     if swapped_out
                     else phases.get(request.rid, "wait"),
                     "drafts": request.drafted,
@@ -238,7 +239,9 @@ class IterationReporter:
         return {
             "lanes": lanes,
             "rings": {
-                name: {"limit": ring.limit, "windows": ring.horizon()}
+                name: with_former_names(
+                    "ring", {"limit": ring.limit, "iterations": ring.horizon()}
+                )
                 for name, ring in rings
             },
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.observability.table import METRICS
+from vericache_sglang.observability.table import PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,18 +44,18 @@ class Metrics:
         self,
         labels: Mapping[str, str],
         report: Callable[[], Mapping[str, Any]],
-        rows: Sequence[Figure] = METRICS,
+        rows: Sequence[Figure] = PUBLISHED,
         registry: CollectorRegistry | None = None,
     ) -> None:
         self._report = report
         self._read_at = 0.0
-        self._counters: dict[str, Any] = {}
-        self._gauges: dict[str, Any] = {}
+        self._counters: list[tuple[str, Any]] = []
+        self._gauges: list[tuple[str, Any]] = []
         self._counted: dict[str, float] = {}
         self._histograms: dict[str, Any] = {}
         found = report()
         # A pacing without rings publishes no metrics of rings.
-        wanted = [row for row in rows if "ring_windows" in found or not row.rings]
+        wanted = [row for row in rows if "ring_iterations" in found or not row.rings]
         needed = {
             key for row in wanted for key in (*row.samples.values(), *row.told.values())
         }
@@ -82,11 +82,11 @@ class Metrics:
     def idle(self) -> None:
         """Publish the report, so that gauges do not keep their last busy value."""
         values = self._report()
-        for key, gauge in self._gauges.items():
+        for key, gauge in self._gauges:
             gauge.set(values[key])
-        for key, counter in self._counters.items():
+        for key, counter in self._counters:
             counter.inc(values[key] - self._counted.get(key, 0))
-            self._counted[key] = values[key]
+        self._counted = {key: values[key] for key, _ in self._counters}
 
     def close(self) -> None:
         """See ``Observer``."""
@@ -117,4 +117,4 @@ class Metrics:
             samples = self._gauges
         for value, key in row.samples.items():
             own = (value,) if row.label else ()
-            samples[key] = family.labels(*labels.values(), *own)
+            samples.append((key, family.labels(*labels.values(), *own)))

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from vericache_sglang.former_names import with_former_names
+
 KEY = "vericache"
 """Key of a request's options in ``custom_params`` and of its statistics in
 ``meta_info``."""
@@ -23,7 +25,7 @@ class RequestStats:
         enabled: Whether the request may speculate.
         draft_length: Most drafts per cycle, in tokens.
         reported: Whether OpenAI's ``usage`` includes the statistics too.
-        rounds: Draft-verify cycles.
+        cycles: Draft-verify cycles.
         drafted: Drafts verified.
         accepted: Drafts accepted; bonus tokens are not counted.
         histogram: Accepted drafts per cycle -> number of cycles.
@@ -35,40 +37,41 @@ class RequestStats:
     enabled: bool
     draft_length: int
     reported: bool = False
-    rounds: int = 0
+    cycles: int = 0
     drafted: int = 0
     accepted: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     staged_bytes: int = 0
     moves: Counter[str] = field(default_factory=Counter)
 
-    def note_round(self, drafted: int, accepted: int) -> None:
+    def note_cycle(self, drafted: int, accepted: int) -> None:
         """Count one draft-verify cycle."""
-        self.rounds += 1
+        self.cycles += 1
         self.drafted += drafted
         self.accepted += accepted
         self.histogram[accepted] += 1
 
     def report(self) -> dict[str, Any]:
-        """Return the totals as plain values."""
+        """Return the totals as plain values, under former names too."""
         longest = max(self.histogram, default=-1)
-        return {
+        totals = {
             "enabled": self.enabled,
             "draft_length": self.draft_length,
-            "rounds": self.rounds,
+            "cycles": self.cycles,
             "drafted": self.drafted,
             "accepted": self.accepted,
             "accepted_histogram": [self.histogram[n] for n in range(longest + 1)],
             "staged_bytes": self.staged_bytes,
-            "residency_changes": dict(self.moves),
+            "kv_moves": dict(self.moves),
             "reported": self.reported,
         }
+        return with_former_names("meta_info", totals)
 
     def __getitem__(self, tokens: slice) -> list[dict[str, Any]]:
         return [self.report()]
 
 
-SUMMED = ("rounds", "drafted", "accepted", "staged_bytes")
+SUMMED = ("cycles", "drafted", "accepted", "staged_bytes")
 """Statistics that add up over the choices of a response."""
 
 

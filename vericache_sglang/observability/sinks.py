@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import (
 )
 
 from vericache_sglang.observability.prometheus import Metrics
-from vericache_sglang.observability.table import METRICS
+from vericache_sglang.observability.table import PUBLISHED
 from vericache_sglang.observability.trace import Trace
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def open_sinks(
     """
     sinks: dict[str, Observer] = {}
     if get_observability().enable_metrics:
-        rows = [row for row in METRICS if row.source != "check"]
+        rows = [row for row in PUBLISHED if row.source != "check"]
         sinks["metrics"] = Metrics(_labels(), report, rows)
     if config.trace != "off":
         rank = get_parallel().dp_rank

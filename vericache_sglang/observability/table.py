@@ -7,10 +7,17 @@ generated from that table.
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from vericache_sglang.former_names import FORMER_NAMES, REMOVED_IN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.former_names import Place
 
 
 class Figure(BaseModel):
@@ -72,6 +79,33 @@ TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
 METRICS = tuple(row for row in TABLE if row.metric)
 """Rows that are Prometheus metrics."""
 
+
+def former_metrics(rows: Sequence[Figure]) -> list[Figure]:
+    """Return the families of former names, whose samples are those of ``rows``."""
+    present = {row.metric: row for row in rows}
+    families: dict[str, Figure] = {}
+    for old, new in FORMER_NAMES["metric"].items():
+        metric, old_value = _sample(old)
+        name, value = _sample(new)
+        row = present[name]
+        changed: dict[str, Any] = {"metric": metric}
+        if value:
+            known = families[metric].keys if metric in families else {}
+            changed["keys"] = {**known, old_value: row.keys[value]}
+        changed["help"] = f"Former name of {row.name}, removed in {REMOVED_IN}."
+        families[metric] = row.model_copy(update=changed)
+    return [*families.values()]
+
+
+def _sample(spelled: str) -> tuple[str, str]:
+    """Return metric and value of its label, "" for all, of ``metric{label=value}``."""
+    metric, _, label = spelled.removesuffix("}").partition("{")
+    return metric, label.partition("=")[2]
+
+
+PUBLISHED = (*METRICS, *former_metrics(METRICS))
+"""What ``GET /metrics`` has: every metric, under its former name too."""
+
 ENGINE_KEYS = tuple(
     key for row in TABLE if row.source == "engine" for key in row.samples.values()
 )
@@ -109,6 +143,26 @@ A metric, trace or page that fails does not end serving: the first failure is lo
 with its traceback, and after three in a row it is switched off.
 """
 
+_FORMER_NAMES = """\
+## Former names
+
+These names still have the value of the present ones, and go in version {removed_in}. A
+request that is swapped out has residency `swapped_out` (formerly `parked`) in
+`GET /vericache/state`. Former settings are in [settings](settings.md).
+"""
+
+_WHERE: dict[Place, str] = {
+    "metric": "`GET /metrics`, after `vericache_`",
+    "report": "`GET /server_info`, `GET /vericache/state`",
+    "ring": "rings in `GET /vericache/state` and the trace",
+    "cache": "`GET /vericache/cache`",
+    "meta_info": "`meta_info.vericache`, `usage.vericache`",
+    "move": "name of a trace event; the former one is its `former_name`",
+    "listing": "`python -m vericache_sglang.compressors --json`",
+    "simulation": "`python -m vericache_sglang.simulate --json`",
+    "calibration": "`python -m vericache_sglang.calibrate planes --out`",
+}
+
 
 def page() -> str:
     """Return ``docs/monitoring.md``."""
@@ -128,4 +182,10 @@ def page() -> str:
                 f"| {name} | {row.kind} | {row.unit} | {keys or '-'} | {row.help} |"
             )
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    lines += [_FORMER_NAMES.format(removed_in=REMOVED_IN)]
+    lines += ["| Former name | Name | Where |", "|---|---|---|"]
+    for place, where in _WHERE.items():
+        for old, new in FORMER_NAMES[place].items():
+            if old != new:
+                lines.append(f"| `{old}` | `{new}` | {where} |")
+    return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.former_names import FORMER_NAMES, with_former_names
 from vericache_sglang.observability.counters import move_name
 from vericache_sglang.observability.record import Phase
 from vericache_sglang.scheduling.plan import Compress
@@ -46,6 +47,9 @@ FIRST_LANE = 4
 
 PAUSE_US = 100_000
 """Least pause between iterations of an idle server, in microseconds."""
+
+FORMER_MOVES = {new: old for old, new in FORMER_NAMES["move"].items()}
+"""Name of a move -> the one that its events had before."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -218,6 +222,7 @@ class Trace:
         if isinstance(move, Compress):
             args["to"] = move.residency.value
         name = move_name(move)
+        args["former_name"] = FORMER_MOVES[name]
         return self._event("i", self._lanes.of(move.rid), name, at, args, s="t")
 
     def _transfers(self, direction: str, copies: list[TransferRecord]) -> list[str]:
@@ -245,9 +250,10 @@ class Trace:
         yield from self._count("requests", at, _by_phase(record))
         for ring, amounts in record.reservations.items():
             levels = {
-                "window": round(amounts[0], 9) if amounts else 0,
+                "iteration": round(amounts[0], 9) if amounts else 0,
                 "horizon": round(sum(amounts), 9),
             }
+            levels = with_former_names("ring", levels)
             yield from self._count(f"ring {ring}", at, levels)
 
     def _idle_counter(self) -> Iterator[str]:

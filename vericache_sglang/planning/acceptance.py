@@ -94,9 +94,9 @@ class EndingAnswers:
 
     def accepted(self, draft_length: int, keep: float) -> float:
         """See ``AcceptanceCurve.accepted``; a mean over the cycles of one answer."""
-        full_round = self.curve.accepted(draft_length, keep) + 1
-        rounds = max(1.0, self.output_tokens / full_round + 0.5)
-        return max(0.0, self.output_tokens / rounds - 1)
+        full_cycle = self.curve.accepted(draft_length, keep) + 1
+        cycles = max(1.0, self.output_tokens / full_cycle + 0.5)
+        return max(0.0, self.output_tokens / cycles - 1)
 
 
 def survival_for(accepted: float, draft_length: int) -> float:

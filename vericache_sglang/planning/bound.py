@@ -63,7 +63,7 @@ def roofline(
     machine: Machine,
     kv_full_bytes: float,
     keep: float,
-    round_of: tuple[int, float],
+    cycle_of: tuple[int, float],
     transfer_fraction: float,
 ) -> Roofline:
     """Return the upper bounds of a server that offloads every request.
@@ -72,10 +72,10 @@ def roofline(
         machine: Rates of the server.
         kv_full_bytes: Full KV of a request.
         keep: c, in (0, 1].
-        round_of: Draft length and expected accepted drafts of a cycle.
+        cycle_of: Draft length and expected accepted drafts of a cycle.
         transfer_fraction: Part of the full KV that one prefetch moves, > 0.
     """
-    drafted, accepted = round_of
+    drafted, accepted = cycle_of
     full = machine.hbm_bytes_per_s / kv_full_bytes
     return Roofline(
         link_tokens_per_s=full

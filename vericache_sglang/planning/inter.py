@@ -133,12 +133,12 @@ def path_costs(
     gamma, x = cluster.acceptance_rate, cluster.draft_length
 
     drafts = tokens / gamma
-    rounds = ceil(tokens / (gamma * x))
+    cycles = ceil(tokens / (gamma * x))
     remote_p1 = Cost(
         net=first_s, gpu=drafts * far_token, mem=first_s + drafts * far_pace
     )
     early = min(rest_s / far_pace, drafts)
-    early_rounds = ceil(early / x)
+    early_cycles = ceil(early / x)
     late = max(0.0, tokens - gamma * early)
     remote_p2 = Cost(
         net=far_s,
@@ -165,10 +165,10 @@ def path_costs(
             Cost(),
             Cost(net=far_s, gpu=tokens * far_token, mem=far_s + tokens * far_pace),
         ),
-        "P1-cached": (cached(rounds, drafts * far_pace), remote_p1),
-        "P1-stateless": (stateless(rounds), remote_p1),
-        "P2-cached": (cached(early_rounds, early * far_pace), remote_p2),
-        "P2-stateless": (stateless(early_rounds), remote_p2),
+        "P1-cached": (cached(cycles, drafts * far_pace), remote_p1),
+        "P1-stateless": (stateless(cycles), remote_p1),
+        "P2-cached": (cached(early_cycles, early * far_pace), remote_p2),
+        "P2-stateless": (stateless(early_cycles), remote_p2),
     }
 
 

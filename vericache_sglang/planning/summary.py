@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _BINDS = {
     "hbm": "device memory bandwidth: reads of weights and KV",
-    "link": "the host link: reloads for verifications",
+    "link": "the host link: prefetches for verifications",
     "memory": "device memory: one more request would be nearly free, but has no room",
     "compute": "arithmetic",
 }
@@ -73,7 +73,7 @@ def _verdict(result: Recommendation) -> str:
 def _round(result: Recommendation) -> list[str]:
     best = result.best
     if not best.requests:
-        return ["Not one draft part with its staging buffer fits."]
+        return ["Not one draft KV with its staging buffer fits."]
     choice = best.choice
     times = (
         f"device memory {1e3 * best.hbm_s:.3g} ms, link {1e3 * best.link_s:.3g} ms, "
@@ -82,10 +82,10 @@ def _round(result: Recommendation) -> list[str]:
     ceilings = result.ceilings
     return [
         f"keep {result.keep:g}: {best.accepted:.1f} of {choice.draft_length} drafts "
-        "accepted a round, over whole answers",
+        "accepted a cycle, over whole answers",
         f"Binds: {_BINDS[best.binds]}",
-        f"  an iteration: {times}; a reload spans {best.cycles_per_load} iterations",
-        f"Bound: {ceilings.tokens_per_s:.0f} tokens/s (reloads allow "
+        f"  an iteration: {times}; a prefetch spans {best.cycles_per_load} iterations",
+        f"Bound: {ceilings.tokens_per_s:.0f} tokens/s (prefetches allow "
         f"{ceilings.link_tokens_per_s:.0f}, reads of KV "
         f"{ceilings.hbm_tokens_per_s:.0f})",
         f"  {result.bound:.2f}x of a full-KV server with memory for any batch, which "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.ranks import Ranks
     from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
-    from vericache_sglang.prefix_cache.segment_images import DraftPart
+    from vericache_sglang.prefix_cache.segment_images import SegmentDraft
     from vericache_sglang.prefix_cache.segment_tiers import Identity
     from vericache_sglang.prefix_cache.store.segment_store import Found
     from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
@@ -108,6 +108,15 @@ class CachedSegments:
     # -- inconsistencies -------------------------------------------------------
 
     @contextmanager
+    @property
+    def shares_full_kv(self) -> bool:
+        """Whether requests may share full KV on the host.
+
+        Not with several ranks: a copy that is corrupt on one of them would have the
+        ranks read different segments.
+        """
+        return self.active and self._ranks.alone
+
     def cache_only(self) -> Iterator[None]:
         """Contain a failure that affects cached prefixes, but no output token.
 
@@ -256,7 +265,7 @@ class CachedSegments:
 
     # -- draft KV and residual KV -------------------------------------------------
 
-    def draft(self, name: str) -> DraftPart | None:
+    def draft(self, name: str) -> SegmentDraft | None:
         """Return a segment's draft KV on the device, or None."""
         return self._index.find(name).draft
 
@@ -571,7 +580,7 @@ class CachedSegments:
 
     def report(self) -> dict[str, int | float]:
         """Return the totals of each tier, and the counters."""
-        self._tiers.hear_store()
+        self._tiers.poll_store()
         host, below = self._index.total(Tier.HOST), self._index.total(Tier.STORE)
         return {
             "cache_segments": len(self._index),
@@ -582,7 +591,7 @@ class CachedSegments:
             "cache_host_bytes": host.nbytes,
             "cache_store_tokens": below.tokens,
             "cache_store_bytes": below.nbytes,
-            "cache_complement_bytes": self._index.residual_bytes,
+            "cache_residual_bytes": self._index.residual_bytes,
             **(self.stored.report() if self.stored else StoreCounters().report()),
             **self.counters.report(),
         }

@@ -30,7 +30,7 @@ from vericache_sglang.prefix_cache.prompt_pieces import (
     place,
 )
 from vericache_sglang.prefix_cache.segment import Use
-from vericache_sglang.prefix_cache.segment_images import DraftPart
+from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
@@ -377,7 +377,8 @@ class PromptCompressor:
         """
         parts, req = state.parts, state.req
         own = parts.insertable if parts else not req.skip_radix_cache_insert
-        if self._codes or self._segments.kept or not (own and self._segments.active):
+        shares = own and self._segments.shares_full_kv
+        if self._codes or self._segments.kept or not shares:
             return ()
         return tuple(self._segments.wholes.first(self._names(state, budget)))
 
@@ -479,7 +480,7 @@ class PromptCompressor:
         """Add new draft KV of segments to the draft-segment pool."""
         for each in pieces:
             if each.name and each.drafted and each.slots is not None:
-                part = DraftPart(each.slots, each.exact.contiguous())
+                part = SegmentDraft(each.slots, each.exact.contiguous())
                 self._segments.add_draft(each.name, part)
 
     def _refer(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
     from vericache_sglang.kv.host_image import RawImage
-    from vericache_sglang.prefix_cache.segment_images import DraftPart
+    from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 
 HALF_LIFE_S = 600.0
 """Default half-life of a use, in seconds."""
@@ -192,7 +192,7 @@ class SegmentIndex:
         content = segment.content
         held = content.held(part)
         if held is None:
-            raise InvariantError(f"segment {name} is whole: it has no draft part")
+            raise InvariantError(f"segment {name} is whole: it has no draft KV")
         if held.tier is tier:
             return
         read = segment.in_use
@@ -326,19 +326,19 @@ class SegmentIndex:
 
     # -- KV off the radix tree ------------------------------------------------
 
-    def add_draft(self, name: str, part: DraftPart) -> None:
+    def add_draft(self, name: str, part: SegmentDraft) -> None:
         """Add draft KV on the device, taking ownership of its slots.
 
         Raises:
             InvariantError: The segment has draft KV there.
         """
         if name in self._drafts:
-            raise InvariantError(f"a second draft part for segment {name}")
+            raise InvariantError(f"a second draft KV for segment {name}")
         with self._changed(name) as segment:
             segment.draft = part
         self._drafts[name] = None
 
-    def remove_draft(self, name: str) -> DraftPart:
+    def remove_draft(self, name: str) -> SegmentDraft:
         """Remove draft KV from the device; the caller owns its slots now.
 
         Raises:
@@ -347,7 +347,7 @@ class SegmentIndex:
         segment = self.find(name)
         part = segment.draft
         if part is None or segment.is_used(Use.DRAFT):
-            raise InvariantError(f"the draft part of segment {name} is not idle")
+            raise InvariantError(f"the draft KV of segment {name} is not idle")
         with self._changed(name):
             segment.draft = None
         del self._drafts[name]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.host_image import RawImage
     from vericache_sglang.kv.residual import RawResidual
-    from vericache_sglang.prefix_cache.segment_images import DraftPart
+    from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 
 
 class Tier(IntEnum):
@@ -37,8 +37,8 @@ class Part(Enum):
     compressed.
     """
 
-    DRAFT = "draft"
-    RESIDUAL = "complement"
+    DRAFT = "draft KV"
+    RESIDUAL = "residual KV"
 
 
 class Form(IntEnum):
@@ -121,7 +121,7 @@ class Content:
             raise InvariantError(f"a segment of {self.tokens} tokens cannot be")
         if (self.draft is None) != (self.compressor == ""):
             raise InvariantError(
-                f"compressor {self.compressor!r} with draft part {self.draft}: "
+                f"compressor {self.compressor!r} with draft KV {self.draft}: "
                 "a whole segment has neither, a parted one both"
             )
         parts = [(Part.RESIDUAL, self.residual)]
@@ -192,7 +192,7 @@ class Segment:
     last_use: float = 0.0
     uses: float = 1.0
     stored: bool = False
-    draft: DraftPart | None = None
+    draft: SegmentDraft | None = None
     images: dict[Form, RawImage] = field(default_factory=dict)
     damaged: set[Form] = field(default_factory=set)
     users: dict[Hashable, int] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class Segment:
 
     @property
     def empty(self) -> bool:
-        """Whether it holds no KV, and nobody uses it."""
+        """Whether it holds no KV and has no user."""
         return not (self.users or self.images or self.draft)
 
     @property

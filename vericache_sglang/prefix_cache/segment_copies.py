@@ -21,7 +21,7 @@ from vericache_sglang.kv.swapped import gathered
 from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.prefix_cache.segment import Form
 from vericache_sglang.prefix_cache.segment_images import (
-    DraftPart,
+    SegmentDraft,
     SegmentImage,
     shapes_of_tensors,
 )
@@ -247,12 +247,12 @@ class SegmentCopies:
         """
         part = self.index.find(name).draft
         if part is None:
-            raise InvariantError(f"no draft part of segment {name}")
+            raise InvariantError(f"no draft KV of segment {name}")
         if not self._save_all(name, Form.DRAFT, part.slots, {"kept": part.kept}):
             return None
         return self.index.remove_draft(name).slots
 
-    def save_rest(self, name: str, part: DraftPart, slots: torch.Tensor) -> bool:
+    def save_rest(self, name: str, part: SegmentDraft, slots: torch.Tensor) -> bool:
         """Copy a segment's residual KV to the host; False without free pages.
 
         Args:
@@ -411,7 +411,7 @@ class SegmentCopies:
         segment = self.index.find(name)
         part, residual = segment.draft, segment.residual
         if residual is None:
-            raise InvariantError(f"no complement of segment {name}")
+            raise InvariantError(f"no residual KV of segment {name}")
         pool, device = self._handles.pool, self._handles.device
         if part is not None:
             kept = placed(part.kept, device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftPart:
+class SegmentDraft:
     """Draft KV of one segment: n kept tokens per layer and head.
 
     Attributes:

@@ -95,11 +95,11 @@ class SegmentTiers:
     def know(self, name: str, parent: str | None, content: Content) -> None:
         """Add a segment to the index, or count a use of a known one."""
         self._index.add(name, parent, content, self._ranks.now())
-        self.hear_store()
+        self.poll_store()
         if self.stored is not None and name in self.stored:
             self._index.note_stored(name, True)
 
-    def hear_store(self) -> None:
+    def poll_store(self) -> None:
         """Update the index with segments that appeared in or left the store."""
         for name, there in self.stored.changes() if self.stored is not None else ():
             segment = self._index.get(name)
@@ -135,7 +135,7 @@ class SegmentTiers:
             nbytes: Bytes of host memory to free, or all that is evictable if less.
         """
         with self._contain():
-            self.hear_store()
+            self.poll_store()
             before = self._host.free_bytes
             self._ranks.agree_on_room()
             nbytes -= self._host.free_bytes - before

@@ -47,7 +47,7 @@ class RequestAdmission:
         """
         probed = False
         for batch_index, state in requests.items():
-            if not state.figures.enabled or state.planned:
+            if not state.stats.enabled or state.planned:
                 continue
             if self._placement.compressor.known(state) or self._probing.done(state):
                 self._arrive(state)
@@ -64,7 +64,7 @@ class RequestAdmission:
         self._probing.forget(state.rid)
         budget = self._placement.budget(state)
         if budget is None:
-            self._placement.watch.forget(state.rid)
+            self._placement.observer.forget(state.rid)
             return
         spec = spec_of(state, budget, self._placement, overlap=self._overlap)
         self._runtime.arrive(spec)

@@ -72,8 +72,8 @@ class RequestStateFactory:
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        figures = RequestStats(enabled, longest, options.report)
-        req.customized_info = {**(req.customized_info or {}), KEY: figures}
+        stats = RequestStats(enabled, longest, options.report)
+        req.customized_info = {**(req.customized_info or {}), KEY: stats}
         outputs = list(req.output_ids)
         profile = profile_of(
             req,
@@ -87,7 +87,7 @@ class RequestStateFactory:
             outputs=outputs,
             profile=profile,
             stops=stop_tokens(req),
-            figures=figures,
+            stats=stats,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
             asynchronous=profile.rule is not SamplingRule.REJECTION

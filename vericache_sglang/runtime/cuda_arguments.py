@@ -90,12 +90,12 @@ def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
     """Disable the graphs of phases that need our Python hooks in each forward."""
     needs = compressor.selector.needs if compressor.selector is not None else None
     lora = args.enable_lora or bool(args.lora_paths)
-    watched = needs and (needs.q_tail or needs.q_stream or needs.hidden or needs.probes)
+    seen = needs and (needs.q_tail or needs.q_stream or needs.hidden or needs.probes)
     ours = BACKEND_NAME in (getattr(args, field) for field in _BACKEND_FIELDS)
     reasons = {
         # Piecewise graphs do not call the hook on RadixAttention.forward either.
         Phase.PREFILL: "the compressor looks at queries"
-        if watched
+        if seen
         else f"they are untried with attention backend {BACKEND_NAME}"
         if ours
         else "",

@@ -22,14 +22,14 @@ class PendingRow:
         state: The request.
         at: Its index in the schedule batch.
         drafts: Number of drafts the row verifies; -1 if it drafts and emits nothing.
-        round: ``RequestState.round`` at the launch.
+        cycle: ``RequestState.cycle`` at the launch.
         verifies: The row is a verification; autoregressive rows have no drafts either.
     """
 
     state: RequestState
     at: int
     drafts: int
-    round: int
+    cycle: int
     verifies: bool = False
 
 

@@ -70,7 +70,7 @@ class Decoding:
         in_flight: In-flight forwards.
         recorder: Records autoregressive rows.
         recovery: Handles errors.
-        watch: Reports every iteration.
+        reporter: Reports every iteration.
         max_running: Maximum running requests.
     """
 
@@ -86,7 +86,7 @@ class Decoding:
     in_flight: InFlightQueue
     recorder: ResultRecorder
     recovery: Recovery
-    watch: IterationReporter
+    reporter: IterationReporter
     max_running: int
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
@@ -136,9 +136,9 @@ class Decoding:
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         if as_sglang and not self.runtime.tracks:
             # Nothing to plan and nothing to draft: as fast as plain SGLang.
-            self.watch.begin(requests, None)
+            self.reporter.begin(requests, None)
             result = self._run_plain(batch, states, last=self.overlap)
-            self.watch.end(())
+            self.reporter.end(())
             return result
         plan = self._plan(batch, len(states))
         actions = {
@@ -150,7 +150,7 @@ class Decoding:
             for i, state in requests.items()
         ):  # the draft token buffer keeps one unreported emission per request
             self.in_flight.land_all()
-        self.watch.begin(requests, actions)
+        self.reporter.begin(requests, actions)
         # Under overlap the ranks meet before SGLang processes this result. Moves
         # communicate, so ranks that make them would not be at that meeting.
         last = self.overlap and not plan.moves
@@ -168,13 +168,15 @@ class Decoding:
             # stream waits for everything that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
         self._publish(result, requests, len(batch.reqs))
-        self.watch.end(moves)
+        self.reporter.end(moves)
         return result
 
     def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
         prefetches = self.placement.prefetches
         self.placement.poll_outgoing()
-        reported = self.tp_sync.hear(self.placement.host_slots, prefetches.progress())
+        reported = self.tp_sync.sync_inputs(
+            self.placement.host_slots, prefetches.progress()
+        )
         arrived, failed = prefetches.poll(reported.prefetches)
         given = SchedulerInput(
             free_slots=room(batch.tree_cache),
@@ -191,7 +193,7 @@ class Decoding:
         for stage_in in plan.stage_ins:
             state = self.states[stage_in.rid]
             with self.recovery.of_request(state):
-                state.figures.staged_bytes += self.placement.start_prefetch(state)
+                state.stats.staged_bytes += self.placement.start_prefetch(state)
         self.placement.counters.note_drafting(self.runtime.drafting)
         return plan
 
@@ -209,13 +211,13 @@ class Decoding:
             except (LostKVError, CompressionError) as error:
                 logger.error("VeriCache: %s: %s", state.rid, error)
                 if isinstance(error, CompressionError):
-                    self.placement.guard.give_up(state.rid)
+                    self.placement.guard.abandon(state.rid)
                 self.recovery.lose(state)
                 continue
             if not made:
                 self.runtime.refused(move)
                 continue
-            state.figures.moves[move_name(move)] += 1
+            state.stats.moves[move_name(move)] += 1
             on_host = state.residency is Residency.HOST
             group = self.placement.staging_key(state.rid) if on_host else ""
             self.runtime.moved(move, group)

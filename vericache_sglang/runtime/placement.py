@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.kv.host_image import DraftParts
+    from vericache_sglang.kv.host_image import DraftReader
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.kv.selection import Look
     from vericache_sglang.kv.transfers import Transfer
@@ -114,7 +114,7 @@ class KVPlacement:
         self.guard = CompressorGuard(compressor.line, self.geometry.kv_heads)
         for part in (selector, codec):
             if part is not None:
-                self.guard.watch(part)
+                self.guard.wrap(part)
         ranks = getattr(server_args, "tp_size", 1)
         self.page_pool = open_page_pool(config, self.geometry, ranks)
         self.host = HostStore(self.geometry, pool.store_dtype, self.page_pool, codec)
@@ -136,7 +136,7 @@ class KVPlacement:
             allocator.free,
             server_args,
         )
-        self.watch = self.segments.copies.scores = PrefillObserver(
+        self.observer = self.segments.copies.scores = PrefillObserver(
             selector, self.handles
         )
         self.codes = None if codec is None else Codes(codec, self.handles)
@@ -153,7 +153,7 @@ class KVPlacement:
             self.segments,
             shareable=codec is None and may_be_shared(selector),
         )
-        self._moves = KVMoves(self.handles, self.drafts, self.watch)
+        self._moves = KVMoves(self.handles, self.drafts, self.observer)
         self._read_weight = self._tp_sync.first(self._weigh_codes())
         self.prefetches = StagingPrefetcher(
             StagingBuffer(pool.staging_start, pool.staging_tokens, page),
@@ -223,7 +223,7 @@ class KVPlacement:
         key = self.staging_key(state.rid)
         return self.prefetches.start(state.rid, key, self.drafts(state))
 
-    def drafts(self, state: RequestState) -> DraftParts | None:
+    def drafts(self, state: RequestState) -> DraftReader | None:
         """Return a reader of a request's packed draft KV; None without a codec."""
         return None if self.codes is None else self.codes.drafts(state)
 
@@ -239,9 +239,9 @@ class KVPlacement:
             return
         if not self._moves.restore(state, tree_cache):
             return
-        self.counters.joins += 1
+        self.counters.restores += 1
         body = self._body(state, state.split.budget)
-        self.watch.note(body, state.split.noted)
+        self.observer.note(body, state.split.noted)
 
     def release(
         self, state: RequestState, each_of: Callable[..., None] | None = None
@@ -256,7 +256,7 @@ class KVPlacement:
         steps: tuple[Callable[[], object], ...] = (
             *(
                 partial(holder.forget, rid)
-                for holder in (self.watch, self._moves, self._common, self.guard)
+                for holder in (self.observer, self._moves, self._common, self.guard)
             ),
             partial(self.prefetches.end, rid),
             partial(self.host.drop, rid),
@@ -337,7 +337,7 @@ class KVPlacement:
             "host_used_bytes": self.host.used_bytes,
             "host_pinned_bytes": self.host.used_bytes - self.segments.evictable_bytes,
             "host_budget_bytes": self.host.budget_bytes,
-            "query_tails": len(self.watch),
+            "query_tails": len(self.observer),
             "staging_tokens": self.prefetches.region.slots,
         }
 
@@ -366,7 +366,7 @@ class KVPlacement:
             return self._moves.swap_in(state, tree_cache)
         self._moves.fall_back(state, tree_cache)
         self.segments.stop_listing(state.rid)
-        self.watch.note(self._body(state, state.split.budget), state.split.noted)
+        self.observer.note(self._body(state, state.split.budget), state.split.noted)
         self._free_draft_row(state)
         state.drop_drafts()
         return True
@@ -380,7 +380,7 @@ class KVPlacement:
         if plain is None:
             return None
         with self.guard.request(state.rid):
-            share = self.watch.share(self._body(state, plain))
+            share = self.observer.share(self._body(state, plain))
         # Ranks have equally many heads, so the mean over ranks is that over heads.
         return self.compressor.budget(state.prompt, self._tp_sync.mean_of_all(share))
 
@@ -391,13 +391,13 @@ class KVPlacement:
 
     def _compress(self, state: RequestState, to: Residency, tree_cache: Any) -> bool:
         known = state.parts
-        if known is None and not self.watch.ready(state.rid):
+        if known is None and not self.observer.ready(state.rid):
             return False
         budget = known.budget if known else self.budget(state)
         if budget is None:
             raise InvariantError(f"{state.rid} is too short to be compressed")
         body = self._body(state, budget)
-        look = partial(self.watch.seen, state.rid, slots=body)
+        look = partial(self.observer.seen, state.rid, slots=body)
         began = time.perf_counter()
         if to is Residency.HOST:
             made = self._to_host(state, budget, tree_cache, look)
@@ -405,8 +405,8 @@ class KVPlacement:
             made = self.compressor.on_device(state, tree_cache, budget, look)
         if made:
             if known is None:
-                state.split.noted = self.watch.noted(body)
-            self.watch.forget(state.rid)
+                state.split.noted = self.observer.noted(body)
+            self.observer.forget(state.rid)
             elapsed = time.perf_counter() - began
             self._tp_sync.measured.split_s.observe(elapsed / state.prompt)
             if to is Residency.DEVICE:

@@ -37,7 +37,7 @@ class Probing:
 
     Args:
         selector: Bound selector; None, or one without ``Needs.probes``, runs nothing.
-        watch: Prefill observer that holds the selector's state per request.
+        observer: Prefill observer that holds the selector's state per request.
         handles: KV pool and block table.
         model_runner: The target's runner.
         row: Block-table row that is unused outside a forward.
@@ -47,7 +47,7 @@ class Probing:
     def __init__(
         self,
         selector: Selector | None,
-        watch: PrefillObserver,
+        observer: PrefillObserver,
         handles: KVHandles,
         model_runner: Any,
         row: int,
@@ -55,7 +55,7 @@ class Probing:
     ) -> None:
         wanted = selector is not None and selector.needs.probes
         self._selector = selector if wanted else None
-        self._watch = watch
+        self._prefill = observer
         self._handles = handles
         self._runner = model_runner
         self._row = row
@@ -68,7 +68,7 @@ class Probing:
         if self._selector is None:
             return True
         if state.rid not in self._waiting:
-            self._watch.open(state.rid)
+            self._prefill.open(state.rid)
             tokens = [*state.req.origin_input_ids, *state.req.output_ids]
             probes = self._selector.probes(state.rid, tokens[: state.prompt])
             self._waiting[state.rid] = deque(
@@ -139,12 +139,12 @@ class Probing:
         forward.forward_mode = ForwardMode.EXTEND
         forward.spec_info = None
         body = own.to(torch.int64)
-        self._watch.probe = self._observer(state.rid, probe, body)
+        self._prefill.probe = self._observer(state.rid, probe, body)
         try:
             with self._tp_sync.forward(last=False):
                 self._runner.forward(forward)
         finally:
-            self._watch.probe = None
+            self._prefill.probe = None
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._handles.pool, self._selector

@@ -136,7 +136,7 @@ class Recovery:
         failed = self._tp_sync.meet(self.pending is not None, ranks.tell(stored))
         try:
             # After an error the ranks may have started different fetches.
-            ranks.hear(self._tp_sync.told, None if failed else stored)
+            ranks.receive(self._tp_sync.told, None if failed else stored)
         except InvariantError as error:  # on all ranks
             self.all_lost(error)
         if failed and self.pending is None:
@@ -166,7 +166,7 @@ class Recovery:
             try:
                 step()
             except Exception as error:  # noqa: BLE001
-                self._admit(error, "what a request gives back")
+                self._admit(error, "what a request frees")
                 self._reset_later(error)
 
     def complete(self) -> None:

@@ -47,11 +47,11 @@ class ResultRecorder:
         """
         if not emits:
             state.launch_draft()
-            return PendingRow(state, at, -1, state.round)
+            return PendingRow(state, at, -1, state.cycle)
         drafts = state.launch_emission()
         if verifies:
             self._placement.prefetches.end(state.rid)
-        return PendingRow(state, at, drafts, state.round, verifies)
+        return PendingRow(state, at, drafts, state.cycle, verifies)
 
     def land(
         self, rows: Sequence[PendingRow], runs: Sequence[list[int]]
@@ -73,13 +73,13 @@ class ResultRecorder:
             if self._states.get(state.rid) is not state or state.lost:
                 discarded.append(row.at)
             elif row.drafts < 0:
-                if state.land_draft(tokens[0], row.round):
+                if state.land_draft(tokens[0], row.cycle):
                     results.append(RowResult(state.rid))
             else:
                 if row.verifies:
                     accepted = len(tokens) - 1
-                    self._placement.counters.note_round(row.drafts, accepted)
-                    state.figures.note_round(row.drafts, accepted)
+                    self._placement.counters.note_cycle(row.drafts, accepted)
+                    state.stats.note_cycle(row.drafts, accepted)
                     results.append(RowResult(state.rid, row.drafts, len(tokens)))
                 state.land_emission(tokens, row.drafts)
         self._runtime.report(results)

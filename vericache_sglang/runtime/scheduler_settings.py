@@ -55,6 +55,6 @@ def spec_of(
         carried=placement.carried(budget),
         reads=placement.draft_reads(budget),
         remaining=state.remaining,
-        longest=state.figures.draft_length,
+        longest=state.stats.draft_length,
         ready_in=1 if overlap else 0,
     )

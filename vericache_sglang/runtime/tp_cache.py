@@ -46,7 +46,7 @@ class TensorParallelCache(Ranks):
         mine = [super().now(), super().store_s_per_byte(stored), self._room]
         return [*mine, *(() if stored is None else stored.tell())]
 
-    def hear(
+    def receive(
         self, rows: Sequence[Sequence[float]], stored: StoredSegments | None
     ) -> None:
         """Take over what all ranks agree on.
@@ -63,7 +63,7 @@ class TensorParallelCache(Ranks):
         self._now_s, self._pace = rows[0][NOW], rows[0][PACE]
         self._limit([row[ROOM] for row in rows])
         if stored is not None:
-            stored.hear([row[STORE] for row in rows])
+            stored.receive([row[STORE] for row in rows])
 
     def now(self) -> float:
         """See ``Ranks.now``; rank 0's time at the begin of the iteration."""

@@ -98,7 +98,7 @@ class TensorParallelSync:
         alone: There is one rank: nothing is sent and it plans by its own measurements.
         rank: This rank.
         leads: This is rank 0, which reports for all ranks.
-        estimates: Planning inputs: rank 0's measurements as of the last ``hear``.
+        estimates: Planning inputs: rank 0's measurements of the last ``sync_inputs``.
         expected: The other ranks will exchange again in this call of the worker, so
             they must be told of an error at once (``begin``, ``agree``).
         told: What each rank told when all of them met last.
@@ -260,7 +260,7 @@ class TensorParallelSync:
         """Return whether a condition holds on all ranks."""
         return not self.most(not holds)
 
-    def hear(self, host_slots: int, prefetches: Sequence[int]) -> Agreed:
+    def sync_inputs(self, host_slots: int, prefetches: Sequence[int]) -> Agreed:
         """Synchronise the inputs of a plan; all ranks use rank 0's measurements.
 
         Args:
@@ -288,7 +288,7 @@ class TensorParallelSync:
         self._link.tell(rows[0][LINK])
         self.estimates.split_s.value = rows[0][SPLIT]
         if any(row[COUNT] != len(prefetches) for row in rows):
-            raise InvariantError(f"{len(prefetches)} reloads here, others elsewhere")
+            raise InvariantError(f"{len(prefetches)} prefetches here, others elsewhere")
         if len(message) > WIDTH:  # on all ranks
             for row, more in zip(rows, self.gather(message[WIDTH:]), strict=True):
                 row.extend(more)

@@ -12,6 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.kv.calibration import starting_coefficients
 from vericache_sglang.kv.query_tails import attention_layers
 from vericache_sglang.observability.consistency_check import is_replay
@@ -132,7 +133,7 @@ class VeriCacheWorker(BaseSpecWorker):
         strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
         self.placement.segments.strict = strict
         self.placement.guard.vocabulary = self.model_runner.model_config.vocab_size
-        self._tp_sync.hear(self.placement.host_slots, ())
+        self._tp_sync.sync_inputs(self.placement.host_slots, ())
         self.runtime = Runtime(
             runtime_settings(self._config, self.placement), self._tp_sync.estimates
         )
@@ -146,7 +147,7 @@ class VeriCacheWorker(BaseSpecWorker):
         self.placement.segments.failed = self._recovery.all_lost
         probing = Probing(
             compressor.selector,
-            self.placement.watch,
+            self.placement.observer,
             self.placement.handles,
             self.model_runner,
             self.placement.verify_rows[0],
@@ -157,16 +158,16 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         leads = self._tp_sync.leads
         sinks = open_sinks(self._config, self._figures) if leads else {}
-        self._watch = IterationReporter(
+        self._reporter = IterationReporter(
             self.runtime, self.placement.link_log, sinks, self._guard
         )
-        atexit.register(self._watch.close)
+        atexit.register(self._reporter.close)
         atexit.register(self.placement.close)
         self._draft_tokens = DraftTokenBuffer(
             self.placement.table.shape[0], self._config.draft_length, self.device
         )
         recorder = ResultRecorder(self.placement, self.runtime, self._states)
-        self._in_flight = InFlightQueue(recorder.land, self._watch.landed)
+        self._in_flight = InFlightQueue(recorder.land, self._reporter.landed)
         mixed = MixedForward(
             self.placement,
             self._target_worker,
@@ -188,7 +189,7 @@ class VeriCacheWorker(BaseSpecWorker):
             in_flight=self._in_flight,
             recorder=recorder,
             recovery=self._recovery,
-            watch=self._watch,
+            reporter=self._reporter,
             max_running=req_to_token_pool.size,
         )
         req_to_token_pool.segments = self.placement.segments
@@ -196,7 +197,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         """See ``BaseSpecWorker``; also installs the observers of queries and keys."""
-        self.placement.watch.watch(self.model_runner.model)
+        self.placement.observer.attach(self.model_runner.model)
 
     # -- called by the scheduler ------------------------------------------------
 
@@ -253,7 +254,7 @@ class VeriCacheWorker(BaseSpecWorker):
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
         each_of = self._recovery.each_of
         each_of(
-            lambda: self.placement.watch.forget(req.rid),
+            lambda: self.placement.observer.forget(req.rid),
             lambda: self._request_admission.forget(req.rid),
         )
         state = self._states.pop(req.rid, None)
@@ -269,7 +270,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.release(state, each_of)
             self.placement.check(self._states)
         if not self._states:
-            self._watch.idle()
+            self._reporter.idle()
 
     def begin_iteration(self, scheduler: Any) -> None:
         """Reset what an error has made unreliable, on all ranks at once.
@@ -360,9 +361,9 @@ class VeriCacheWorker(BaseSpecWorker):
         return self._guard.call(
             "report",
             lambda: {
-                **self._figures(),
+                **with_former_names("report", self._figures()),
                 "eager_reasons": eager_reasons(self.model_runner),
-                **self._watch.report(self._states),
+                **self._reporter.report(self._states),
             },
             {},
         )
@@ -410,7 +411,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 ):
                     with self._recovery.of_arrival(req):
                         state = self._arrive(req, length)
-                        rows.append(PendingRow(state, i, 0, state.round))
+                        rows.append(PendingRow(state, i, 0, state.cycle))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
                     self._in_flight.land_all()
@@ -439,6 +440,6 @@ class VeriCacheWorker(BaseSpecWorker):
         req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
         req.vericache_swapped_slots = 0
         whole = length >= len(req.origin_input_ids) + len(req.output_ids)
-        if whole and not state.figures.enabled:  # its observations will not be used
-            self.placement.watch.forget(req.rid)
+        if whole and not state.stats.enabled:  # its observations will not be used
+            self.placement.observer.forget(req.rid)
         return state

@@ -43,7 +43,7 @@ class RoundCost:
             and 0.0 <= self.verify_token_s < inf
             and 0.0 <= self.prefetch_s < inf
         ):
-            raise InvariantError(f"round cost out of bounds: {self}")
+            raise InvariantError(f"cycle cost out of bounds: {self}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,6 @@ class Estimates:
             "iteration_per_slot_read_s": model.per_read_s,
             "iteration_per_token_slot_s": model.per_product_s,
             "acceptance_prior": self.prior.p,
-            "split_s_per_token": self.split_s.value,
+            "compress_s_per_token": self.split_s.value,
             **self.link.report(),
         }

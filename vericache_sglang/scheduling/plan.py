@@ -16,7 +16,7 @@ class Residency(Enum):
 
     DEVICE = "device"
     HOST = "host"
-    SWAPPED = "parked"
+    SWAPPED = "swapped_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

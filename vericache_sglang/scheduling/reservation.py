@@ -64,10 +64,10 @@ class PrefetchDemand:
             or any(min(each.amount, each.extra) < 0 for each in every)
             or any(each.extra for each in once)
         ):
-            raise InvariantError(f"reload out of bounds: {self}")
+            raise InvariantError(f"prefetch out of bounds: {self}")
         # Each demand is checked against its ring alone; two on one could exceed it.
         if len({each.ring for each in every}) < len(every):
-            raise InvariantError(f"reload names a ring twice: {self}")
+            raise InvariantError(f"prefetch names a ring twice: {self}")
 
     def rings(self) -> list[str]:
         """Return the names of the rings it reserves."""

@@ -42,13 +42,13 @@ PAYBACK = 2.0
 """Seconds that drafting must be predicted to save per second of compressing: an answer
 may end early, and the first cycles are the least certain."""
 
-MAX_SPLITS = 2
+MAX_COMPRESSIONS = 2
 """Prompts compressed per iteration: each costs about one pass over the prompt's KV."""
 
 MIN_STAY = 32
 """Iterations between two moves of a request, unless memory runs out."""
 
-PIN_ROOM = 1.25
+LOAD_ROOM = 1.25
 """Free slots required per slot loaded, so that the next arrival does not undo it."""
 
 RELIEF_EVERY = 4
@@ -59,7 +59,7 @@ RELIEF_GAIN = 0.1
 """Least predicted gain of the batch, per share of its slots that an offload frees, for
 an offload that admits waiting requests."""
 
-PIN_EVERY = 8
+LOAD_EVERY = 8
 """Iterations between two searches for residual KV to load."""
 
 SAMPLED = 64
@@ -105,7 +105,7 @@ class ResidencyPolicy:
             link_load_s: Link time of one prefetch of every request on the host, in
                 seconds.
         """
-        spare = given.free_slots - given.rows * self._round_slots()
+        spare = given.free_slots - given.rows * self._cycle_slots()
         if spare < 0 or given.blocked:
             if spare >= 0 and not self._helped and now % RELIEF_EVERY:
                 return ()  # KV compressed on the device would be offloaded again
@@ -116,15 +116,15 @@ class ResidencyPolicy:
         back = self._bring_back(tracks, swapped, now, given, spare)
         if back is not None:
             return (back,)
-        splits: list[Move] = []
+        compressions: list[Move] = []
         for track in candidates:
-            if len(splits) == MAX_SPLITS:
+            if len(compressions) == MAX_COMPRESSIONS:
                 break
-            split = self._first_split(track, given, spare, now, link_load_s)
-            if split is not None:
-                splits.append(split)
+            move = self._first_compression(track, given, spare, now, link_load_s)
+            if move is not None:
+                compressions.append(move)
                 spare -= track.spec.kept
-        return tuple(splits)
+        return tuple(compressions)
 
     def drafting_pays(
         self, track: ScheduledRequest, rows: int, link_load_s: float, least: float
@@ -157,7 +157,7 @@ class ResidencyPolicy:
             now: This iteration.
             given: Free memory on the device.
         """
-        spare = given.free_slots - given.rows * self._round_slots()
+        spare = given.free_slots - given.rows * self._cycle_slots()
         # An offload was chosen by the gain of the whole batch; while others wait, the
         # gain of one request alone would undo it at once.
         loads = not given.blocked
@@ -171,15 +171,15 @@ class ResidencyPolicy:
                 and track.residency is host
                 and not track.staged
                 and now - track.moved_at >= MIN_STAY
-                and spare >= PIN_ROOM * track.load_slots
+                and spare >= LOAD_ROOM * track.load_slots
             ):
                 return Load(track.rid)
         return None
 
-    def _round_slots(self) -> int:
+    def _cycle_slots(self) -> int:
         return 2 * (self._settings.draft_length + 1) + self._settings.page
 
-    def _first_split(
+    def _first_compression(
         self,
         track: ScheduledRequest,
         given: SchedulerInput,
@@ -358,9 +358,9 @@ class ResidencyPolicy:
             first = next(iter(swapped.values()))
             alone = len(swapped) == len(tracks)
             stayed = now - first.moved_at >= MIN_STAY or alone
-            room = first.slots + self._round_slots()
+            room = first.slots + self._cycle_slots()
             return SwapIn(first.rid) if stayed and spare >= room else None
-        if self._settings.residency != "auto" or given.blocked or now % PIN_EVERY:
+        if self._settings.residency != "auto" or given.blocked or now % LOAD_EVERY:
             return None
         for track in tracks.values():
             if (
@@ -368,7 +368,7 @@ class ResidencyPolicy:
                 and not track.staged
                 and track.remaining > self._settings.draft_length
                 and now - track.moved_at >= MIN_STAY
-                and spare >= PIN_ROOM * track.load_slots + self._round_slots()
+                and spare >= LOAD_ROOM * track.load_slots + self._cycle_slots()
             ):
                 return Load(track.rid)
         return None

@@ -160,7 +160,7 @@ class Ring:
             self._levels(first, last)
         ):
             raise InvariantError(
-                f"windows {first} to {last} give back {amount} each, not all hold it"
+                f"windows {first} to {last} cannot free {amount} each: not all hold it"
             )
         self._add(first, repeat(-amount, last - first + 1))
 
@@ -185,7 +185,7 @@ class Ring:
             or any(map(lt, self._levels(first, last), ahead))
         ):
             raise InvariantError(
-                f"windows {first} to {last} give back {ahead}, not all hold it"
+                f"windows {first} to {last} cannot free {ahead}: not all hold it"
             )
         self._add(first, map(neg, ahead))
 

@@ -71,7 +71,7 @@ class Runtime:
         self.pacing = _pacing(settings, self.throughput, self.estimates)
         self.tracks: dict[str, ScheduledRequest] = {}
         self.now = 0
-        self.steps_aside = 0
+        self.disabled_speculations = 0
         self._whole: dict[str, ScheduledRequest] = {}
         self._swapped: dict[str, ScheduledRequest] = {}
         self._leaving: dict[str, ScheduledRequest] = {}
@@ -218,7 +218,7 @@ class Runtime:
             **self.pacing.report(),
             **{f"requests_{kind.value}": n for kind, n in count.items()},
             "requests_drafting": self.drafting,
-            "steps_aside": self.steps_aside,
+            "disabled_speculations": self.disabled_speculations,
         }
 
     # -- internals --------------------------------------------------------------
@@ -316,7 +316,7 @@ class Runtime:
         track.look_at = self.now + track.patience.wait()
         # A later retry starts from the prior: acceptance changes along a text.
         track.acceptance = Acceptance(self.estimates.prior)
-        self.steps_aside += 1
+        self.disabled_speculations += 1
         self._whole[track.rid] = track
 
     def _out_of_date(self, track: ScheduledRequest) -> bool:

@@ -66,7 +66,7 @@ class Staggered:
         }
         self.admission = Admission(self._rings, self.windows)
         self.room = StagedRoom(settings)
-        self.slips = 0
+        self.deadline_misses = 0
         self._queue: deque[ScheduledRequest] = deque()
         self._starts: dict[int, list[ScheduledRequest]] = {}
         self._dues: dict[int, list[ScheduledRequest]] = {}
@@ -130,11 +130,11 @@ class Staggered:
             for name, ring in self._rings.items()
         }
         return {
-            "ring_windows": self.windows,
+            "ring_iterations": self.windows,
             **shares,
             "staging_held_slots": self.room.held,
-            "unplaced_rounds": len(self._queue),
-            "slips": self.slips,
+            "unplaced_cycles": len(self._queue),
+            "deadline_misses": self.deadline_misses,
         }
 
     def rings(self) -> Mapping[str, Ring]:
@@ -217,7 +217,7 @@ class Staggered:
         chosen = ready[: self._settings.max_verifies]
         for track in chosen:
             del self._overdue[track.rid]
-        self.slips += len(self._overdue)
+        self.deadline_misses += len(self._overdue)
         return chosen
 
     def _cancel(self, track: ScheduledRequest) -> bool:

@@ -130,7 +130,7 @@ class Throughput:
     def _draft_slots(self, track: ScheduledRequest) -> int:
         """Return the slots one draft token reads, packed ones weighted by cost."""
         # On average half of a cycle's drafts have been appended already.
-        half_round = self._settings.draft_length // 2
+        half_cycle = self._settings.draft_length // 2
         spec = track.spec
         exact = track.tokens - spec.kept - spec.dropped
-        return exact + spec.reads + half_round
+        return exact + spec.reads + half_cycle

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.config.files import active_config
 from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.consistency_check import ConsistencyCheck
 from vericache_sglang.observability.guard import Guard
 from vericache_sglang.observability.prometheus import Metrics
-from vericache_sglang.observability.table import METRICS
+from vericache_sglang.observability.table import PUBLISHED
 from vericache_sglang.serving.live_page import add_routes
 from vericache_sglang.serving.refused_flags import ALGORITHM
 
@@ -75,7 +76,7 @@ def open_check(config: VeriCacheConfig, manager: Any, guard: Guard) -> Consisten
         # Called by the hook (patches: managers_tokenizer_manager).
         manager.vericache_finished = check.finished
     if manager.enable_metrics:
-        rows = [row for row in METRICS if row.source == "check"]
+        rows = [row for row in PUBLISHED if row.source == "check"]
         labels = manager.metrics_collector.labels
         check.changed = Metrics(labels, check.report, rows).idle
     return check
@@ -87,8 +88,9 @@ def _with_figures(
     """Return a state reader that adds the check's counters to every report."""
 
     async def joined() -> Sequence[Mapping[str, Any]]:
+        counts = with_former_names("report", check.report())
         return [
-            {**state, "vericache": {**state["vericache"], **check.report()}}
+            {**state, "vericache": {**state["vericache"], **counts}}
             if state.get("vericache")
             else state
             for state in await read()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import HTMLResponse, JSONResponse
 
 from vericache_sglang.errors import VeriCacheError
+from vericache_sglang.former_names import with_former_names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -44,14 +45,14 @@ FRESH_S = 0.5
 TIERS = {
     "device": {
         "tokens": "cache_device_tokens",
-        "draft_part_slots": "cache_draft_slots",
-        "draft_part_slots_used": "cache_draft_slots_used",
+        "draft_slots": "cache_draft_slots",
+        "draft_slots_used": "cache_draft_slots_used",
         "evicted_tokens": "cache_evicted_device_tokens",
     },
     "host": {
         "tokens": "cache_host_tokens",
         "bytes": "cache_host_bytes",
-        "complement_bytes": "cache_complement_bytes",
+        "residual_bytes": "cache_residual_bytes",
         "budget_bytes": "host_budget_bytes",
         "used_bytes": "host_used_bytes",
         "hit_tokens": "cache_match_host_tokens",
@@ -188,7 +189,7 @@ def cache_tiers(report: Mapping[str, Any]) -> dict[str, Any]:
         tier: {name: report[key] for name, key in keys.items()}
         for tier, keys in TIERS.items()
     }
-    return {"segments": report["cache_segments"], **tiers}
+    return {"segments": report["cache_segments"], **with_former_names("cache", tiers)}
 
 
 def _headers(markup: str) -> dict[str, str]:

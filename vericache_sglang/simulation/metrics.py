@@ -25,7 +25,7 @@ class SimulatedCounters:
         compute_s: Time of their arithmetic at the full rate, in seconds.
         rows: Requests in memory, summed over forwards.
         waits: Requests in memory that skipped a forward, summed over forwards.
-        rounds: Verifications of at least one draft.
+        cycles: Verifications of at least one draft.
         drafted: Drafts verified.
         accepted: Drafts accepted, without bonus tokens.
         link_in_s: Busy time of the link to the device, in seconds.
@@ -42,7 +42,7 @@ class SimulatedCounters:
     compute_s: float = 0.0
     rows: int = 0
     waits: int = 0
-    rounds: int = 0
+    cycles: int = 0
     drafted: int = 0
     accepted: int = 0
     link_in_s: float = 0.0
@@ -128,9 +128,9 @@ class Result:
         peak_staged_bytes: Peak use of the staging buffer.
         peak_pool_bytes: Peak use of the KV pool.
         swapped: Swap-ins of requests.
-        parked_p99_s: 99th percentile of the time swapped out, in seconds.
+        swapped_p99_s: 99th percentile of the time swapped out, in seconds.
         retractions: Requests retracted and prefilled again.
-        slips: Deadline misses of verifications, summed over iterations.
+        deadline_misses: Deadline misses of verifications, summed over iterations.
         held: Amounts still held after the last request, by name, each 0 in a correct
             run; empty for a workload without a last request.
     """
@@ -156,7 +156,7 @@ class Result:
     swapped: int
     swapped_p99_s: float
     retractions: int
-    slips: int
+    deadline_misses: int
     held: dict[str, int]
 
 
@@ -171,7 +171,7 @@ class Run:
     held: dict[str, int]
     gaps: Gaps
     swapped_waits_s: list[float]
-    slips: int
+    deadline_misses: int
 
 
 def result(run: Run) -> Result:
@@ -179,7 +179,7 @@ def result(run: Run) -> Result:
     counted = run.end.since(run.start)
     seconds = max(counted.now_s, 1e-12)
     token_bytes = run.machine.costs.token_bytes
-    rounds = max(1, counted.rounds)
+    cycles = max(1, counted.cycles)
     return Result(
         policy=run.policy,
         tokens_per_s=counted.tokens / seconds,
@@ -187,8 +187,8 @@ def result(run: Run) -> Result:
         finished=run.end.finished,
         iterations=counted.iterations,
         batch=counted.rows / max(1, counted.iterations),
-        accepted=counted.accepted / rounds,
-        drafted=counted.drafted / rounds,
+        accepted=counted.accepted / cycles,
+        drafted=counted.drafted / cycles,
         link_in_share=counted.link_in_s / seconds,
         link_out_share=counted.link_out_s / seconds,
         hbm_share=counted.hbm_s / seconds,
@@ -202,6 +202,6 @@ def result(run: Run) -> Result:
         swapped=len(run.swapped_waits_s),
         swapped_p99_s=quantile(((wait, 1) for wait in run.swapped_waits_s), 0.99),
         retractions=run.end.retractions,
-        slips=run.slips,
+        deadline_misses=run.deadline_misses,
         held=run.held,
     )

@@ -69,7 +69,7 @@ class SimulatedMoves:
         """
         machine, key = self._machine, self._key(state)
         if state.residency is not Residency.HOST:
-            raise InvariantError(f"{state.rid} is reloaded from {state.residency}")
+            raise InvariantError(f"{state.rid} is prefetched from {state.residency}")
         state.stage += 1
         state.arrived = False
         if machine.staging.join(key, state.rid, state.dropped):
@@ -108,7 +108,7 @@ class SimulatedMoves:
         if isinstance(move, Compress):
             return self._split(state, move.residency)
         action: dict[type[Move], Callable[[Running], bool]] = {
-            Restore: self._unsplit,
+            Restore: self._fall_back,
             Offload: self._offload,
             Load: self._pin,
             SwapOut: self._swap_out,
@@ -132,7 +132,7 @@ class SimulatedMoves:
             machine.advance(machine.now + seconds)
         return True
 
-    def _unsplit(self, state: Running) -> bool:
+    def _fall_back(self, state: Running) -> bool:
         self._give(state, state.kept + state.drafts, self._machine.now)
         state.drafts = 0
         state.split = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.former_names import with_former_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -50,9 +52,12 @@ COLUMNS = (
         lambda row, _: f"{row.itl_p50_s * 1e3:.0f}, {row.itl_p99_s * 1e3:.0f}",
     ),
     Column("burst gap p99 s", lambda row, _: f"{row.burst_p99_s:.2f}"),
-    Column("parked (p99 s)", lambda row, _: f"{row.swapped} ({row.swapped_p99_s:.1f})"),
+    Column(
+        "swapped out (p99 s)",
+        lambda row, _: f"{row.swapped} ({row.swapped_p99_s:.1f})",
+    ),
     Column("retracted", lambda row, _: str(row.retractions)),
-    Column("slips", lambda row, _: str(row.slips)),
+    Column("deadline misses", lambda row, _: str(row.deadline_misses)),
 )
 
 
@@ -91,7 +96,7 @@ def as_json(
             {
                 **asdict(policy),
                 "ratio_to_first": _ratio(row, results[0]),
-                "result": asdict(row),
+                "result": with_former_names("simulation", asdict(row)),
             }
             for policy, row in zip(policies, results, strict=True)
         ],

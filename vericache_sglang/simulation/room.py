@@ -44,9 +44,7 @@ class Room:
             InvariantError: Fewer are allocated.
         """
         if slots < 0 or slots > self.used:
-            raise InvariantError(
-                f"{self.name}: {slots} of {self.used} slots given back"
-            )
+            raise InvariantError(f"{self.name}: {slots} of {self.used} slots freed")
         self.used -= slots
 
 

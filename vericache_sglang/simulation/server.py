@@ -34,8 +34,8 @@ from vericache_sglang.simulation.moves import SimulatedMoves
 from vericache_sglang.simulation.requests import Running, SimulatedRequest
 from vericache_sglang.simulation.setup import (
     Setup,
+    cycle_slots,
     kept_slots,
-    round_slots,
     settings_for,
 )
 
@@ -49,7 +49,7 @@ IDLE_S = 1e-3
 
 RESERVED = (
     *("ring_link_reserved", "ring_staging_reserved"),
-    *("staging_held_slots", "unplaced_rounds"),
+    *("staging_held_slots", "unplaced_cycles"),
 )
 """Figures of the runtime's report that are 0 while no request runs."""
 
@@ -98,7 +98,7 @@ class SimulatedServer:
         self._gaps = Gaps()
         self._start = SimulatedCounters()
         self._idle = 0
-        self._round = round_slots(setup, policy)
+        self._cycle_slots = cycle_slots(setup, policy)
 
     def run(self) -> Result:
         """Simulate the workload to its end and return the figures.
@@ -129,7 +129,9 @@ class SimulatedServer:
                 held=self._held_at_end(),
                 gaps=self._gaps,
                 swapped_waits_s=self.offloader.swapped_waits_s,
-                slips=int(self.runtime.pacing.report().get("slips", 0)),
+                deadline_misses=int(
+                    self.runtime.pacing.report().get("deadline_misses", 0)
+                ),
             )
         )
 
@@ -201,11 +203,11 @@ class SimulatedServer:
         rows = len(self.running) + 1
         growth = sum(state.remaining for state in self.running.values())
         growth = int((growth + head.remaining) * self.setup.reserve)
-        room = max(growth, rows) + rows * self._round
+        room = max(growth, rows) + rows * self._cycle_slots
         return head.tokens + room <= self.machine.pool.free
 
     def _check_fits_alone(self, head: Running) -> None:
-        need = head.tokens + head.remaining + self._round
+        need = head.tokens + head.remaining + self._cycle_slots
         if need > self.machine.pool.total:
             raise ConfigError(
                 f"a request of {need} KV slots does not fit: {self.policy.name} has "
@@ -318,13 +320,13 @@ class SimulatedServer:
     def _row(self, state: Running, action: RowAction) -> tuple[int, int]:
         """Return a row's query tokens and the slots it reads; count its draft."""
         if state.residency is Residency.SWAPPED:
-            raise InvariantError(f"{state.rid} is parked and runs")
+            raise InvariantError(f"{state.rid} is swapped out and runs")
         if isinstance(action, Draft):
             state.drafts += 1
             return 1, state.draft_slots
         if isinstance(action, Verify):
             if state.residency is Residency.HOST and not state.arrived:
-                raise InvariantError(f"{state.rid} is verified before its reload")
+                raise InvariantError(f"{state.rid} is verified before its prefetch")
             return state.drafts + 1, state.tokens + state.drafts + 1
         if state.split:
             raise InvariantError(f"{state.rid} is split and decoded plainly")
@@ -379,7 +381,7 @@ class SimulatedServer:
         self.machine.pool.give(wrong)
         state.held -= wrong
         state.drafts = 0
-        self.counters.rounds += drafted > 0
+        self.counters.cycles += drafted > 0
         self.counters.drafted += drafted
         self.counters.accepted += accepted
         self.offloader.unstage(state)

@@ -68,7 +68,7 @@ def kept_slots(prompt: int, keep: float) -> int:
     return min(prompt, max(1, ceil(prompt * keep)))
 
 
-def round_slots(setup: Setup, policy: Policy) -> int:
+def cycle_slots(setup: Setup, policy: Policy) -> int:
     """Return the slots a cycle may take beyond a request's tokens; as the runtime."""
     return 2 * (setup.draft_length + 1) + 1 if policy.drafts else 0
 
@@ -145,7 +145,7 @@ def _residuals(setup: Setup, policy: Policy, mean: _Mean, concurrency: int) -> i
     moved = policy.prefetch / (1.0 - policy.keep) * mean.most * costs.token_bytes
     prefetch_s = moved / costs.link_bytes_per_s
 
-    margin = round_slots(setup, policy)
+    margin = cycle_slots(setup, policy)
 
     def drafting(residuals: int) -> float:
         """Return the requests that never wait; 0 if a new request does not fit."""

@@ -36,7 +36,7 @@ LENGTHS = {
 }
 """Tokens of the prompts, by device; the long one is prefilled in chunks."""
 
-COUNTED = ("rounds", "drafted", "accepted", "staged_bytes", "eager_forwards")
+COUNTED = ("cycles", "drafted", "accepted", "staged_bytes", "eager_forwards")
 """Counters of a server that are shown."""
 
 NEAR_TIE = 0.5
@@ -148,7 +148,7 @@ def _ask(job: Job, up: OwnServer, name: str, row: dict[str, str]) -> None:
         return
     if question == AGAIN and not shown["cached"]:
         raise NotMetError("nothing was cached")
-    if name in ("host", "codec") and not shown["rounds"]:
+    if name in ("host", "codec") and not shown["cycles"]:
         raise NotMetError("nothing was drafted and verified")
     if name == "host" and not shown["staged_bytes"]:
         raise NotMetError("nothing was loaded from the host")

@@ -129,7 +129,7 @@ def answered(job: Job, *, name: str) -> None:
     if not against:
         return
     counted = up.counters()
-    shown["accepted"] = f"{counted['accepted']} in {counted['rounds']} cycles"
+    shown["accepted"] = f"{counted['accepted']} in {counted['cycles']} cycles"
     right = job.found(against, "waves")
     if right is None:
         raise NotMetError(f"{against} gave no answers to compare with")
@@ -138,7 +138,7 @@ def answered(job: Job, *, name: str) -> None:
     wrong = [wave for wave, words in found.items() if not words.startswith("0 ")]
     if wrong and row.deterministic:
         raise NotMetError(f"tokens differ from {against}'s: {', '.join(wrong)}")
-    if not counted["rounds"]:
+    if not counted["cycles"]:
         raise NotMetError("nothing was drafted and verified")
 
 

@@ -35,5 +35,5 @@ def expect_drafting(server):
     before = server.counters()
     yield
     after = server.counters()
-    for name in ("drafted", "rounds"):
+    for name in ("drafted", "cycles"):
         assert after[name] > before[name], f"{name} stayed at {before[name]}"

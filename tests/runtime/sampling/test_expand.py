@@ -52,7 +52,7 @@ def state_of(seed, outputs, drafts=(), **more):
         outputs=list(outputs),
         profile=Profile(SamplingRule.COUPLED, seed=seed),
         stops=frozenset(),
-        figures=RequestStats(True, 8),
+        stats=RequestStats(True, 8),
         drafts=list(drafts),
         **more,
     )

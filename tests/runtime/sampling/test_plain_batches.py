@@ -17,9 +17,9 @@ pytestmark = pytest.mark.sglang
 
 
 def states(*profiles, penalties=None, rounds=0):
-    figures = SimpleNamespace(rounds=rounds)
+    stats = SimpleNamespace(cycles=rounds)
     return [
-        SimpleNamespace(profile=profile, penalties=penalties, figures=figures)
+        SimpleNamespace(profile=profile, penalties=penalties, stats=stats)
         for profile in profiles
     ]
 

@@ -73,7 +73,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
         "answers_that_differ": differ,
         "turns_with_more_than_a_segment_less_cached": short,
         "turns": turns,
-        "verifications": counters["rounds"],
+        "verifications": counters["cycles"],
         "mean_accepted": counters["mean_accepted"],
         "restored_from_host_tokens": counters["cache_match_host_tokens"],
     }

@@ -45,7 +45,7 @@ WARM_UP = 500
 COLUMNS = (
     ("prefill s", "prefill_cpu", 1.0),
     ("of plain", "prefill_of_plain", 1.0),
-    ("watching %", "watch_share", 100.0),
+    ("observing %", "observer_share", 100.0),
     ("update %", "update_share", 100.0),
     ("probes s", "probe_cpu", 1.0),
     ("observe s", "observe_cpu", 1.0),
@@ -58,9 +58,9 @@ COLUMNS = (
 """Heading, figure, factor."""
 
 LEGEND = """Medians of {rounds} rounds on {model}; seconds of the scheduler's thread.
-Prefill is without what watches it; watching includes update. Probes include observe.
+Prefill is without its observer; observing includes update. Probes include observe.
 Split (ms per 1,000 prompt tokens) includes scores, packing and the copies to the host.
-All / prefill: watching, probes and split over the prefill they belong to; wall: probes
+All / prefill: observing, probes and split over the prefill they belong to; wall: probes
 and split alone, by the clock.
 
 """

@@ -67,7 +67,7 @@ Measured:
   a request asks for 8, 16, 32 and 64. Answers of 50 tokens end the last cycle: at most
   {most};
 - *share*: accepted ones of all drafts at the four lengths;
-- *ms per 1K tokens*: CPU time of compressing a prompt (watching, scoring, probing,
+- *ms per 1K tokens*: CPU time of compressing a prompt (observing, scoring, probing,
   packing, moving), per 1,000 tokens of it; `recency` shows what moving alone takes;
 - *exact alone*: answers that are the wanted call where nothing is verified; *exact with
   VeriCache*: the worst of four lengths;
@@ -205,17 +205,17 @@ def count_cycles(answers: Sequence[dict[str, Any]], length: int) -> dict[str, in
     """Add up the draft-verify cycles of requests with one draft length.
 
     Returns:
-        ``rounds``, ``drafted``, ``accepted``, ``staged_bytes``; ``fewest``: the cycles
+        ``cycles``, ``drafted``, ``accepted``, ``staged_bytes``; ``fewest``: the cycles
         needed for as many tokens if every draft token is accepted; ``prompt_reads``:
         prompt tokens, once per verification.
     """
     figures = [answer["vericache"] for answer in answers]
-    fields = ("rounds", "drafted", "accepted", "staged_bytes")
+    fields = ("cycles", "drafted", "accepted", "staged_bytes")
     found = {name: sum(each[name] for each in figures) for name in fields}
     # A cycle emits its accepted tokens and a bonus token.
-    emitted = (each["accepted"] + each["rounds"] for each in figures)
+    emitted = (each["accepted"] + each["cycles"] for each in figures)
     reads = (
-        answer["prompt_tokens"] * answer["vericache"]["rounds"] for answer in answers
+        answer["prompt_tokens"] * answer["vericache"]["cycles"] for answer in answers
     )
     fewest = sum(-(-count // (length + 1)) for count in emitted)
     return {**found, "fewest": fewest, "prompt_reads": sum(reads)}
@@ -278,7 +278,7 @@ def _cells(row: dict[str, Any], counts: int) -> list[str]:
         f"{row['device_bits_bfloat16']:.1f}",
         f"{row['transfer']:.3f}",
         f"{row['transfer_bfloat16']:.3f}",
-        " / ".join(f"{part['accepted'] / part['rounds']:.1f}" for part in cycles),
+        " / ".join(f"{part['accepted'] / part['cycles']:.1f}" for part in cycles),
         f"{accepted / drafted:.3f}",
         f"{row['compress_ms_per_1k']:.1f}",
         f"{row['exact_alone']} of {counts}",
@@ -292,7 +292,7 @@ def _most(rows: Sequence[dict[str, Any]]) -> str:
     ranges = []
     for length in map(str, LENGTHS):
         sums = [row["lengths"][length] for row in rows]
-        most = [(one["accepted"] + one["rounds"]) / one["fewest"] - 1 for one in sums]
+        most = [(one["accepted"] + one["cycles"]) / one["fewest"] - 1 for one in sums]
         ranges.append(f"{min(most):.1f} to {max(most):.1f}")
     return " / ".join(ranges)
 

@@ -46,7 +46,7 @@ SETTINGS = {
     "staging_tokens": 1500,
 }
 
-NAMES = ("drafted", "accepted", "splits", "offloads", "parks", "resumes")
+NAMES = ("drafted", "accepted", "compressions", "offloads", "swap_outs", "swap_ins")
 
 EMPTY = (
     *("held_after_bodies", "held_after_streams", "unlike_plain_sglang"),

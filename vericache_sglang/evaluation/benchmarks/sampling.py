@@ -131,7 +131,7 @@ def _compared(
         ],
         "logprobs_compared": logprob_entries(plain),
         "logprob_gap": logprob_gap(plain, ours),
-        **{key: ours["state"][key] for key in ("rounds", "drafted", "accepted")},
+        **{key: ours["state"][key] for key in ("cycles", "drafted", "accepted")},
     }
 
 

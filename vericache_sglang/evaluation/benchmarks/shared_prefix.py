@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vericache_sglang.evaluation.benchmark import Results
 
 HELD = (
-    *("cache_draft_slots", "cache_complement_bytes", "cache_host_bytes"),
-    *("cache_segments", "splits", "shared_reloads", "rounds", "mean_accepted"),
+    *("cache_draft_slots", "cache_residual_bytes", "cache_host_bytes"),
+    *("cache_segments", "compressions", "shared_prefetches", "cycles", "mean_accepted"),
 )
 
 

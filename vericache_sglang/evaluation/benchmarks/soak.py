@@ -212,7 +212,8 @@ async def _asked(
             name: value
             for name, value in counters.items()
             if name.startswith(("cache_", "host_", "compressor_"))
-            or name in ("drafted", "accepted", "splits", "parks", "resumes", "rounds")
+            or name in ("drafted", "accepted", "cycles")
+            or name in ("compressions", "swap_outs", "swap_ins")
         },
     }
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     """From a pass, what counters grew by meanwhile, and counters after it."""
 
 COUNTED = (
-    *("splits", "offloads", "pins", "parks", "resumes", "refused_moves"),
+    *("compressions", "offloads", "loads", "swap_outs", "swap_ins", "refused_moves"),
     *("peak_running", "peak_drafting", "peak_staged_bytes", "peak_host_bytes"),
     "host_budget_bytes",
 )
@@ -121,7 +121,7 @@ def _pacing(options: argparse.Namespace, results: Results) -> None:
             "staged_bytes": grown["staged_bytes"],
             "peak_staged_bytes": counters["peak_staged_bytes"],
             **per_verify(grown),
-            "deadline_misses": grown.get("slips"),
+            "deadline_misses": grown.get("deadline_misses"),
         }
 
     requests = bodies(wave_of(options, point))

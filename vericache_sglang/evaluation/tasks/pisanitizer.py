@@ -174,7 +174,7 @@ KEPT_POINTS: Sequence[tuple[str, str]] = (
     (" (Inc|Ltd|Jr|Sr|Co)[.]", r" \1<prd>"),
     (f" {LETTER}[.]", r" \1<prd>"),
 )
-"""Points that end no sentence, in the official splitter's order."""
+"""Points that end no sentence, in the official tokenizer's order."""
 
 
 def sentences(context: str) -> list[str]:

@@ -32,8 +32,8 @@ SHARED = (
     "bandwidths: measured where the catalogue has one, else datasheet; tensor "
     "parallelism adds both up and costs nothing",
     "BF16 weights and KV with the shapes of each published config.json",
-    "appendix A.1 with B_c free, a verification reloads 1 - c of the KV, bytes cross "
-    "the link once (not the printed t_xfer, which divides by l again)",
+    "appendix A.1 with B_c free, a verification prefetches 1 - c of the KV, bytes "
+    "cross the link once (not the printed t_xfer, which divides by l again)",
 )
 """Assumptions of every row that states no others, as text."""
 

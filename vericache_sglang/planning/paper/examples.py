@@ -60,20 +60,20 @@ def worked_example() -> tuple[Claim, ...]:
             open=free,
         ),
         Claim(
-            what="one reload (4.1)",
+            what="one prefetch (4.1)",
             paper=80,
             ours=1e3 * prefetch_s(batch, machine),
             unit="ms",
             open="printed 64 GB/s would give 62.5 ms",
         ),
         Claim(
-            what="ten reloads, lock-step (4.1)",
+            what="ten prefetches, lock-step (4.1)",
             paper=800,
             ours=1e3 * lock_step(batch, machine).exposed_transfer_s,
             unit="ms",
         ),
         Claim(
-            what="ten reloads, sequential (4.1)",
+            what="ten prefetches, sequential (4.1)",
             paper=800,
             ours=1e3 * sequential(batch, machine).exposed_transfer_s,
             unit="ms",

@@ -119,7 +119,7 @@ class StoredSegments:
 
     Only the scheduler's thread may call it; only ``close`` waits for the store. Several
     ranks make the same calls. What has been read and written is told by ``tell``, and
-    counts for all ranks from the next ``hear`` on, as far as all of them have it.
+    counts for all ranks from the next ``receive`` on, as far as all of them have it.
 
     Args:
         store: The store.
@@ -165,14 +165,14 @@ class StoredSegments:
     # -- what ranks agree on ----------------------------------------------------
 
     def tell(self) -> list[float]:
-        """Return what this rank has written and read since the last ``hear``."""
+        """Return what this rank has written and read since the last ``receive``."""
         fetches = self._open_fetches()
         told: list[float] = [*self._ended_writes(), len(fetches)]
         for fetch in fetches:
             told += self._read_of(fetch)
         return told
 
-    def hear(self, rows: Sequence[Sequence[float]]) -> None:
+    def receive(self, rows: Sequence[Sequence[float]]) -> None:
         """Take over what all ranks have written and read.
 
         Args:

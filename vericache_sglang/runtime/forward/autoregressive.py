@@ -33,7 +33,7 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
         states: The batch's requests.
         info: The batch's sampling state.
     """
-    if any(state.penalties and state.figures.rounds for state in states):
+    if any(state.penalties and state.stats.cycles for state in states):
         return False
     kinds = {(state.profile.rule, state.profile.filtered) for state in states}
     if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):

@@ -10,10 +10,10 @@ def install():
     """Send nothing; rank 1 takes every second look at its copies away."""
     looks = [0]
 
-    def hear(self, host_slots, prefetches):
+    def sync_inputs(self, host_slots, prefetches):
         looks[0] += 1
         if distributed.get_rank() == 1 and looks[0] % 2:
             prefetches = [Progress.TRAVELLING] * len(prefetches)
         return Agreed(host_slots, tuple(prefetches))
 
-    TensorParallelSync.hear = hear
+    TensorParallelSync.sync_inputs = sync_inputs
