@@ -58,6 +58,14 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("is_retracted",),
+        files=("worker.py",),
+        reason="After an error of a rank no rank prefills: SGLang ignores results of "
+        "these requests, which go back to the queue.",
+        remove_when="SGLang lets a worker retract a request.",
+    ),
+    Write(
+        owner=REQ,
         names=("vericache_names",),
         files=("tiered_cache.py",),
         reason="The names of a prompt's segments are hashed once.",

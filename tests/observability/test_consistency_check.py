@@ -43,9 +43,9 @@ def request(**fields):
     return made
 
 
-def told(rid="r", finish=LENGTH, rounds=2):
+def told(rid="r", finish=LENGTH, cycles=2):
     """Return the ``meta_info`` of an answer."""
-    return {"id": rid, "finish_reason": finish, KEY: {"cycles": rounds}}
+    return {"id": rid, "finish_reason": finish, KEY: {"cycles": cycles}}
 
 
 class Manager:

@@ -124,7 +124,7 @@ def compressed_layer(at):
         )
         kv = SimpleNamespace(cache_protected_len=0)
         state = SimpleNamespace(
-            req=SimpleNamespace(kv=kv),
+            req=SimpleNamespace(kv=kv, skip_radix_cache_insert=True),
             rid="a",
             parts=None,
             residency=None,

@@ -105,18 +105,17 @@ class CachedSegments:
         self.kept = 0
         self.reprefill_tail = reprefill_tail
 
-    # -- inconsistencies -------------------------------------------------------
-
-    @contextmanager
     @property
     def shares_full_kv(self) -> bool:
         """Whether requests may share full KV on the host.
 
-        Not with several ranks: a copy that is corrupt on one of them would have the
-        ranks read different segments.
+        Not with several ranks: each would share what is intact on it.
         """
         return self.active and self._ranks.alone
 
+    # -- inconsistencies -------------------------------------------------------
+
+    @contextmanager
     def cache_only(self) -> Iterator[None]:
         """Contain a failure that affects cached prefixes, but no output token.
 
