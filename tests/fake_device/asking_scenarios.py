@@ -78,7 +78,7 @@ def grammar(backend):
         state.req.grammar = compiled(backend).copy()
         state.req.grammar.accept_token(SAID)
         state.cursor = GrammarCursor(state.req.grammar)
-        state.figures.enabled = backend != "outlines"  # which takes no draft back
+        state.stats.enabled = backend != "outlines"  # which takes no draft back
         batch.has_grammar = True
 
     return ask
