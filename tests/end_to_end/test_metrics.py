@@ -72,7 +72,7 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
                 assert after[metric.name, value] <= ours.counters()[key]
     for old, new in FORMER_NAMES["report"].items():
         assert page["report"][old] == page["report"][new], old
-    former_moves = "vericache_kv_moves_total"
+    former_moves = "vericache_moves_total"
     assert after[former_moves, "split"] == after["vericache_kv_moves_total", "compress"]
     assert counters["cycles"] > 0
     assert counters["accepted"] <= counters["drafted"]
