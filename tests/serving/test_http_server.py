@@ -71,7 +71,7 @@ def test_the_checks_figures_are_in_the_state_and_finished_requests_reach_it(exte
     (found,) = get(app)
     assert found["report"]["cycles"] == 3
     assert found["report"]["consistency_checks"] == 0
-    assert found["report"]["consistency_checks"] == 0
+    assert found["report"]["shadow_checks"] == 0
     assert manager.vericache_finished.__self__.report()["consistency_pending"] == 0
 
 
