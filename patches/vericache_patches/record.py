@@ -99,7 +99,6 @@ def body_hash(source: str, function: Function) -> str:
 
     Args:
         source: The module's source.
-        function: A function of it.
 
     Returns:
         12 hexadecimal digits, the same under every version of Python.

@@ -54,7 +54,6 @@ def marked(text: str, wanted: str) -> Iterator[Text]:
     """Yield an answer, a call a line, with what differs from ``wanted`` in red.
 
     Args:
-        text: The answer.
         wanted: The answer it should be.
     """
     found, right = calls_of(text), calls_of(wanted)
@@ -103,8 +102,6 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
 
     Args:
         results: The first is what the others are compared with.
-        title: Of the picture.
-        path: Of the file.
     """
     from matplotlib.figure import Figure
 

@@ -41,7 +41,6 @@ class Answer:
     """A server's answer to one request.
 
     Attributes:
-        text: Text of the answer.
         tokens: Token ids of the answer.
     """
 
@@ -88,7 +87,6 @@ def ask(server: Server, prompts: Sequence[Sequence[int]], most: int) -> list[Ans
     """Return the greedy answers to prompts, all sent at once.
 
     Args:
-        server: Asked.
         prompts: Token ids of each.
         most: Tokens of an answer.
 

@@ -135,7 +135,6 @@ def measure(
     """Measure one context length.
 
     Args:
-        evaluator: The checkpoint.
         context: Prompt length, in tokens, met from below.
         documents: How many documents.
         requests: Per document, single-call ones and again multi-call ones.

@@ -45,7 +45,6 @@ class Job:
         """Serve a model and wait until the server answers.
 
         Args:
-            model: Its folder.
             flags: Of ``launch_server``, after those of every server.
 
         Raises:

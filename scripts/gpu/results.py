@@ -33,8 +33,6 @@ class Results:
     Args:
         context: Results of other code, another device, other packages or other flags
             do not count.
-        part: Its name.
-        checks: All of them.
     """
 
     def __init__(self, context: Context, part: str, checks: Sequence[Check]) -> None:

@@ -106,7 +106,6 @@ def run_part(name: str, context: Context, deadline: float) -> int:
     """Run what is left of a part and print its table.
 
     Args:
-        name: Of the part.
         context: See there.
         deadline: ``time.time()`` seconds; what runs then is ended, and runs again next.
     """

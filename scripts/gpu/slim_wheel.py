@@ -37,7 +37,6 @@ def slim(source: Path, target: Path, drop: re.Pattern[str]) -> None:
     """Copy a wheel, leaving files and kernels out; its list of files stays right.
 
     Args:
-        source: The wheel.
         target: Written; keeps the name, so that pip takes it.
         drop: Files whose name it finds are left out.
 

@@ -136,7 +136,6 @@ def fit_mlp(
         inputs: [L, n, d].
         targets: [L, n, H].
         width: w, elements between the two maps.
-        schedule: Of the optimiser.
         generator: Draws start and order; advanced.
     """
     layers, count, source = inputs.shape

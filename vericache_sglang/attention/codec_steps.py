@@ -114,7 +114,6 @@ def rope_table(
         rope: Rotation of the model.
         positions: Number of positions.
         dim: D.
-        device: Device of the table.
 
     Returns:
         [positions, D] float32: cosines, then sines.

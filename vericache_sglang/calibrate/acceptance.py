@@ -88,7 +88,6 @@ def read(
     """Run a prompt and answer it greedily.
 
     Args:
-        subject: The model.
         prompt: Token ids, at least one.
         most: Maximum tokens of the answer, >= 1; the model may end it earlier.
         dtype: Dtype of the KV pool.

@@ -73,7 +73,6 @@ def kvquant(
     """Find KVQuant's thresholds and code books and write them to ``out``.
 
     Args:
-        subject: The model.
         prompts: Token ids.
         out: Path of the calibration file.
         sampling: The paper weights by gradients (section 3.2 of arXiv:2401.18079).
@@ -108,7 +107,6 @@ def rotatekv(
     """Find RotateKV's order of the rotated key channels and write it to ``out``.
 
     Args:
-        subject: The model.
         prompts: Token ids.
         out: Path of the calibration file.
         sampling: The official calibration leaves massive activations out.
@@ -137,7 +135,6 @@ def collect(
     """Run prompts and return the KV rows of sampled tokens of every layer.
 
     Args:
-        subject: The model.
         prompts: Token ids, two or more each if gradients are used.
         sampling: Selection of the tokens.
 

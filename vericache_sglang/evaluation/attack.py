@@ -256,8 +256,6 @@ async def streams(
     """Open ``count`` streams at once and end two thirds of them at random.
 
     Args:
-        target: The server.
-        count: Streams.
         probes: Prompts of healthy requests, with their reference texts.
         seed: Other seeds choose other prompts, fates and moments.
 

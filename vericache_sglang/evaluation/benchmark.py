@@ -52,7 +52,6 @@ class Benchmark:
 
         Args:
             name: Name of the benchmark on the command line.
-            argv: Its options.
 
         Returns:
             Exit status: 0, or 1 if a check failed.
@@ -93,7 +92,6 @@ class Results:
     """Results of a benchmark so far.
 
     Attributes:
-        benchmark: The benchmark.
         argv: Its name and options, as given.
         options: Its parsed options.
         rows: Rows by name, in the order of the report.

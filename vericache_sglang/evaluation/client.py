@@ -65,7 +65,6 @@ def closed_loop(
     """Answer ``requests`` with ``clients`` at once, each sending one after another.
 
     Args:
-        url: Of the server.
         requests: Bodies of ``POST /generate``.
         clients: Maximum concurrent requests, >= 1.
         answered: Called after every answer.
@@ -84,7 +83,6 @@ def open_loop(
     """Answer ``requests``, each sent at its time (open loop).
 
     Args:
-        url: Of the server.
         requests: Bodies of ``POST /generate``.
         arrivals: Seconds after the start, as many as requests.
         answered: Called after every answer.
@@ -104,7 +102,6 @@ def replay(
     """Replay recorded sessions: a request follows its session's previous answer.
 
     Args:
-        url: Of the server.
         requests: Bodies of ``POST /generate``.
         sessions: Of each, its (request's index, seconds after the previous answer) in
             order; every request is in one session.

@@ -105,7 +105,6 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
 
     Args:
         report: With its rows.
-        path: Of the SVG.
 
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.

@@ -173,7 +173,6 @@ class Experiment:
 
         Args:
             system: To be measured.
-            name: Of the pass.
             loop: Sends the requests.
             bodies: Sent from an empty prefix cache; none: all, as ``--prefill`` says.
         """

@@ -138,7 +138,6 @@ class Reply:
 
     Attributes:
         status: HTTP status; 0 where the connection ended without one.
-        data: The body.
     """
 
     status: int
@@ -191,7 +190,6 @@ def draw(
         openapi: The server's document, ``GET /openapi.json``.
         prompts: Of right requests, which a server would draft for.
         count: How many bodies.
-        seed: Of all of them.
         spared: Predicate of contents not to send; by default those that crash SGLang.
     """
     rng = random.Random(seed)
@@ -256,9 +254,7 @@ def _drawn(schema: dict[str, Any], count: int, seed: int) -> list[Any]:
     """Return contents that a schema allows, and contents that it forbids.
 
     Args:
-        schema: Of JSON.
         count: How many of each, about.
-        seed: Of all of them.
     """
     import hypothesis
     import schemathesis

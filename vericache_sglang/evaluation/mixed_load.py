@@ -154,8 +154,6 @@ class Client:
     """Sends requests to one server and checks the replies.
 
     Args:
-        target: The server.
-        session: Its connections.
         wanted: Plain SGLang's answers by kind and prompt.
         seen: Filled.
         model: Folder that control requests load weights from.

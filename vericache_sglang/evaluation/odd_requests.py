@@ -54,7 +54,6 @@ class Odd:
 
         Args:
             prompt: A healthy prompt.
-            ids: Its tokens.
         """
         if self.is_json:
             yield GENERATE, self.generate(prompt)

@@ -38,7 +38,6 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     Args:
         report: See ``as_json``.
-        path: Of the PNG.
 
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.
@@ -84,7 +83,6 @@ def draw_sweep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
     Args:
         rows: With ``context`` (tokens), ``requests`` and ``ratios`` of the pairs.
-        path: Of the SVG.
 
     Raises:
         ConfigError: matplotlib is missing, or ``path`` cannot be written.

@@ -71,7 +71,6 @@ def interval(
     Args:
         above: [n] numerators, one for each sample.
         below: [n] denominators >= 0; None: 1 each, so the ratio is the mean.
-        seed: Of the resampling.
 
     Returns:
         ``value``, ``low`` and ``high`` (95 %), ``n``; None where there is nothing.

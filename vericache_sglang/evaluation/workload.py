@@ -118,7 +118,6 @@ def random_requests(
     Args:
         model: Folder with the config.json that says how many tokens there are.
         lengths: Tokens of each prompt.
-        output_tokens: Of each answer.
         seed: Other seeds give other prompts.
 
     Raises:
@@ -147,7 +146,6 @@ def demo_requests(
     Args:
         model: Folder of a demo model.
         lengths: Most tokens of each prompt; it is short by about one record.
-        output_tokens: Of each answer.
         seed: Other seeds give other prompts.
 
     Raises:

@@ -14,7 +14,6 @@ class KVGeometry:
         kv_heads: KV heads on this rank.
         head_dim: Elements of one key.
         v_head_dim: Elements of one value.
-        element_bytes: Bytes of one element.
         page_size: Slots of one page, one token each.
     """
 
@@ -30,7 +29,3 @@ class KVGeometry:
         """Bytes one token takes over all layers, keys and values."""
         width = self.head_dim + self.v_head_dim
         return self.layers * self.kv_heads * width * self.element_bytes
-
-    def page_floor(self, tokens: int) -> int:
-        """Round ``tokens`` down to whole pages, in tokens."""
-        return tokens // self.page_size * self.page_size

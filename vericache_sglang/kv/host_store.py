@@ -54,7 +54,6 @@ class HostStore:
     Args:
         geometry: Shapes of the pool the entries come from.
         dtype: Dtype of the pool.
-        page_pool: Pool of the pages.
         codec: Packs draft KV; None: nothing is packed.
 
     Attributes:

@@ -72,7 +72,6 @@ class PlaneResidual(HostResidual):
 
     Args:
         geometry: Shapes of the pool.
-        codec: Codec of the residuals.
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
         pool: Where its memory comes from; None: outside any budget.

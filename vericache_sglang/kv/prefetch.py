@@ -38,7 +38,6 @@ class Staged:
     """Residual KV in the staging buffer, or on its way there.
 
     Attributes:
-        lease: Its slots.
         slots: Number of its slots that are filled.
         transfer: The copy; None once it has arrived.
         users: Ids of the requests to be verified with it, in order of arrival.

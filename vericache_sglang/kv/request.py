@@ -203,7 +203,6 @@ class RequestState:
         """Record a reported draft token; return whether it would end the request.
 
         Args:
-            token: The draft.
             cycle: ``self.cycle`` at its launch; a token of an earlier cycle is
                 discarded.
         """

@@ -44,7 +44,6 @@ class Chooser:
 
     Args:
         selector: Bound to the model.
-        handles: The pool.
     """
 
     def __init__(self, selector: Selector, handles: KVHandles) -> None:

@@ -48,7 +48,6 @@ class Guard:
 
         Args:
             name: Name of the observer in logs.
-            function: The function to call.
             default: Returned if it raises or the observer is disabled.
             slow_s: Time limit, in seconds; exceeding it counts as a failure.
         """

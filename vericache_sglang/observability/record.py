@@ -20,7 +20,6 @@ class RowRecord:
 
     Attributes:
         rid: Request id.
-        phase: Its action.
         tokens: Query tokens of its row: 0 for wait, d + 1 for verify, else 1.
         emitted: Tokens emitted, 0 to d + 1.
         discarded: Whether the request had ended before the results were known (the

@@ -192,7 +192,6 @@ def machine_of(
     """Return the rates and memory of ``devices`` equal GPUs.
 
     Args:
-        gpu: The GPU.
         devices: Tensor-parallel ranks, >= 1.
         datasheet: Whether to use datasheet rates where measured ones are known.
         memory_share: Part of the memory that weights and KV may use, in (0, 1].

@@ -119,7 +119,6 @@ class Estimate:
     """Predicted times, memory and throughput of a choice.
 
     Attributes:
-        choice: The knobs.
         hbm_s: Device memory time of one iteration, in seconds (T_gpu of the paper).
         compute_s: Arithmetic time of one iteration, in seconds.
         link_s: Link time of one iteration, in seconds (T_xfer).

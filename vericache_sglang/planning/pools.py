@@ -21,7 +21,6 @@ class Sweep:
     """Speedup over the best mix of B1 and B2 while one value varies.
 
     Attributes:
-        label: Of the value.
         points: (value, throughput of all six paths over that of B1 and B2).
     """
 
@@ -80,7 +79,6 @@ def pools_summary(model: str, cluster: Cluster, found: list[Sweep]) -> str:
     Args:
         model: Name of the model.
         cluster: The two pools.
-        found: Its sweeps.
     """
     best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)
     near, far, kv = (

@@ -209,7 +209,6 @@ class CachedSegments:
 
         Args:
             rid: Request id.
-            names: The segments.
             use: RESIDUAL for residual KV, IMAGES for full KV.
 
         Raises:
@@ -418,7 +417,6 @@ class CachedSegments:
         """Copy a segment to the host and index it, without evicting its parent.
 
         Args:
-            name: The segment.
             parent: Its parent, which is in the index; None for a root segment.
             attempt: Copies it; returns False without free host pages.
             content: Its content after the copy.
@@ -441,7 +439,6 @@ class CachedSegments:
         """Copy a segment that was read from the store to the host.
 
         Args:
-            name: The segment.
             parent: Its parent; None for a root segment.
             found: Its verified parts.
 

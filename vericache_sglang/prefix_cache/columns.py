@@ -131,7 +131,6 @@ class Columns:
         """Free a segment's row.
 
         Args:
-            name: The segment.
             children: Its children in the index.
         """
         row = self._row_of.pop(name)

@@ -489,7 +489,6 @@ class PromptCompressor:
         """Make KV that is shared on the host the residual KV of the request.
 
         Args:
-            state: The request.
             names: Segments whose residual KV it shares.
             full: Full KV that it shares instead; None without such.
         """

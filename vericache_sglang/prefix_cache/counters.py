@@ -14,8 +14,6 @@ class TierCounters:
         match_store_tokens: Tokens fetched from the store to the host.
         restored_bytes: Bytes restored from the host.
         restore_seconds: Time spent in these restores, in seconds.
-        evicted_device_tokens: Tokens evicted from the device.
-        evicted_host_tokens: Tokens evicted from the host.
         checksum_failures: Segments found corrupt and dropped.
         refused_segments: Segments not saved because the host had no room.
         inconsistencies: Inconsistencies found in the state of the cache.

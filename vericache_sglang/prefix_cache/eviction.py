@@ -38,7 +38,6 @@ class Demotion:
     """Move of one part to a lower tier.
 
     Attributes:
-        name: The segment.
         part: The part that moves.
         source: Its present tier.
         target: Its next tier. Both parts of a segment move to STORE or GONE together,

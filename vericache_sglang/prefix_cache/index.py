@@ -231,7 +231,6 @@ class SegmentIndex:
         """Remove a segment from the index; the KV it holds stays.
 
         Args:
-            name: Its name.
             strand: Allow this although it has children, which cannot be matched until
                 it is added again.
 

@@ -26,7 +26,6 @@ class Ranks:
         estimates: Measured rates, the same on all ranks.
 
     Attributes:
-        rank: This rank.
         alone: There is one rank.
     """
 

@@ -80,7 +80,6 @@ class Held:
 
     Attributes:
         nbytes: Its bytes over all layers, >= 1.
-        tier: Its tier.
 
     Raises:
         InvariantError: ``nbytes`` is below 1.

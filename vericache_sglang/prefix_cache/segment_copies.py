@@ -163,7 +163,6 @@ class SegmentCopies:
 
         Args:
             name: A segment without full KV on the host.
-            tokens: Its tokens.
             noted: [L, H, tokens], their scores; None without scores.
 
         Returns:

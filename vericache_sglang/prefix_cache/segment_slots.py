@@ -16,7 +16,6 @@ class OnDevice(NamedTuple):
     """A whole segment in the radix tree.
 
     Attributes:
-        name: Its name.
         parent: Name of the segment before it; None for a root segment.
         slots: [SEGMENT] int64 on the pool's device, its tokens in order.
     """

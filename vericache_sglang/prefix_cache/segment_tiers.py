@@ -54,7 +54,6 @@ class SegmentTiers:
 
     Attributes:
         slots: Segments in the radix tree.
-        counters: Counters of all tiers.
         stored: Segments in the store; None without a store.
         on_device: Content of a segment with full KV in the radix tree.
         on_host: Content of a segment with full KV on the host.

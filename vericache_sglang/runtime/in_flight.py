@@ -19,7 +19,6 @@ class PendingRow:
     """One request's row of a launched forward.
 
     Attributes:
-        state: The request.
         at: Its index in the schedule batch.
         drafts: Number of drafts the row verifies; -1 if it drafts and emits nothing.
         cycle: ``RequestState.cycle`` at the launch.

@@ -249,7 +249,6 @@ class KVPlacement:
         """Free everything a request holds except its row, which SGLang frees.
 
         Args:
-            state: The request.
             each_of: Runs the steps, see ``Recovery.each_of``; None: run in sequence.
         """
         rid = state.rid

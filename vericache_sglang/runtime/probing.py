@@ -81,7 +81,6 @@ class Probing:
 
         Args:
             state: An uncompressed request of the batch that is not ``done``.
-            batch_index: Its index in the batch.
             batch: The decode batch; not modified.
 
         Returns:

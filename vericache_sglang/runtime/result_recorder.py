@@ -40,7 +40,6 @@ class ResultRecorder:
         """Record that a row's forward was launched.
 
         Args:
-            state: The request.
             at: Its index in the schedule batch.
             verifies: The row verifies its drafts.
             emits: The row verifies or decodes autoregressively.

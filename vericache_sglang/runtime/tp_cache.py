@@ -28,7 +28,6 @@ class TensorParallelCache(Ranks):
     """See ``Ranks``; rank 0's clock and measurements, the least of what ranks have.
 
     Args:
-        tp_sync: Tensor-parallel sync.
         page_pool: This rank's host memory.
     """
 

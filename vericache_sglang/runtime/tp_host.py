@@ -43,7 +43,6 @@ class TensorParallelHost:
     """Synchronises with the other ranks before this rank's host store changes.
 
     Args:
-        tp_sync: Tensor-parallel sync.
         host: This rank's residual KV and swapped-out images.
         budget: Returns the budget of a prompt that is not compressed yet.
     """

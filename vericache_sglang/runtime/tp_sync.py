@@ -96,7 +96,6 @@ class TensorParallelSync:
 
     Attributes:
         alone: There is one rank: nothing is sent and it plans by its own measurements.
-        rank: This rank.
         leads: This is rank 0, which reports for all ranks.
         estimates: Planning inputs: rank 0's measurements of the last ``sync_inputs``.
         expected: The other ranks will exchange again in this call of the worker, so

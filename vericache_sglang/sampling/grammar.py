@@ -35,7 +35,6 @@ class GrammarCursor:
 
         Args:
             mask: From the grammar's ``allocate_vocab_mask``, with all tokens allowed.
-            row: Row of the mask.
         """
         grammar = self._grammar
         if not grammar.finished and not grammar.is_terminated():

@@ -29,7 +29,6 @@ class Group:
     change its path with the other requests of the batch, so each path has its own call.
 
     Attributes:
-        rows: The rows.
         usable: Number of valid positions of each row.
         rule: Sampling rule of the rows.
         filtered: Top-k, top-p or min-p filter their distributions.

@@ -48,7 +48,6 @@ class Query(Generic[R_co]):
 
     Attributes:
         batch_index: Index of the request in the schedule batch.
-        state: The request.
         at: Row of the forward's logits.
         drafts: Number of the request's drafts before the position.
     """

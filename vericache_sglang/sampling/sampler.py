@@ -41,7 +41,6 @@ class _Sampled:
     """A sampled group.
 
     Attributes:
-        group: The group.
         output: Requested log-probabilities.
         counts: [rows] int64, number of tokens that each row emits under rejection
             sampling; else None.

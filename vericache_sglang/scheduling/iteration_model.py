@@ -135,12 +135,7 @@ class IterationModel:
         return token * work.tokens + read * work.reads + product * work.products
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Update the model with one iteration; implausible times are ignored.
-
-        Args:
-            work: Its work.
-            seconds: Its time.
-        """
+        """Update the model with one iteration; implausible times are ignored."""
         if not seconds > 0 or not isfinite(seconds):
             return
         expected = self.predict(work)

@@ -61,7 +61,6 @@ class Throughput:
         """Return the times that make up a draft-verify cycle.
 
         Args:
-            track: The request.
             residency: DEVICE or HOST.
             rows: Running requests, which share the read of the weights.
             link_s: Link time per cycle of the other requests on the host, in seconds.

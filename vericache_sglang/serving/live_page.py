@@ -148,7 +148,6 @@ def add_routes(
     """Add the page and its JSON routes to a Starlette application; idempotent.
 
     Args:
-        app: The application.
         read: See ``StateReader``.
         guard: Logs exceptions of a read, with the traceback once.
         **times: See ``StateReader``.

@@ -20,7 +20,6 @@ class Preset:
         gpu: Name in the catalogue of GPUs.
         devices: Tensor-parallel ranks.
         accept: p at c = 1/4, from the paper where it states one.
-        accept_source: Source of ``accept``.
     """
 
     model: str

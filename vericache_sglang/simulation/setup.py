@@ -21,8 +21,6 @@ class Setup:
     """Inputs that every policy of a table shares.
 
     Attributes:
-        costs: The machine.
-        workload: The requests.
         draft_length: Most drafts in a cycle, in tokens, >= 1.
         max_verifies: Verify rows in one forward, >= 1; lock-step has one per request.
         horizon: W, the windows of the rings, in scheduler iterations.

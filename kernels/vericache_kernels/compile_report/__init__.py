@@ -61,7 +61,6 @@ def compile_build(build: Build, architecture: int) -> Figures:
     """Compile for an architecture; needs Triton, no GPU and no driver.
 
     Args:
-        build: The build.
         architecture: Compute capability times ten.
 
     Raises:

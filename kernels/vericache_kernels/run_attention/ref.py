@@ -36,7 +36,6 @@ def attend_row(
         q: See ``run_attention``.
         k_buffer: See ``run_attention``.
         v_buffer: See ``run_attention``.
-        plan: Plan of the row.
         scaling: See ``run_attention``.
         seen: Results of ``part_of`` for keys outside the plan that all n queries see;
             merged into the same softmax.

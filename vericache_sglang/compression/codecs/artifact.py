@@ -63,7 +63,6 @@ class Artifact:
     Attributes:
         path: Where it was read from, for messages.
         digest: First 12 hex digits of the SHA-256 of its bytes.
-        notes: Its metadata.
         tensors: By field name.
     """
 
@@ -78,7 +77,6 @@ class Artifact:
         """Return a field.
 
         Args:
-            field: Its name.
             dtype: Required dtype.
             shape: Required shape; None: any size.
 

@@ -57,7 +57,6 @@ def encode_rows(
 
     Args:
         rows: [N, C] float32.
-        scale: Of the rows.
         book: [n] float32, ascending.
         distance: [N, C], distance from the middle; the largest ones stay exact.
         places: P, number of exact numbers in a row, 0 <= P <= C.

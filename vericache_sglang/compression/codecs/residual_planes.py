@@ -54,7 +54,6 @@ def encode_residuals(
     exponents has room for all numbers.
 
     Args:
-        codec: Codec of the residuals.
         keys: [H, T, D], T >= 1, in segments of ``segment`` tokens and a shorter
             last one.
         values: [H, T, Dv].

@@ -34,7 +34,6 @@ def sink_fields(source: Source, sinks: torch.Tensor) -> Tensors:
     """Copy the exact tokens of one layer.
 
     Args:
-        source: The layer.
         sinks: [n] integers on any device.
 
     Returns:

@@ -255,7 +255,6 @@ class SplitPlanes(Codec):
         Exact, hence bit-identical to the general path, in half the time.
 
         Args:
-            draft: The part.
             keys: [H, blocks, D] shared exponents of the keys, each at least the escape.
             values: [H, T] shared exponents of the values, likewise.
         """
@@ -367,7 +366,6 @@ def _powers(shared: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     Args:
         shared: Biased as in ``dtype``, above 0.
-        dtype: Of the KV.
     """
     above = 127 - (1 << FORMATS[dtype].exponent - 1) + 1
     bits = (shared.to(torch.int32) + above) << 23

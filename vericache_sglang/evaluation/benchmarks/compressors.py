@@ -120,9 +120,7 @@ def serve_line(
     """Measure one compressor: at every draft length, then its compressed KV alone.
 
     Args:
-        line: The compressor.
         options: ``model`` and ``context``.
-        prompts: The prompts.
         full: Plain SGLang's answers.
         start: See ``served``.
 

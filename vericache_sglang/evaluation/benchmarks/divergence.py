@@ -138,7 +138,6 @@ class Study:
         """Sample one sequence with the distributions of its tokens.
 
         Args:
-            server: The server.
             sample: Sample with the prompt; its first turn is used.
             number: Determines the seed.
             forced: Tokens that a lossy server must emit.

@@ -48,7 +48,6 @@ class Case(NamedTuple):
     Attributes:
         context: Prompt tokens.
         requests: Sent at once.
-        tokens: Of each answer.
         kind: ``short``, ``wrong drafts``, ``log-probabilities`` or ``grammar``.
     """
 
@@ -118,8 +117,6 @@ def compare(
     Every pair begins its prompts with another number, so nothing has to be flushed.
 
     Args:
-        plain: The one.
-        ours: The other.
         asked: Requests of a pass, sent at once.
         limits: When to stop.
 

@@ -36,7 +36,6 @@ def engine_for(points: Sequence[Point], tokens: int) -> dict[str, Any]:
 
     Args:
         points: To be served.
-        tokens: Of an answer.
     """
     slots = max(2 * (n * (context + tokens + 200) + 4096) for context, n in points)
     return {

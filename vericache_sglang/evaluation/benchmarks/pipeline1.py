@@ -128,7 +128,6 @@ class FullKV:
     """Plain SGLang, which the other systems are compared with.
 
     Attributes:
-        system: It.
         timed: Its answers to the timed requests.
         answers: What ``reference`` returned; None: only speed is compared.
         pool: KV slots of every server; None: as SGLang has it.

@@ -72,10 +72,6 @@ def numbered_calls(text: str) -> dict[int, dict[str, Any]]:
 def draw(size: TwinSize, calls: int) -> list[Prompt]:
     """Draw prompts over records.
 
-    Args:
-        size: Of the twin.
-        calls: Of each answer.
-
     Raises:
         ValueError: A prompt of that many tokens does not hold ``calls`` records.
     """

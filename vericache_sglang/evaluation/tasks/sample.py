@@ -103,7 +103,6 @@ def totals(task: Task, parts: Sequence[Parts]) -> dict[str, float | None]:
     """Return a task's figures over samples; None where nothing counts.
 
     Args:
-        task: The task.
         parts: What ``score`` returned for each sample.
     """
     found: dict[str, float | None] = {}
@@ -182,8 +181,6 @@ class Files:
 
         Args:
             where: The record's place.
-            record: The object.
-            name: Of the field.
             kinds: Types it may have; a bool is no number.
 
         Raises:

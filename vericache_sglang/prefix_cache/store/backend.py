@@ -31,11 +31,7 @@ RETRY_S = 0.02
 
 
 class Tensors:
-    """Calls of a backend that takes tensors, such as ``file``.
-
-    Args:
-        storage: The backend.
-    """
+    """Calls of a backend that takes tensors, such as ``file``."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -164,7 +160,6 @@ class Backend:
         """Write an object, unless its key exists.
 
         Args:
-            key: Its key.
             data: [n] uint8 in host memory, not modified; must not change until it is
                 written, which may be after the time-out.
 

@@ -62,7 +62,6 @@ def layout(
 
     Args:
         fingerprint: Gives the number of layers and heads, dims and dtype.
-        part: The part.
         tokens: Tokens of the segment, n.
         kept: Tokens that each head keeps in the draft KV; 0 if ``part`` is "whole".
 

@@ -306,7 +306,6 @@ class SegmentStore:
 
         Args:
             name: The segment's name.
-            target: The destination.
             compressor: ``compressor_identity``; "" for ``whole``.
             only: Copy this part alone.
 

@@ -122,7 +122,6 @@ class StoredSegments:
     counts for all ranks from the next ``receive`` on, as far as all of them have it.
 
     Args:
-        store: The store.
         compressor: Identity of the compressor of this server's draft KV.
         keep: Copies a segment to the host tier, given its name, its parent and the
             parts found; returns False without free host pages.
@@ -258,7 +257,6 @@ class StoredSegments:
         """Return whether the store is not known to have a segment.
 
         Args:
-            name: The segment.
             split: Require draft KV and residual KV; False: any form counts.
         """
         forms = [write.split for write in self._writing if write.name == name]
@@ -281,7 +279,6 @@ class StoredSegments:
         """Queue a write of a segment in two parts.
 
         Args:
-            name: The segment.
             parts: Its draft KV and residual KV, which must not change afterwards; None
                 if this rank cannot read them now, so that no rank stores it.
         """
