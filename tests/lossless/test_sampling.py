@@ -33,7 +33,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def waves():
-    return sampled_waves(load_tokenizer(MODEL), each=10, longest=700, tokens=20, seed=3)
+    return sampled_waves(load_tokenizer(MODEL), each=8, longest=700, tokens=20, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def ours(waves):
 
 def test_the_baseline_proves_something(waves, plain):
     """Sampled answers are not the greedy ones, and kinds differ from each other."""
-    assert sum(len(wave["prompts"]) for wave in waves) >= 200
+    assert sum(len(wave["prompts"]) for wave in waves) >= 160
     answers = {
         wave["kind"]: [tuple(answer["ids"]) for answer in answers]
         for wave, answers in zip(waves, plain["waves"], strict=True)
@@ -60,7 +60,7 @@ def test_the_baseline_proves_something(waves, plain):
         assert sum(a != b for a, b in pairs) >= 0.6 * len(greedy), kind
     first = [ids[0] for ids in answers.values()]
     assert len(set(first)) >= 0.6 * len(first)
-    assert logprob_entries(plain) >= 3000
+    assert logprob_entries(plain) >= 2400
 
 
 def test_tokens_are_identical(plain, ours):
@@ -69,7 +69,7 @@ def test_tokens_are_identical(plain, ours):
 
 def test_it_really_drafted(ours):
     state = ours["state"]
-    assert state["drafted"] >= 1500
+    assert state["drafted"] >= 1200
     assert 0.2 * state["drafted"] < state["accepted"] < 0.99 * state["drafted"]
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 

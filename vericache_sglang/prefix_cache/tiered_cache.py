@@ -46,8 +46,8 @@ NAME = "vericache"
 """Value of ``--radix-cache-backend`` that selects this cache."""
 
 SHORT_ANSWER = 24
-"""Tokens; an answer of at most so many is over before compressing has paid back. No
-request of 20 tokens behind 3,000 or 8,000 was compressed (``bench hardest``)."""
+"""Tokens; compressing pays for no answer of at most so many. The throughput model chose
+it for no request of 20 tokens behind 3,000 or 8,000 (``bench hardest``)."""
 
 
 class TieredCache(UnifiedRadixCache):
@@ -81,10 +81,10 @@ class TieredCache(UnifiedRadixCache):
 
         It leaves out the last tokens that a compressor has to see: a prompt that is
         cached as a whole would run one token, and the query of that token alone would
-        select the kept tokens. Answers that end before drafting would pay are exempt.
+        select the kept tokens. Short answers are not drafted and need no selection.
         """
         req, key = params.req, params.key
-        if req is not None and not req.kv.holds_kv and not _ends_early(req):
+        if req is not None and not req.kv.holds_kv and not ends_early(req):
             most = max(0, len(key.token_ids) - self.segments.reprefill_tail)
             key = _key_of(req, key.token_ids, min(len(key), most))
             params = replace(params, key=key)
@@ -294,7 +294,8 @@ class TieredCache(UnifiedRadixCache):
         return known[:count]
 
 
-def _ends_early(req: Req) -> bool:
+def ends_early(req: Req) -> bool:
+    """Return whether a request is over before compressing its prompt has paid back."""
     most = req.sampling_params.max_new_tokens
     return most is not None and most - len(req.output_ids) <= SHORT_ANSWER
 

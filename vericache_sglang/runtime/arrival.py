@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import KEY, RequestStats
+from vericache_sglang.prefix_cache.tiered_cache import ends_early
 from vericache_sglang.runtime.eligibility import draftable, end_tokens, stop_tokens
 from vericache_sglang.runtime.request_options import read_options
 from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
@@ -69,6 +70,7 @@ class RequestStateFactory:
             fits
             and options.enabled
             and draftable(req)
+            and (self._config.residency != "auto" or not ends_early(req))
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )

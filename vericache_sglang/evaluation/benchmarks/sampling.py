@@ -71,7 +71,9 @@ BAD_DRAFTS = {
     "min_prompt": 64,
     "recent_tokens": 0,
 }
-DRAWN_TOKENS = 4
+DRAWN_TOKENS = 8
+"""Answers of half the length end before drafting them would pay."""
+
 DRAWN_PROMPT = 300
 AT_ONCE = 64
 
@@ -87,6 +89,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
         verified = row["rule"] != "unverified"
         right = row["p"] > LEAST_P if verified else row["p"] < 1e-6
         results.require(right, f"{row['name']}, {row['rule']}: p = {row['p']:.2g}")
+        drafted = not verified or row["accepted_share"] is not None
+        results.require(drafted, f"{row['name']}, {row['rule']}: nothing was drafted")
     results.figures["identity"] = rows = _identity(options)
     for row in rows:
         differ = row.get("error") or row["examples"]
@@ -198,7 +202,7 @@ SAMPLING = Benchmark(
         "each": (16, "requests of each kind"),
         "longest": (1500, "prompt tokens"),
         "tokens": (40, "output tokens"),
-        "draws": (10000, "answers of a chi-square test"),
+        "draws": (4000, "answers of a chi-square test"),
     },
     measure=_measure,
     out=RESULTS / "sampling.json",
