@@ -71,7 +71,7 @@ def _register_algorithm(config: Any) -> None:
     from vericache_sglang.serving.start import check_start
 
     VeriCacheAlgorithm.refuse = staticmethod(partial(check_start, config))
-    VeriCacheAlgorithm.draft_length = config.draft_length
+    VeriCacheAlgorithm.most_drafts = config.most_drafts
 
     @SpeculativeAlgorithm.register(
         NAME, supports_overlap=True, spec_class=VeriCacheAlgorithm

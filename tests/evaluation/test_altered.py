@@ -82,16 +82,14 @@ def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
     tokens = torch.arange(64).reshape(8, 8)
     before, draft_tokens = (
         tokens.clone(),
-        DraftTokens(tokens, torch.zeros(8, dtype=torch.int32)),
+        DraftTokens(tokens, torch.zeros(8, dtype=torch.int32), torch.zeros(8).long()),
     )
     first = torch.tensor([0, *itertools.accumulate(n + 1 for n in drafted)])
     kind = torch.full((len(drafted),), EMIT)
     target = before[0, :1].new_tensor(range(100, 100 + int(first[-1])))
     # Even where the full KV agrees, the dice decide.
     target[0 : drafted[0]] = before[pool_indices[0], 1 : 1 + drafted[0]]
-    rows = DraftTokenRows(
-        torch.tensor(pool_indices), first, kind, torch.zeros_like(kind)
-    )
+    rows = DraftTokenRows(torch.tensor(pool_indices), first, kind)
     out = dice.in_buffer(p, 3)(draft_tokens, rows, target)
     for i, (pool_idx, n) in enumerate(zip(pool_indices, drafted, strict=True)):
         count = int(out.counts[i])

@@ -42,7 +42,7 @@ def test_an_unknown_field_is_named(name):
         read_options({"vericache": {"enabled": True, name: 1}}, MOST)
 
 
-@pytest.mark.parametrize("name", ["enabled", "report"])
+@pytest.mark.parametrize("name", ["enabled", "report", "inner"])
 @pytest.mark.parametrize("value", [None, 0, 1, "true", [True]])
 def test_switches_are_truth_values(name, value):
     with pytest.raises(ConfigError, match=rf"{name} must be true or false"):

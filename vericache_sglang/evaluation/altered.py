@@ -125,13 +125,13 @@ def _emit_drafts() -> None:
     def asked(*args: Any) -> Any:
         return [replace(row, emits=True) for row in queries(*args)]
 
-    def launched(self: Any, state: Any, at: int, *, verifies: bool, emits: bool) -> Any:
+    def launched(self: Any, state: Any, at: int, **row: Any) -> Any:
         track = self._runtime.tracks.get(state.rid)
         if track is not None and track.split:
             track.emitted_at = self._runtime.now
             track.remaining -= 1
             _begin(self._runtime, track)
-        return launch(self, state, at, verifies=verifies, emits=emits)
+        return launch(self, state, at, **row)
 
     def settled(self: Any, batch: Any, asked: Any, chosen: Any, table: Any) -> Any:
         chosen = [

@@ -23,7 +23,8 @@ class RequestStats:
 
     Attributes:
         enabled: Whether the request may speculate.
-        draft_length: Most drafts per cycle, in tokens.
+        draft_length: Most drafts per cycle, in tokens, without proposals.
+        proposals: Most tokens that an inner drafter may propose per row.
         reported: Whether OpenAI's ``usage`` includes the statistics too.
         cycles: Draft-verify cycles.
         drafted: Drafts verified.
@@ -37,6 +38,7 @@ class RequestStats:
     enabled: bool
     draft_length: int
     reported: bool = False
+    proposals: int = 0
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -65,21 +65,26 @@ class RequestStateFactory:
         longest = options.draft_length
         if req.grammar is not None:
             longest = min(longest, MOST_DRAFTS)
-        enabled = (
-            fits
-            and options.enabled
-            and draftable(req)
-            # A request that lost its KV once is not compressed again.
-            and not getattr(req, "vericache_distrusted", False)
-        )
-        stats = RequestStats(enabled, longest, options.report)
-        req.customized_info = {**(req.customized_info or {}), KEY: stats}
-        outputs = list(req.output_ids)
         profile = profile_of(
             req,
             deterministic=self._deterministic,
             rejection=self._config.acceptance == "rejection",
         )
+        asynchronous = profile.rule is not SamplingRule.REJECTION
+        asynchronous = asynchronous and not looks_at_tokens(req)
+        exact = draftable(req)
+        enabled = (
+            fits
+            and options.enabled
+            and exact
+            # A request that lost its KV once is not compressed again.
+            and not getattr(req, "vericache_distrusted", False)
+        )
+        inner = options.inner and exact and asynchronous
+        proposals = self._config.proposals if inner else 0
+        stats = RequestStats(enabled, longest, options.report, proposals)
+        req.customized_info = {**(req.customized_info or {}), KEY: stats}
+        outputs = list(req.output_ids)
         return RequestState(
             req=req,
             prompt=length,
@@ -90,8 +95,7 @@ class RequestStateFactory:
             stats=stats,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
-            asynchronous=profile.rule is not SamplingRule.REJECTION
-            and not looks_at_tokens(req),
+            asynchronous=asynchronous,
             committed_in_flight=1,
         )
 

@@ -11,7 +11,7 @@ from vericache_sglang.observability.request_stats import KEY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FIELDS = ("enabled", "draft_length", "report")
+FIELDS = ("enabled", "draft_length", "report", "inner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class RequestOptions:
         enabled: Speculate if profitable; False: always decode autoregressively.
         draft_length: Maximum draft length, in tokens.
         report: Also return its statistics in OpenAI's ``usage``.
+        inner: Use the server's inner drafter if it has one and its proposals pay.
     """
 
     enabled: bool
     draft_length: int
     report: bool
+    inner: bool = True
 
 
 def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestOptions:
@@ -52,7 +54,7 @@ def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestO
         raise ConfigError(
             f"{where}.{unknown[0][:QUOTED]} is not known; it has {', '.join(FIELDS)}"
         )
-    switches = {"enabled": True, "report": False}
+    switches = {"enabled": True, "report": False, "inner": True}
     for name, default in switches.items():
         switches[name] = value = given.get(name, default)
         if not isinstance(value, bool):
