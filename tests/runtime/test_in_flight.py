@@ -182,7 +182,7 @@ def test_forwards_are_recorded_once_and_in_order(history):
 
 class Runtime:
     def __init__(self):
-        self.told = []
+        self.told, self.proposals = [], []
 
     def report(self, results):
         self.told.extend(results)
@@ -192,7 +192,10 @@ def world(*states):
     runtime, ended, rounds = Runtime(), [], []
     placement = SimpleNamespace(
         prefetches=SimpleNamespace(end=ended.append),
-        counters=SimpleNamespace(note_cycle=lambda *round: rounds.append(round)),
+        counters=SimpleNamespace(
+            note_cycle=lambda *round: rounds.append(round),
+            note_proposals=lambda *counts: runtime.proposals.append(counts),
+        ),
     )
     living = {state.rid: state for state in states}
     return ResultRecorder(placement, runtime, living), runtime, ended, living
@@ -251,8 +254,11 @@ def test_proposals_are_counted_once_they_are_reported(agreed):
             "r", drafted=2 + agreed, emitted=3 + agreed, proposed=4 - (2 + agreed)
         )
     ]
-    again = recorder.launch(state, 0, queries=3, emits=False)
+    assert runtime.proposals == []
+    again = recorder.launch(state, 0, queries=3, emits=False, proposals=2)
     recorder.land([again], [tokens])
+    assert runtime.proposals == [("draft", 2, agreed)]
+    assert (state.stats.inner_proposed, state.stats.inner_accepted) == (2, agreed)
     assert runtime.told[1:] == [RowResult("r", drafted=agreed + 1, proposed=2)]
     assert (state.drafted, state.drafted_max) == (agreed + 1, agreed + 1)
 

@@ -133,11 +133,12 @@ def _emit_drafts() -> None:
             _begin(self._runtime, track)
         return launch(self, state, at, **row)
 
-    def settled(self: Any, batch: Any, asked: Any, chosen: Any, table: Any) -> Any:
+    def settled(self: Any, batch: Any, rows: Any, asked: Any, *more: Any) -> Any:
+        chosen, table = more
         chosen = [
             _forced(row.state) or run for row, run in zip(asked, chosen, strict=True)
         ]
-        return settle(self, batch, asked, chosen, table)
+        return settle(self, batch, rows, asked, chosen, table)
 
     _put(mixed, "_queries", asked)
     _put(mixed.MixedForward, "_settle", settled)

@@ -25,6 +25,7 @@ class PendingRow:
         queries: Query tokens, the most it emits or drafts.
         emits: The row emits; else it drafts.
         verifies: The row is a verification; autoregressive rows emit too.
+        proposals: Query tokens that an inner drafter proposed for this row.
     """
 
     state: RequestState
@@ -33,6 +34,7 @@ class PendingRow:
     queries: int = 1
     emits: bool = True
     verifies: bool = False
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

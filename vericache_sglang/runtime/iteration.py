@@ -91,6 +91,7 @@ class Decoding:
     proposer: InnerProposer | None = None
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
+    _drafter_s: float = field(default=0.0, init=False)
 
     def interrupt(self) -> None:
         """Discard the running time measurement, because a prefill comes between."""
@@ -252,10 +253,13 @@ class Decoding:
     def _observe_last(self) -> None:
         """Observe the time of the last iteration, launch to launch, if it decoded."""
         now = time.perf_counter()
+        # The inner drafter's time is not the forward's; it is priced by itself.
+        drafter_s = 0.0 if self.proposer is None else self.proposer.spent_s
         if self._work is not None:
-            self.tp_sync.measured.iteration.observe(self._work, now - self._launched)
+            seconds = now - self._launched - (drafter_s - self._drafter_s)
+            self.tp_sync.measured.iteration.observe(self._work, seconds)
             self._work = None
-        self._launched = now
+        self._launched, self._drafter_s = now, drafter_s
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState], *, last: bool

@@ -42,6 +42,7 @@ class ResultRecorder:
         queries: int = 1,
         verifies: bool = False,
         emits: bool = True,
+        proposals: int = 0,
     ) -> PendingRow:
         """Record that a row's forward was launched.
 
@@ -50,8 +51,9 @@ class ResultRecorder:
             queries: Its query tokens.
             verifies: The row verifies its drafts.
             emits: The row verifies or decodes autoregressively.
+            proposals: Those of its query tokens that an inner drafter proposed.
         """
-        row = PendingRow(state, at, state.drafts, queries, emits, verifies)
+        row = PendingRow(state, at, state.drafts, queries, emits, verifies, proposals)
         if not emits:
             state.launch_draft(queries)
             return row
@@ -77,6 +79,8 @@ class ResultRecorder:
         results = []
         for row, tokens in zip(rows, runs, strict=True):
             state = row.state
+            if row.proposals:
+                self._note_proposals(row, len(tokens))
             if self._states.get(state.rid) is not state or state.lost:
                 discarded.append(row.at)
             elif not row.emits:
@@ -111,3 +115,15 @@ class ResultRecorder:
                 state.land_emission(tokens, row.queries)
         self._runtime.report(results)
         return frozenset(discarded)
+
+    def _note_proposals(self, row: PendingRow, tokens: int) -> None:
+        """Count a row's proposals, and those it agreed with.
+
+        Args:
+            tokens: Drafted or emitted by the row.
+        """
+        agreed = tokens - 1 - (len(row.drafts) if row.emits else 0)
+        agreed = max(0, min(agreed, row.proposals))
+        kind = "verify" if row.verifies else "plain" if row.emits else "draft"
+        self._placement.counters.note_proposals(kind, row.proposals, agreed)
+        row.state.stats.note_proposals(row.proposals, agreed)

@@ -220,8 +220,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self._draft_tokens,
             model.vocab_size,
             config.proposals,
-            alone=self._tp_sync.alone,
-            counters=self.placement.counters,
+            self._tp_sync,
+            self.placement.counters,
         )
 
     def init_attention_backends(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.acceptance import Acceptance, Prior
 from vericache_sglang.scheduling.draft_length import Patience
-from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.estimates import Estimates, proposal_prior
 from vericache_sglang.scheduling.lockstep import LockStep
 from vericache_sglang.scheduling.plan import (
     Compress,
@@ -32,6 +32,7 @@ from vericache_sglang.scheduling.plan import (
     SwapOut,
     Verify,
 )
+from vericache_sglang.scheduling.proposals import Proposals
 from vericache_sglang.scheduling.residency import LEAVE, ResidencyPolicy
 from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.staggered import Staggered
@@ -51,9 +52,6 @@ PRICE_STEP = 0.25
 
 LEAST_STEP = 0.005
 """Change of the acceptance probability that is always ignored."""
-
-PACE = 1.0 / 8.0
-"""Weight of one draft row in the mean of the tokens that a request's rows draft."""
 
 NEVER = 1 << 62
 """Iteration that does not come."""
@@ -97,11 +95,15 @@ class Runtime:
             spec=spec,
             acceptance=Acceptance(self.estimates.prior),
             patience=Patience(),
+            proposals=Proposals(
+                Acceptance(self.estimates.proposal_prior), spec.proposals
+            ),
             emitted_at=self.now,
         )
         track.settled_at = track.look_at = self.now + 1 + spec.ready_in
         if not spec.compressible:
             track.look_at = NEVER
+        self._choose_proposals(track)
         self.tracks[spec.rid] = self._whole[spec.rid] = track
 
     def leave(self, rid: str) -> None:
@@ -125,6 +127,7 @@ class Runtime:
         self._host_slots.clear()
         self._link_slots = 0
         self.estimates.prior = Prior()
+        self.estimates.proposal_prior = proposal_prior()
         self.policy = ResidencyPolicy(self.settings, self.throughput)
         # The windows of new rings start at 0.
         self.now = 0
@@ -152,6 +155,8 @@ class Runtime:
             self._emit(track, result.emitted - counted)
             accepted = min(result.emitted - 1, result.drafted)
             track.acceptance.observe(result.drafted, accepted)
+            if result.proposed and not result.drafted:
+                self._observe_proposals(track, result.proposed, result.emitted - 1)
             if self._verified.pop(track.rid, None) is not None:
                 self._next_cycle(track)
 
@@ -315,10 +320,27 @@ class Runtime:
 
     def _proposals(self, track: ScheduledRequest, most: int) -> int:
         """Return the proposals of a row, whose certain draft has been counted."""
+        wanted = min(most, track.proposals.next(self.now))
+        if not wanted:
+            return 0
         settings = self.settings
         furthest = track.furthest(settings.draft_length, settings.proposals)
-        room = furthest - track.drafts - track.pending
-        return max(0, min(most, track.spec.proposals, room))
+        return max(0, min(wanted, furthest - track.drafts - track.pending))
+
+    def _observe_proposals(
+        self, track: ScheduledRequest, proposed: int, accepted: int
+    ) -> None:
+        track.proposals.acceptance.observe(proposed, accepted)
+        self._choose_proposals(track)
+
+    def _choose_proposals(self, track: ScheduledRequest) -> None:
+        proposals = track.proposals
+        if not proposals.most:
+            return
+        before = proposals.count
+        proposals.choose(self.throughput.proposal_cost(track, self._rows))
+        if proposals.count != before:
+            track.share = None
 
     def _moves(self, given: SchedulerInput) -> tuple[Move, ...]:
         move = self.policy.leave_drafting(self._leaving.values(), self.now, given)
@@ -394,12 +416,12 @@ class Runtime:
         verification is due: it comes earlier unless its prefetch is under way. Without
         drafts the cycle of the row has ended already.
         """
+        if result.proposed:
+            self._observe_proposals(track, result.proposed, result.drafted - 1)
         if not track.drafts:
             return
         track.pending -= result.proposed
         track.drafts += result.drafted - 1
-        if result.proposed:
-            track.pace += PACE * (result.drafted - track.pace)
         if result.ended:
             track.closed = True
             track.most = track.drafts

@@ -13,6 +13,7 @@ from vericache_sglang.scheduling.plan import (
     Verify,
     Wait,
 )
+from vericache_sglang.scheduling.proposals import Proposals
 
 if TYPE_CHECKING:
     from vericache_sglang.scheduling.acceptance import Acceptance
@@ -29,6 +30,7 @@ class ScheduledRequest:
         spec: Sizes and limits on arrival.
         acceptance: Its acceptance probability.
         patience: Back-off before an autoregressive request may speculate again.
+        proposals: What an inner drafter may propose in its rows.
         remaining: Tokens it may still emit; everything that rows without a result
             could emit counts as emitted.
         residency: Where its residual KV is.
@@ -40,7 +42,6 @@ class ScheduledRequest:
         most: Draft count at which the cycle waits for its verification; -1 while the
             request may not draft.
         length: Draft length chosen for this cycle, x.
-        pace: Mean tokens of its draft rows, >= 1.
         priced_at: Iteration in which ``length`` was chosen; -1: none yet.
         priced_p: Acceptance probability for which ``length`` was chosen.
         prefetch: Iteration time and link time in seconds, and the demands on the rings
@@ -61,6 +62,7 @@ class ScheduledRequest:
     acceptance: Acceptance
     patience: Patience
     remaining: int = field(init=False)
+    proposals: Proposals = field(default_factory=Proposals)
     residency: Residency = Residency.DEVICE
     split: bool = False
     group: str = ""
@@ -68,7 +70,6 @@ class ScheduledRequest:
     pending: int = 0
     most: int = -1
     length: int = 1
-    pace: float = 1.0
     priced_at: int = -1
     priced_p: float = 0.0
     prefetch: tuple[float, float, PrefetchDemand] | None = None

@@ -119,7 +119,7 @@ class MixedForward:
             chosen = self._sampler.choose(
                 batch, asked, logits, inputs.positions, waited=self._in_flight.land_all
             )
-            result = self._settle(batch, asked, *chosen)
+            result = self._settle(batch, rows, asked, *chosen)
         self._placement.counters.note_forward(actions.values())
         return result, work
 
@@ -152,11 +152,15 @@ class MixedForward:
         result.next_token_ids.view(-1, self._draft_tokens.most)[at] = emission.tokens
         result.accept_lens[at] = emission.counts
         self._in_flight.launch(
-            InFlightForward(result, self._draft_tokens.most, self._launch(asked))
+            InFlightForward(
+                result, self._draft_tokens.most, self._launch(rows.rows, asked)
+            )
         )
         return result
 
-    def _launch(self, asked: Sequence[RowQueries[RequestState]]) -> list[PendingRow]:
+    def _launch(
+        self, rows: Sequence[ForwardRow], asked: Sequence[RowQueries[RequestState]]
+    ) -> list[PendingRow]:
         return [
             self._recorder.launch(
                 row.state,
@@ -164,19 +168,21 @@ class MixedForward:
                 queries=len(row.queries),
                 verifies=row.verifies,
                 emits=row.emits,
+                proposals=built.proposals,
             )
-            for row in asked
+            for built, row in zip(rows, asked, strict=True)
         ]
 
     def _settle(
         self,
         batch: ScheduleBatch,
+        rows: MixedRows,
         asked: Sequence[RowQueries[RequestState]],
         chosen: Sequence[list[int]],
         table: LogprobTable,
     ) -> GenerationBatchResult:
         """Record every row synchronously, with tokens chosen on the host."""
-        self._recorder.land(self._launch(asked), chosen)
+        self._recorder.land(self._launch(rows.rows, asked), chosen)
         emitted = {
             row.batch_index: tokens
             for row, tokens in zip(asked, chosen, strict=True)

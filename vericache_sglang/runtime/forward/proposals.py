@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vericache_sglang.drafters.base import Drafter
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.tp_sync import TensorParallelSync
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,14 @@ class InnerProposer:
         draft_tokens: Receives the proposals.
         vocabulary: Number of token ids.
         proposals: Most proposals per row.
-        alone: The server has one rank. Ranks that propose different tokens would run
-            different forwards, so with several ranks an exception is raised.
+        tp_sync: Its measurements observe the drafter's time. Ranks that propose
+            different tokens would run different forwards, so with several ranks an
+            exception is raised.
         counters: Its ``inner_errors`` counts exceptions.
+
+    Attributes:
+        spent_s: Time in the drafter so far, in seconds. On a GPU it is that of its
+            launches.
     """
 
     def __init__(
@@ -44,17 +51,17 @@ class InnerProposer:
         draft_tokens: DraftTokenBuffer,
         vocabulary: int,
         proposals: int,
-        *,
-        alone: bool,
+        tp_sync: TensorParallelSync,
         counters: Any,
     ) -> None:
         self._drafter = drafter
         self._draft_tokens = draft_tokens
         self._vocabulary = vocabulary
         self._proposals = proposals
-        self._alone = alone
+        self._tp_sync = tp_sync
         self._counters = counters
         self._off = False
+        self.spent_s = 0.0
 
     @property
     def most(self) -> int:
@@ -88,6 +95,7 @@ class InnerProposer:
             [j for k in room for j in range(k)],
         )
         own = pool_idx[at]
+        began = time.perf_counter()
         try:
             tokens = self._drafter.propose(
                 Wanted(own, position[at] + 1, shared, max(room))
@@ -96,6 +104,9 @@ class InnerProposer:
         except Exception as error:  # noqa: BLE001 (raised again where it has to be)
             self._switch_off(error)
             return
+        spent_s = time.perf_counter() - began
+        self.spent_s += spent_s
+        self._tp_sync.measured.drafter_s.observe(spent_s / len(wanted))
         known = (tokens >= 0) & (tokens < self._vocabulary)
         self._draft_tokens.propose(
             own[row], first[at][row] + 1 + place, torch.where(known, tokens, 0)
@@ -120,5 +131,5 @@ class InnerProposer:
         self.stop()
         self._counters.inner_errors += 1
         logger.error("VeriCache: the inner drafter is switched off", exc_info=error)
-        if not self._alone or isinstance(error, torch.AcceleratorError):
+        if not self._tp_sync.alone or isinstance(error, torch.AcceleratorError):
             raise error

@@ -2,7 +2,8 @@
 
 ``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` reads whole texts (lists of token ids)
 from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own.
-With ``VERICACHE_TEST_RESTLESS`` requests are moved all the time, too.
+Every row asks it for as many tokens as may be proposed, whether that pays or not. With
+``VERICACHE_TEST_RESTLESS`` requests are moved all the time, too.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import torch
 
 from vericache_sglang.runtime import worker
+from vericache_sglang.scheduling.proposals import Proposals
 from vericache_test_faults import restless
 
 KIND, TEXTS = "VERICACHE_TEST_DRAFTER", "VERICACHE_TEST_TEXTS"
@@ -72,11 +74,17 @@ class Raising(Random):
         return super().proposed(wanted)
 
 
+def choose_most(proposals, cost):
+    """Choose as many proposals as there may be, whatever they cost."""
+    proposals.count = proposals.most
+
+
 def install():
     """Open the named drafter in place of the server's."""
     kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
     kind = kinds.get(os.environ[KIND])
     if kind is not None:
         worker.open_drafter = lambda config, texts: kind(texts)
+    Proposals.choose = choose_most
     if RESTLESS in os.environ:
         restless.install()
