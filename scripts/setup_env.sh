@@ -78,7 +78,9 @@ fi
 rm -f "$stamp"
 : >"$log"
 
-# Most modules are never imported: without --no-compile pip compiles them all.
+# Most modules are never imported: pip would compile all of them, the last step compiles
+# what a server imports. Images set a variable under which every process would do so.
+unset PYTHONDONTWRITEBYTECODE
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 # PyPI's torch is the CUDA build; a local index or wheel folder may hold the CPU one.
 install_cpu_torch() {
@@ -97,6 +99,12 @@ step "installing the other packages (1 to 2 minutes; CUDA's: several)" \
 step "installing the test tools" "${install[@]}" "$test_requirements"
 step "installing this project" \
   "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
+step "compiling what a server imports" env PYTHONPATH="$root/scripts" "$venv/bin/python" -c "
+from importlib import import_module
+from demo.fork_server import IMPORTED
+for name in (*IMPORTED, 'vericache_sglang.launch_server', 'vericache_sglang.runtime.worker'):
+    import_module(name)
+"
 
 echo "$fingerprint" >"$stamp"
 say "ready: $venv ($device)"

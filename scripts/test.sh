@@ -14,6 +14,7 @@ fi
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 "$root/scripts/setup_env.sh" || exit 1
+unset PYTHONDONTWRITEBYTECODE # set by images; every process would compile what it imports
 bin="$root/.venv/bin"
 report="$root/.venv/pytest-report.xml"
 failed=()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def requests():
-    return waves(load_tokenizer(MODEL), prompts=15, longest=4000, seed=7)
+    return waves(load_tokenizer(MODEL), prompts=12, longest=3200, seed=7)
 
 
 @pytest.fixture(scope="module")

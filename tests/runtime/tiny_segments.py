@@ -81,6 +81,9 @@ class TieredEngine(TinyEngine):
         req = SimpleNamespace(
             rid=rid,
             full_untruncated_fill_ids=ids,
+            output_ids=[],
+            kv=SimpleNamespace(holds_kv=False),
+            sampling_params=SimpleNamespace(max_new_tokens=1000),
             extra_key=None,
             cache_salt=None,
             priority=0,

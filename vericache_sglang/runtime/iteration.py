@@ -151,10 +151,11 @@ class Decoding:
         # Under overlap the ranks meet before SGLang processes this result. Moves
         # communicate, so ranks that make them would not be at that meeting.
         last = self.overlap and not plan.moves
-        if as_sglang and all(
+        plain = as_sglang and all(
             isinstance(action, Plain) and not action.proposals
             for action in actions.values()
-        ):
+        )
+        if plain:
             result = self._run_plain(batch, states, last=last)
         else:
             ready = self.tp_sync.forward(last=last)
@@ -169,7 +170,8 @@ class Decoding:
             # at which SGLang considers them read. Without the event the scheduler's
             # stream waits for everything that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
-        self._publish(result, requests, len(batch.reqs))
+        if plan.moves or not plain:  # else one token more each, as returned
+            self._publish(result, requests, len(batch.reqs))
         self.reporter.end(moves)
         return result
 
