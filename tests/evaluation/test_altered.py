@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_kernels.token_commit import EMIT, DraftTokenRows, DraftTokens
+from vericache_sglang.drafters.base import Wanted
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import altered, dice
 
@@ -106,3 +107,11 @@ def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
 def test_a_probability_is_one(p):
     with pytest.raises(ConfigError, match="--simulated-acceptance"):
         altered.simulated(p)
+
+
+def test_guesses_are_token_ids_for_every_row():
+    rows = torch.tensor([3, 1])
+    wanted = Wanted(rows, torch.tensor([9, 5]), torch.tensor([1, 0]), depth=300)
+    guesses = dice.RandomDrafter(16).propose(wanted)
+    assert guesses.shape == (2, 300)
+    assert set(guesses.flatten().tolist()) == set(range(16))

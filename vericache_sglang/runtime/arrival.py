@@ -59,9 +59,7 @@ class RequestStateFactory:
             length: Tokens prefilled.
             fits: The prompt is long enough to be compressed.
         """
-        options = read_options(
-            req.sampling_params.custom_params, self._config.draft_length
-        )
+        options = read_options(req.sampling_params.custom_params, self._config)
         longest = options.draft_length
         if req.grammar is not None:
             longest = min(longest, MOST_DRAFTS)
@@ -81,7 +79,7 @@ class RequestStateFactory:
             and not getattr(req, "vericache_distrusted", False)
         )
         inner = options.inner and exact and asynchronous
-        proposals = self._config.proposals if inner else 0
+        proposals = min(self._config.proposals, options.inner_length) if inner else 0
         stats = RequestStats(enabled, longest, options.report, proposals)
         req.customized_info = {**(req.customized_info or {}), KEY: stats}
         outputs = list(req.output_ids)
