@@ -33,7 +33,7 @@ def register() -> None:
     apply.register(_hooks())
     config = active_config() or VeriCacheConfig()
     if not is_disabled():
-        _check_requests(config.draft_length)
+        _check_requests(config)
     _register_algorithm(config)
 
 
@@ -45,7 +45,7 @@ def _hooks() -> tuple[Any, ...]:
     return (*apply.hooks(), *(hooks.HOOKS if platform.needed() else ()))
 
 
-def _check_requests(draft_length: int) -> None:
+def _check_requests(config: Any) -> None:
     """Install the request checks (patches: io_struct, tokenizer_manager_checks)."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -58,7 +58,7 @@ def _check_requests(draft_length: int) -> None:
 
     def check(request: Any, input_ids: Any, vocabulary: int, labels: Any) -> None:
         names = None if labels is None else frozenset(labels)
-        check_request(request, input_ids, limits(vocabulary, draft_length, names))
+        check_request(request, input_ids, limits(vocabulary, config, names))
 
     GenerateReqInput.vericache_check = staticmethod(check_copies)
     TokenizerManager.vericache_check = staticmethod(check)
@@ -71,7 +71,7 @@ def _register_algorithm(config: Any) -> None:
     from vericache_sglang.serving.start import check_start
 
     VeriCacheAlgorithm.refuse = staticmethod(partial(check_start, config))
-    VeriCacheAlgorithm.draft_length = config.draft_length
+    VeriCacheAlgorithm.most_drafts = config.most_drafts
 
     @SpeculativeAlgorithm.register(
         NAME, supports_overlap=True, spec_class=VeriCacheAlgorithm

@@ -95,6 +95,8 @@ def _setup(options: argparse.Namespace, preset: Preset) -> Setup:
         precomputed=not options.prefill,
         reserve=options.reserve,
         staged_residuals=options.staged,
+        proposals=options.inner_length or 0,
+        proposal_accept=options.inner_accept or 0.0,
         seed=options.seed,
     )
 
@@ -168,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--planes-accept", type=float, default=PLANES_ACCEPT, help="the same, planes")
     add("--draft-length", type=int, default=32, help="most drafts in a round")
     add("--max-verifies", type=int, default=4, help="verified in one forward")
+    add("--inner-length", type=int, help="most tokens an inner drafter proposes")
+    add("--inner-accept", type=float, help="probability that one of them is right")
     add("--staged", type=int, default=0, help="residual KVs staged at once; 0: auto")
     add("--host-gb", type=float, default=1000.0, help="host memory for residual KV")
     add("--reserve", type=float, default=1.0, help="share of output kept free")

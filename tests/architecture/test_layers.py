@@ -25,7 +25,15 @@ CODE_FOLDERS = ("vericache_sglang", "kernels", "patches", "scripts")
 ROOMS = [
     *("registry", "errors", "former_names", "demo_records", "provenance", "config"),
     "compression",
-    *("device", "sampling", "planning", "scheduling", "observability", "kv"),
+    *(
+        "device",
+        "drafters",
+        "sampling",
+        "planning",
+        "scheduling",
+        "observability",
+        "kv",
+    ),
     *("prefix_cache", "simulation", "attention", "runtime", "platforms", "serving"),
     "plugin",
 ]

@@ -50,6 +50,10 @@ BAD_VALUES = [
     ("seed", -1),
     ("seed", 2**63),
     ("acceptance", "typical"),
+    ("inner", "eagle"),
+    ("inner_length", 0),
+    ("inner_length", 17),
+    ("inner_corpus", -1),
     ("consistency_check_rate", 1.5),
     ("trace", ""),
     ("trace_mb", -1),
@@ -119,8 +123,8 @@ def test_boot_line_shows_every_setting():
         "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
         "recent_tokens=32 staging_tokens=0 host_gb=0.0 "
         "link_gbps=0.0 store_key=off store_shared_folder=off seed=0 "
-        "acceptance=coupled consistency_check_rate=0.0 trace=off trace_mb=1024 "
-        "live_page=on"
+        "acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
+        "consistency_check_rate=0.0 trace=off trace_mb=1024 live_page=on"
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_kernels.token_commit import EMIT, DraftTokenRows, DraftTokens
+from vericache_sglang.drafters.base import Wanted
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import altered, dice
 
@@ -82,16 +83,14 @@ def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
     tokens = torch.arange(64).reshape(8, 8)
     before, draft_tokens = (
         tokens.clone(),
-        DraftTokens(tokens, torch.zeros(8, dtype=torch.int32)),
+        DraftTokens(tokens, torch.zeros(8, dtype=torch.int32), torch.zeros(8).long()),
     )
     first = torch.tensor([0, *itertools.accumulate(n + 1 for n in drafted)])
     kind = torch.full((len(drafted),), EMIT)
     target = before[0, :1].new_tensor(range(100, 100 + int(first[-1])))
     # Even where the full KV agrees, the dice decide.
     target[0 : drafted[0]] = before[pool_indices[0], 1 : 1 + drafted[0]]
-    rows = DraftTokenRows(
-        torch.tensor(pool_indices), first, kind, torch.zeros_like(kind)
-    )
+    rows = DraftTokenRows(torch.tensor(pool_indices), first, kind)
     out = dice.in_buffer(p, 3)(draft_tokens, rows, target)
     for i, (pool_idx, n) in enumerate(zip(pool_indices, drafted, strict=True)):
         count = int(out.counts[i])
@@ -108,3 +107,11 @@ def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
 def test_a_probability_is_one(p):
     with pytest.raises(ConfigError, match="--simulated-acceptance"):
         altered.simulated(p)
+
+
+def test_guesses_are_token_ids_for_every_row():
+    rows = torch.tensor([3, 1])
+    wanted = Wanted(rows, torch.tensor([9, 5]), torch.tensor([1, 0]), depth=300)
+    guesses = dice.RandomDrafter(16).propose(wanted)
+    assert guesses.shape == (2, 300)
+    assert set(guesses.flatten().tolist()) == set(range(16))

@@ -32,6 +32,9 @@ def test_built_in_systems_are_what_they_say_to_the_launcher():
     assert rest == []
     assert settings_of("sparse", *ours)[0].residency == "device"
     assert settings_of("lossy", *ours)[0].residency == "host"
+    for name, least in (("vericache-ngram", 2048), ("ngram-alone", 1 << 20)):
+        config, rest = settings_of(name, *ours)
+        assert (config.inner, config.min_prompt, rest) == ("ngram", least, [])
     offload, _ = settings_of("offload", *ours)
     assert (offload.residency, offload.draft_length) == ("host", 1)
 

@@ -16,7 +16,7 @@ RESULTS = ROOT / "scripts" / "results" / "kernel_compile.json"
 TRIED = [
     *("split planes E3M1", "KIVI 2 bits", "KVQuant 4 bits", "merge of splits"),
     *("ragged rows of 32", "ragged rows of 32, batch of 256", "ragged rows of 1"),
-    *("token commit", "pick entries"),
+    *("token commit", "suffix match", "pick entries"),
 ]
 """One of each kind but for RotateKV, which takes longest."""
 MOST_REGISTERS = 255

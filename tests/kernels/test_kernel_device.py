@@ -24,10 +24,10 @@ def test_a_moved_view_keeps_its_strides_and_what_lies_between():
     whole = torch.arange(24.0).view(4, 6)
     view = whole[1:, ::2]
     draft_tokens, (copy, dtype) = moved(
-        (DraftTokens(whole.clone(), view), (view, torch.int8))
+        (DraftTokens(whole.clone(), view, view), (view, torch.int8))
     )
     assert torch.equal(copy.cpu(), view)
-    assert copy.stride() == draft_tokens.emitted.stride() == view.stride()
+    assert copy.stride() == draft_tokens.drafted.stride() == view.stride()
     assert copy._base.flatten().tolist() == whole.flatten().tolist()
     assert copy.device.type == draft_tokens.tokens.device.type == DEVICE
     assert dtype is torch.int8

@@ -190,7 +190,7 @@ def test_a_replay_is_alone_greedy_and_without_speculation():
     sent = replay_of(asked, f"{REPLAY_PREFIX}7")
     assert sent.sampling_params == {
         **{"temperature": 0.0, "n": 1, "stop": ["x"]},
-        "custom_params": {"mine": 1, KEY: {"enabled": False}},
+        "custom_params": {"mine": 1, KEY: {"enabled": False, "inner": False}},
     }
     assert asked.sampling_params["custom_params"] == custom, "the request's own"
     assert (sent.text, sent.lora_path) == ("prompt", "adapter")

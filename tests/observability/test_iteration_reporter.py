@@ -13,14 +13,14 @@ from vericache_sglang.scheduling.plan import Draft, Offload, Verify, Wait
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
-Request = namedtuple("Request", "rid drafted prompt emitted")
+Request = namedtuple("Request", "rid drafted drafted_max prompt emitted")
 
 REQUESTS = {
-    0: Request("a", 3, 100, 7),
-    2: Request("b", 5, 200, 0),
-    3: Request("c", 0, 300, 1),
+    0: Request("a", 3, 5, 100, 7),
+    2: Request("b", 5, 6, 200, 0),
+    3: Request("c", 0, 0, 300, 1),
 }
-ACTIONS = {0: Draft("a"), 2: Verify("b"), 3: Wait("c")}
+ACTIONS = {0: Draft("a", 2), 2: Verify("b", 1), 3: Wait("c")}
 
 
 class Sink:
@@ -77,8 +77,8 @@ def test_an_iteration_is_sent_when_its_end_and_its_results_are_known():
         (row.rid, row.phase, row.tokens, row.emitted, row.discarded)
         for row in record.rows
     ] == [
-        ("a", "draft", 1, 0, False),
-        ("b", "verify", 6, 6, False),
+        ("a", "draft", 3, 0, False),
+        ("b", "verify", 8, 6, False),
         ("c", "wait", 0, 9, True),
     ]
     assert record.moves == (Offload("a"),)

@@ -22,6 +22,7 @@ def test_two_rounds_and_a_move():
     stats = RequestStats(True, 4)
     stats.note_cycle(4, 4)
     stats.note_cycle(3, 1)
+    stats.note_proposals(4, 1)
     stats.staged_bytes += 1024
     stats.moves["offload"] += 1
     assert stats.report() == with_former_names(
@@ -32,6 +33,8 @@ def test_two_rounds_and_a_move():
             "cycles": 2,
             "drafted": 7,
             "accepted": 5,
+            "inner_proposed": 4,
+            "inner_accepted": 1,
             "accepted_histogram": [0, 1, 0, 0, 1],
             "staged_bytes": 1024,
             "kv_moves": {"offload": 1},

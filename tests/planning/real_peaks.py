@@ -61,7 +61,8 @@ def sampling_copies(at):
     from vericache_sglang.sampling.rejection import filtered_probs
 
     config = at.config
-    mixed = at.running + min(at.running, config.max_verifies) * config.draft_length
+    others = at.running * (1 + config.proposals)
+    mixed = others + min(at.running, config.max_verifies) * config.draft_length
     with torch.device("meta"):
         logits = torch.empty(mixed, at.model.vocab)
         at_query = torch.zeros(mixed, dtype=torch.int64)

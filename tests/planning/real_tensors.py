@@ -122,13 +122,13 @@ def block_table(at):
     from vericache_sglang.runtime.block_table import BlockTablePool
 
     with pytest.MonkeyPatch.context() as patch:
-        told = at.config.draft_length + 1
+        told = at.config.most_drafts + 1
         name = "sglang.srt.mem_cache.allocation_sizing"
         patch.setattr(
             f"{name}.get_spec",
             lambda: SimpleNamespace(
                 speculative_algorithm="VERICACHE",
-                speculative_num_steps=at.config.draft_length,
+                speculative_num_steps=at.config.most_drafts,
                 speculative_eagle_topk=1,
             ),
         )
@@ -150,8 +150,18 @@ def token_buffer(at):
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 
     rows = len(block_table(at).req_to_token)
-    draft_tokens = DraftTokenBuffer(rows, at.config.draft_length, "meta")._draft_tokens
-    return draft_tokens.tokens.nbytes + draft_tokens.emitted.nbytes
+    held = DraftTokenBuffer(rows, at.config.most_drafts, "meta")._draft_tokens
+    return held.tokens.nbytes + held.drafted.nbytes + held.verified.nbytes
+
+
+def texts(at):
+    from vericache_sglang.drafters.ngram import NgramDrafter
+    from vericache_sglang.drafters.texts import Texts
+
+    longest = at.context + at.config.most_drafts + 1
+    made = Texts(at.running, longest, "meta")
+    corpus = NgramDrafter(made, at.config.inner_corpus)._corpus
+    return made.tokens.nbytes + corpus.tokens.nbytes + corpus.end.nbytes
 
 
 def overlap_relay(at):
@@ -169,7 +179,7 @@ def eager_inputs(at):
     registry = build_eager_registry(
         device=META,
         max_bs=at.running,
-        max_num_token=max(SLOTS, at.chunk, at.running * (at.config.draft_length + 1)),
+        max_num_token=max(SLOTS, at.chunk, at.running * (at.config.most_drafts + 1)),
         cache_loc_dtype=torch.int64,
     )
     buffers = [registry.get_slot(name).buffer for name in registry.slot_names()]
@@ -186,7 +196,7 @@ def runners(at):
 
     One plays mixed batches, one SGLang's own decodes.
     """
-    return (at.graph_tokens, at.config.draft_length + 1), (at.graph_rows, 1)
+    return (at.graph_tokens, at.config.most_drafts + 1), (at.graph_rows, 1)
 
 
 def decode_inputs(at):
@@ -309,7 +319,8 @@ def split_scratch(at):
     from vericache_kernels.ragged_attention.triton_impl import launch
 
     model, config = at.model, at.config
-    mixed = at.running + min(at.running, config.max_verifies) * config.draft_length
+    others = at.running * (1 + config.proposals)
+    mixed = others + min(at.running, config.max_verifies) * config.draft_length
     with torch.device("meta"):
         kv = [torch.empty(1000, model.kv_heads, model.head_dim, dtype=BF16)] * 2
         row = torch.zeros(at.graph_rows, dtype=torch.int32)
@@ -319,7 +330,7 @@ def split_scratch(at):
     for tokens in (at.graph_tokens, mixed):
         shape = tokens, model.heads, model.head_dim
         q = torch.empty(shape, dtype=BF16, device=META)
-        attend = partial(launch, q, kv, rows, 1.0, config.draft_length + 1, SPLITS)
+        attend = partial(launch, q, kv, rows, 1.0, config.most_drafts + 1, SPLITS)
         found = peak(attend, q, first)
         sizes += found - q.nbytes  # the result, which every backend has
     return sizes

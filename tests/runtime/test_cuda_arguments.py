@@ -189,7 +189,7 @@ def test_what_was_settled_is_what_refusals_look_at(monkeypatch):
     seen = []
 
     class Algorithm(VeriCacheAlgorithm):
-        draft_length = 6
+        most_drafts = 6
 
         @staticmethod
         def refuse(args):

@@ -41,14 +41,14 @@ def request(rid="r", drafts=()):
 
 
 def entry(*runs, decode=True):
-    """A forward whose requests are numbers; ``None`` emits nothing and drafts 40."""
-    tokens = torch.zeros(len(runs), STRIDE, dtype=torch.int64)
+    """A forward whose requests are numbers; a tuple is drafted and emits nothing."""
+    tokens = torch.full((len(runs), STRIDE), -1, dtype=torch.int64)
     counts, pending_rows = [], []
     for i, run in enumerate(runs):
-        told = [40] if run is None else run
-        tokens[i, : len(told)] = torch.tensor(told)
-        counts.append(0 if run is None else len(run))
-        pending_rows.append(PendingRow(i, i, -1 if run is None else len(run) - 1, 0))
+        emits = isinstance(run, list)
+        tokens[i, : len(run)] = torch.tensor(run)
+        counts.append(len(run) if emits else 0)
+        pending_rows.append(PendingRow(i, i, [], STRIDE, emits))
     result = SimpleNamespace(
         next_token_ids=tokens.flatten(),
         accept_lens=torch.tensor(counts),
@@ -75,17 +75,17 @@ def test_results_of_ended_requests_are_reported_as_discarded():
         lambda rows, runs: frozenset({rows[1].at}),
         lambda counts, discarded: reported.append((counts(), discarded)),
     )
-    in_flight.launch(entry([1, 2], [3, 4, 5], None))
+    in_flight.launch(entry([1, 2], [3, 4, 5], (40,)))
     in_flight.land_all()
     assert reported == [([2, 3, 0], frozenset({1}))]
 
 
 def test_every_request_of_a_forward_gets_its_tokens():
     in_flight, told, counted = recorded()
-    in_flight.launch(entry([1, 2, 3], None, [4]))
+    in_flight.launch(entry([1, 2, 3], (40, 41), [4]))
     assert told == []
     in_flight.land_all()
-    assert told == [(0, [1, 2, 3]), (1, [40]), (2, [4])]
+    assert told == [(0, [1, 2, 3]), (1, [40, 41]), (2, [4])]
     assert counted == [[3, 0, 1]]
 
 
@@ -106,7 +106,7 @@ class Copy:
 
 def test_what_is_still_being_copied_is_waited_for():
     in_flight, told, counted = recorded()
-    launched = entry([1, 2], None)
+    launched = entry([1, 2], (40,))
     in_flight.launch(launched)
     Copy(launched.result)
     in_flight.land_all()
@@ -182,7 +182,7 @@ def test_forwards_are_recorded_once_and_in_order(history):
 
 class Runtime:
     def __init__(self):
-        self.told = []
+        self.told, self.proposals = [], []
 
     def report(self, results):
         self.told.extend(results)
@@ -192,7 +192,10 @@ def world(*states):
     runtime, ended, rounds = Runtime(), [], []
     placement = SimpleNamespace(
         prefetches=SimpleNamespace(end=ended.append),
-        counters=SimpleNamespace(note_cycle=lambda *round: rounds.append(round)),
+        counters=SimpleNamespace(
+            note_cycle=lambda *round: rounds.append(round),
+            note_proposals=lambda *counts: runtime.proposals.append(counts),
+        ),
     )
     living = {state.rid: state for state in states}
     return ResultRecorder(placement, runtime, living), runtime, ended, living
@@ -201,7 +204,7 @@ def world(*states):
 def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_lands():
     state = request(drafts=[11, 12])
     recorder, runtime, ended, _ = world(state)
-    pending_row = recorder.launch(state, 0, verifies=True, emits=True)
+    pending_row = recorder.launch(state, 0, queries=3, verifies=True)
     assert (state.verified, state.pending_max, state.emitted, state.drafted) == (
         11,
         2,
@@ -215,26 +218,55 @@ def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_land
     assert runtime.told == [RowResult("r", drafted=2, emitted=2)]
 
 
-def test_a_draft_of_an_earlier_round_is_forgotten():
+def test_a_draft_of_an_earlier_round_is_verified_and_ends_nothing():
     state = request()
     recorder, runtime, _, _ = world(state)
-    drafted = recorder.launch(state, 0, verifies=False, emits=False)
+    drafted = recorder.launch(state, 0, emits=False)
     assert state.drafted == 1
-    verified = recorder.launch(state, 0, verifies=True, emits=True)
+    verified = recorder.launch(state, 0, queries=2, verifies=True)
     recorder.land([drafted], [[99]])
     recorder.land([verified], [[99, 50]])
     assert (state.drafts, state.drafted) == ([], 0)
     assert runtime.told == [RowResult("r", drafted=1, emitted=2)]
-    stopped = recorder.launch(state, 0, verifies=False, emits=False)
+    stopped = recorder.launch(state, 0, emits=False)
     recorder.land([stopped], [[99]])
-    assert runtime.told[1:] == [RowResult("r")]
+    assert runtime.told[1:] == [RowResult("r", drafted=1, ended=True)]
     assert state.drafts == [99]
+
+
+@pytest.mark.parametrize("agreed", [0, 1, 2])
+def test_proposals_are_counted_once_they_are_reported(agreed):
+    """A draft row with two proposals, and a verification before it is reported."""
+    state = request(drafts=[11])
+    recorder, runtime, _, _ = world(state)
+    tokens = [12, 13, 14][: agreed + 1]
+    drafted = recorder.launch(state, 0, queries=3, emits=False)
+    assert (state.drafted, state.drafted_max) == (2, 4)
+    late = recorder.launch(state, 0, queries=state.drafted_max + 1, verifies=True)
+    recorder.land([drafted], [tokens])
+    assert runtime.told == [], "its cycle has ended"
+    assert (state.verified, state.pending_max, state.drafted_max) == (11, 4, 0)
+    recorder.land([late], [[11, *tokens, 50]])
+    assert state.verified == 10 + 2 + agreed + 1
+    assert state.pending_max == 0
+    assert runtime.told == [
+        RowResult(
+            "r", drafted=2 + agreed, emitted=3 + agreed, proposed=4 - (2 + agreed)
+        )
+    ]
+    assert runtime.proposals == []
+    again = recorder.launch(state, 0, queries=3, emits=False, proposals=2)
+    recorder.land([again], [tokens])
+    assert runtime.proposals == [("draft", 2, agreed)]
+    assert (state.stats.inner_proposed, state.stats.inner_accepted) == (2, agreed)
+    assert runtime.told[1:] == [RowResult("r", drafted=agreed + 1, proposed=2)]
+    assert (state.drafted, state.drafted_max) == (agreed + 1, agreed + 1)
 
 
 def test_what_lands_after_its_request_has_left_is_nothing():
     state = request(drafts=[11])
     recorder, runtime, _, living = world(state)
-    pending_row = recorder.launch(state, 0, verifies=True, emits=True)
+    pending_row = recorder.launch(state, 0, queries=2, verifies=True)
     living["r"] = request()  # it was retracted, and is here again
     assert recorder.land([pending_row], [[11, 50]]) == {0}
     assert living["r"].outputs == [5, 6, 7]
@@ -244,7 +276,7 @@ def test_what_lands_after_its_request_has_left_is_nothing():
 def test_what_lands_after_its_host_copy_was_lost_is_nothing():
     state = request()
     recorder, runtime, _, _ = world(state)
-    pending_row = recorder.launch(state, 0, verifies=False, emits=False)
+    pending_row = recorder.launch(state, 0, emits=False)
     state.lost = True  # the runtime knows it no more, and the draft ends it
     recorder.land([pending_row], [[99]])
     assert runtime.told == []

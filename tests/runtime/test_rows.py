@@ -178,11 +178,10 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
     verified.add(0, request, Verify("r"))
     target = [*[11, 12][:accepted], *[90, 91, 92][: 3 - accepted]]
     first, batch_index = torch.tensor([0, 3]), torch.tensor([2])
-    kind, drafts = torch.tensor([EMIT]), torch.tensor([0])
     draft_tokens.commit(
-        DraftTokenRows(batch_index, first, kind, drafts), torch.tensor(target)
+        DraftTokenRows(batch_index, first, torch.tensor([EMIT])), torch.tensor(target)
     )
-    request.launch_emission()
+    request.launch_emission(3)
 
     rows = MixedRows(world)
     rows.add(0, request, Draft("r"))
@@ -196,7 +195,7 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
     listed = world.table[row.table_row, : length + 1].tolist()
     assert listed == [*KEPT, *DECODE[: 4 + accepted]]
 
-    request.land_emission(target[: accepted + 1], 2)
+    request.land_emission(target[: accepted + 1], 3)
     assert (request.pending_max, request.committed_in_flight) == (0, 0)
     reported = MixedRows(world)
     reported.add(0, request, Draft("r"))

@@ -26,6 +26,9 @@ from vericache_sglang.scheduling.residency import MIN_STAY
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
+WHOLE = 200
+"""Tokens of prompts that are never compressed."""
+
 MOVES = (Offload, SwapOut, Load, SwapIn, Compress, Restore)
 
 
@@ -50,14 +53,19 @@ class Executor:
         self.longest = 0
         self.asynchronous, self.air = late, []
         self.failed = set()
+        # Draft rows whose result was not told: tokens proposed in vain.
+        self.vain = {}
 
     def arrive(self, rid, tokens, prompt=400):
+        whole = prompt == WHOLE
         shape = RequestSpec(
             rid=rid,
             prompt=prompt,
-            kept=prompt // 4,
-            dropped=prompt - prompt // 4,
+            kept=0 if whole else prompt // 4,
+            dropped=0 if whole else prompt - prompt // 4,
             remaining=tokens,
+            compressible=not whole,
+            proposals=self.random.randint(0, self.config.proposals),
         )
         self.shapes[rid], self.left[rid], self.where[rid] = shape, tokens, None
         self.runtime.arrive(shape)
@@ -81,7 +89,8 @@ class Executor:
                 self.staged[rid] = True
         self.free = self.random.choice([0, 300, 10**6]) if self._happens(0.5) else 10**6
         rows = max(1, len(self.left))
-        self.short = self.free < rows * (2 * self.config.draft_length + 3)
+        width = self.config.draft_length + self.config.proposals
+        self.short = self.free < rows * (2 * width + 3)
         plan = self.runtime.plan(
             SchedulerInput(
                 free_slots=self.free,
@@ -90,6 +99,7 @@ class Executor:
                 blocked=self._happens(0.3),
                 arrived=tuple(arrived),
                 failed=tuple(failed),
+                proposals=0 if self._happens(0.2) else self.config.proposals,
             )
         )
         self.plans.append(plan)
@@ -118,7 +128,7 @@ class Executor:
             where = self.where[rid]
             if where is None:
                 assert isinstance(action, Plain | Wait)
-                assert isinstance(action, Plain) or not self.left[rid]
+                assert isinstance(action, Plain) or self._may_have_ended(rid)
             elif where is Residency.SWAPPED:
                 assert isinstance(action, Wait)
             elif isinstance(action, Verify):
@@ -136,16 +146,15 @@ class Executor:
         assert sum(held.values()) <= self.config.staging_slots
         for rid, action in plan.rows.items():
             if isinstance(action, Draft):
-                self.drafts[rid] += 1
-                assert self.drafts[rid] <= self.config.draft_length
-                # One more token comes with the verification.
-                assert self.drafts[rid] < self.left[rid]
-                if self._happens(0.05):
-                    self.runtime.report([RowResult(rid)])
+                self._draft(rid, action.proposals)
             elif isinstance(action, Plain):
-                self._emit(rid, 1)
+                more = self._agreed(action.proposals)
+                if action.proposals:
+                    self._tell(RowResult(rid, 0, 1 + more, action.proposals))
+                else:
+                    self._emit(rid, 1)
             elif isinstance(action, Verify):
-                self._verify(rid)
+                self._verify(rid, action.proposals)
 
     def _make(self, plan):
         for move in plan.moves:
@@ -156,27 +165,61 @@ class Executor:
             else:
                 self._move(move, plan.iteration)
 
-    def _verify(self, rid):
-        drafted = self.drafts.pop(rid, 0)
+    def _may_have_ended(self, rid):
+        pending = [r.drafted + r.proposed + 1 for r in self.air if r.rid == rid]
+        return self.left[rid] <= sum(pending)
+
+    def _agreed(self, proposals):
         right = 0
-        while right < drafted and self.random.random() < 0.9:
+        while right < proposals and self.random.random() < 0.6:
             right += 1
-        waited = self.runtime.now - self.begun[rid]
-        self.longest = max(self.longest, waited)
-        self._forget(rid)
-        self.begun[rid] = self.runtime.now
-        self.failed.discard(rid)
-        result = RowResult(rid, drafted, right + 1)
+        return right
+
+    def _tell(self, result):
+        """Tell a result at once, or one iteration later."""
         if self.asynchronous:
             self.air.append(result)
         else:
             self._land([result])
 
+    def _draft(self, rid, proposals):
+        agreed = self._agreed(proposals)
+        self.drafts[rid] += 1 + agreed
+        self.vain[rid] = self.vain.get(rid, 0) + proposals - agreed
+        most = self.drafts[rid] + self.vain[rid]
+        assert most <= self.config.draft_length + self.config.proposals
+        # One more token comes with the verification.
+        assert most < self.left[rid]
+        ended = self._happens(0.05)
+        if proposals or ended:
+            self._tell(RowResult(rid, 1 + agreed, 0, proposals, ended))
+
+    def _verify(self, rid, proposals):
+        drafted = self.drafts.pop(rid, 0)
+        proposed = self.vain.pop(rid, 0) + proposals
+        width = self.config.draft_length + self.config.proposals
+        assert drafted + proposed <= width
+        assert drafted + proposed < self.left[rid]
+        right = 0
+        while right < drafted and self.random.random() < 0.9:
+            right += 1
+        more = self._agreed(proposed) if right == drafted else 0
+        waited = self.runtime.now - self.begun[rid]
+        self.longest = max(self.longest, waited)
+        self._forget(rid)
+        self.begun[rid] = self.runtime.now
+        self.failed.discard(rid)
+        self._tell(RowResult(rid, drafted, right + more + 1, proposed))
+
     def _land(self, results):
         self.runtime.report(results)
         for result in results:
-            if result.rid in self.left:
+            if result.rid not in self.left:
+                continue
+            if result.emitted:
                 self._emit(result.rid, result.emitted)
+            elif result.rid in self.vain:
+                self.vain[result.rid] -= result.proposed - result.drafted + 1
 
     def _emit(self, rid, tokens):
         assert tokens <= self.left[rid]
@@ -210,6 +253,7 @@ class Executor:
         else:
             self.where[rid] = None
             self.drafts.pop(rid, None)
+            self.vain.pop(rid, None)
         if self.where[rid] is Residency.HOST and self.config.coalesce:
             group = f"g{int(rid[1:]) % 3}" if self.shapes[rid].prompt == 400 else ""
         self._forget(rid)
@@ -229,6 +273,7 @@ CONFIGS = st.builds(
     pacing=st.sampled_from(["staggered", "staggered", "lockstep", "sequential"]),
     residency=st.sampled_from(["auto", "host", "device"]),
     draft_length=st.integers(1, 16),
+    proposals=st.sampled_from([0, 0, 1, 4]),
     max_verifies=st.integers(1, 4),
     staging_slots=st.sampled_from([300, 450, 900]),
     token_bytes=st.sampled_from([1, 10**5, 10**7]),
@@ -237,7 +282,9 @@ CONFIGS = st.builds(
 HISTORIES = st.lists(
     st.one_of(
         st.tuples(st.just("run"), st.integers(1, 40)),
-        st.tuples(st.just("arrive"), st.integers(1, 120), st.sampled_from([400, 600])),
+        st.tuples(
+            st.just("arrive"), st.integers(1, 120), st.sampled_from([400, 600, WHOLE])
+        ),
         st.tuples(st.just("leave"), st.integers(0, 9)),
     ),
     min_size=3,

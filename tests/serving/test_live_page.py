@@ -34,7 +34,8 @@ NAMES = ("rid", "phase", "drafts", "most", "residency", "acceptance")
 REPORT = {
     **{"accepted": 900, "drafted": 1000, "cycles": 50, "plain_rows": 70},
     **{"running": 5, "requests_drafting": 3, "disabled_speculations": 7},
-    "consistency_checks": 9,
+    **{"inner_proposed_draft": 30, "inner_proposed_plain": 10},
+    **{"inner_accepted_draft": 9, "consistency_checks": 9},
     **{"requests_device": 2, "requests_host": 2, "requests_swapped_out": 1},
     **{"host_bytes": 3 << 20, "host_budget_bytes": 4 << 30},
     **{"staging_slots": 128, "staging_tokens": 2048},
@@ -403,6 +404,7 @@ def test_headline_numbers(drawn):
     assert re.match(r"[\d,]+decoded", busy.tile("Tokens per second"))
     assert busy.tile("Drafts accepted").startswith("90.0%")
     assert busy.tile("Accepted per verification").startswith("18.0")
+    assert busy.tile("Proposals accepted").startswith("22.5%")
     assert busy.tile("Speculation disabled").startswith("7")
     assert busy.tile("Inconsistent answers") == "0in 9 checks"
     assert not busy.of(name="alarm")

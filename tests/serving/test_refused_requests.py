@@ -2,6 +2,7 @@
 
 import pytest
 
+from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import QUOTED, ConfigError, quoted
 from vericache_sglang.evaluation.odd_requests import ODD
 from vericache_sglang.serving.refused_requests import (
@@ -13,7 +14,7 @@ from vericache_sglang.serving.refused_requests import (
 
 pytestmark = pytest.mark.sglang
 
-VOCABULARY, DRAFT_LENGTH = 586, 8
+VOCABULARY, CONFIG = 586, VeriCacheConfig(draft_length=8)
 
 
 def check(body):
@@ -25,7 +26,7 @@ def check(body):
     request.normalize_batch_and_arguments()
     one = request if request.is_single else request[0]
     ids = [1, 2, 3] if one.input_ids is None else one.input_ids
-    check_request(one, ids, limits(VOCABULARY, DRAFT_LENGTH, frozenset({"m"})))
+    check_request(one, ids, limits(VOCABULARY, CONFIG, frozenset({"m"})))
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
@@ -78,7 +79,7 @@ def test_a_prompt_without_tokens_is_refused_outside_a_session():
     request = GenerateReqInput(text="")
     request.normalize_batch_and_arguments()
     with pytest.raises(ConfigError, match="input_ids"):
-        check_request(request, [], limits(VOCABULARY, DRAFT_LENGTH))
+        check_request(request, [], limits(VOCABULARY, CONFIG))
 
 
 @pytest.mark.parametrize(

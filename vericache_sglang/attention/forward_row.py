@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class ForwardRow:
     """The row of one request in a mixed forward.
 
-    ``prefix``, ``at`` and ``position`` count committed tokens. While the result of the
-    last verification is unreported (``pending_max``), the device adds the further
-    accepted tokens to each (``DraftTokenBuffer.extra``).
+    ``prefix``, ``at`` and ``position`` count what is certain. While results are
+    unreported (``pending_max``), the device adds the further accepted and drafted
+    tokens to each: it knows the position (``DraftTokenBuffer``).
 
     Attributes:
         batch_index: Index of the request in the schedule batch.
@@ -24,10 +24,14 @@ class ForwardRow:
             block-table row or a verification row.
         prefix: Length of ``table_row`` before the first query, in slots.
         at: Column of the own row with the slot of the first query's KV.
-        columns: Columns of the draft token buffer that are run; one, or d + 1 in a
-            verification.
+        columns: Columns of the draft token buffer that are run, if nothing is
+            unreported: the last draft's, or all of them in a verification; and those of
+            proposals.
         position: True position of the first query in the text.
-        pending_max: Upper bound on the unreported tokens beyond the committed ones.
+        pending_max: Upper bound on the unreported tokens beyond the certain ones.
+        drafts: The row drafts, so that its columns begin with the last draft.
+        proposals: Columns behind the others, which an inner drafter fills.
+        shared: That drafter may use what other requests said.
         packed: The request if the row begins with code slots, else None.
     """
 
@@ -39,4 +43,7 @@ class ForwardRow:
     columns: range
     position: int
     pending_max: int = 0
+    drafts: bool = False
+    proposals: int = 0
+    shared: bool = False
     packed: RequestState | None = None

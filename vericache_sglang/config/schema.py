@@ -147,6 +147,23 @@ class VeriCacheConfig(BaseModel):
         "with the same noise, rejection is rejection sampling; seeded requests are "
         "always coupled",
     )
+    inner: Literal["none", "ngram"] = _setting(
+        "none",
+        "inner drafter, which proposes further tokens of a row: ngram continues what "
+        "the end of the text has followed before, in the request or in finished "
+        "outputs",
+    )
+    inner_length: int = _setting(
+        4, "most tokens that the inner drafter proposes per row", "tokens", ge=1, le=16
+    )
+    inner_corpus: int = _setting(
+        65536,
+        "last tokens of finished outputs that ngram searches; 0 searches each "
+        "request's own text only, as is always done for requests with an extra_key",
+        "tokens",
+        ge=0,
+        le=1 << 20,
+    )
     consistency_check_rate: float = _setting(
         0.0,
         "part of the finished greedy requests that is replayed without speculation "
@@ -168,6 +185,16 @@ class VeriCacheConfig(BaseModel):
     live_page: Literal["on", "off"] = _setting(
         "on", "whether GET /vericache, /vericache/state and /vericache/cache are served"
     )
+
+    @property
+    def proposals(self) -> int:
+        """Most tokens that an inner drafter proposes per row; 0 without one."""
+        return 0 if self.inner == "none" else self.inner_length
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of one verification: the last draft row may have proposals."""
+        return self.draft_length + self.proposals
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 ENV = "VERICACHE_ALTERED"
 """Variable with comma-separated alterations: ``lossy``, ``accept=P`` (a probability),
-``longest`` (drafts are as long as a request allows, whatever they cost) and
-``timed=FILE`` (see ``timers``)."""
+``longest`` (drafts are as long as a request allows, whatever they cost), ``guesses``
+(the inner drafter proposes random tokens) and ``timed=FILE`` (see ``timers``)."""
 
 KEY = "altered"
 """The server's counter that names its alterations; also the key in a request's
@@ -37,6 +37,7 @@ KEY = "altered"
 LOSSY = "lossy"
 ACCEPT = "accept="
 LONGEST = "longest"
+GUESSES = "guesses"
 TIMED = "timed="
 
 WARNING = "VeriCache ALTERED by a benchmark: %s"
@@ -85,6 +86,8 @@ def install() -> None:
             _emit_drafts()
         elif part == LONGEST:
             _draft_longest()
+        elif part == GUESSES:
+            _guess()
         elif part.startswith(ACCEPT):
             _throw_dice(float(part.removeprefix(ACCEPT)))
         elif part.startswith(TIMED):
@@ -125,19 +128,20 @@ def _emit_drafts() -> None:
     def asked(*args: Any) -> Any:
         return [replace(row, emits=True) for row in queries(*args)]
 
-    def launched(self: Any, state: Any, at: int, *, verifies: bool, emits: bool) -> Any:
+    def launched(self: Any, state: Any, at: int, **row: Any) -> Any:
         track = self._runtime.tracks.get(state.rid)
         if track is not None and track.split:
             track.emitted_at = self._runtime.now
             track.remaining -= 1
             _begin(self._runtime, track)
-        return launch(self, state, at, verifies=verifies, emits=emits)
+        return launch(self, state, at, **row)
 
-    def settled(self: Any, batch: Any, asked: Any, chosen: Any, table: Any) -> Any:
+    def settled(self: Any, batch: Any, rows: Any, asked: Any, *more: Any) -> Any:
+        chosen, table = more
         chosen = [
             _forced(row.state) or run for row, run in zip(asked, chosen, strict=True)
         ]
-        return settle(self, batch, asked, chosen, table)
+        return settle(self, batch, rows, asked, chosen, table)
 
     _put(mixed, "_queries", asked)
     _put(mixed.MixedForward, "_settle", settled)
@@ -178,6 +182,14 @@ def _draft_longest() -> None:
         return replace(best(self, track, *args, **named), length=most)
 
     _put(Throughput, "best", longest)
+
+
+def _guess() -> None:
+    """Have the inner drafter propose random tokens."""
+    from vericache_sglang.evaluation.dice import RandomDrafter
+    from vericache_sglang.runtime import worker
+
+    _put(worker, "open_drafter", lambda config, texts: RandomDrafter())
 
 
 def _confess(alteration: str) -> None:

@@ -15,6 +15,7 @@ from vericache_sglang.evaluation.benchmarks.compressors import COMPRESSORS
 from vericache_sglang.evaluation.benchmarks.divergence import DIVERGENCE
 from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
 from vericache_sglang.evaluation.benchmarks.hardest import HARDEST
+from vericache_sglang.evaluation.benchmarks.inner import INNER
 from vericache_sglang.evaluation.benchmarks.lossless import LOSSLESS
 from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
 from vericache_sglang.evaluation.benchmarks.paper_figures import FIGURES
@@ -36,6 +37,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "decode": DECODE,
     "sweep": SWEEP,
     "hardest": HARDEST,
+    "inner": INNER,
     "pacing": PACING,
     "shared-prefix": SHARED_PREFIX,
     "chats": CHATS,

@@ -1,4 +1,4 @@
-"""Simulated acceptance: draft tokens are accepted at random, on host and device."""
+"""Simulated acceptance: draft tokens are accepted, or proposed, at random."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vericache_kernels.token_commit import DraftTokenRows, DraftTokens, Emission
+    from vericache_sglang.drafters.base import Wanted
 
 NOTHING = -1
 """An invalid token id, equal to no draft token."""
@@ -76,3 +77,22 @@ def in_buffer(
         return token_commit(draft_tokens, rows, target)
 
     return commit
+
+
+class RandomDrafter:
+    """An inner drafter that proposes random tokens.
+
+    Args:
+        tokens: Proposals are token ids below this number.
+    """
+
+    def __init__(self, tokens: int = 512) -> None:
+        self._tokens = tokens
+
+    def propose(self, wanted: Wanted) -> torch.Tensor:
+        """See ``Drafter.propose``."""
+        shape = len(wanted.pool_idx), wanted.depth
+        return torch.randint(self._tokens, shape, device=wanted.pool_idx.device)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Learn nothing."""

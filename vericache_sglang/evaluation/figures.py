@@ -22,6 +22,8 @@ TOTALS = (
     *("fallbacks", "offloads", "loads", "swap_outs", "swap_ins", "shared_prefetches"),
     *("staged_bytes", "offloaded_bytes", "prefetch_seconds", "disabled_speculations"),
     *("deadline_misses", "failed_prefetches", "reprefills"),
+    *("inner_proposed_draft", "inner_proposed_verify", "inner_proposed_plain"),
+    *("inner_accepted_draft", "inner_accepted_verify", "inner_accepted_plain"),
 )
 """Monotonic counters of a server."""
 
@@ -200,6 +202,17 @@ def per_verify(grown: Mapping[str, Any]) -> dict[str, float | None]:
         f"{what}_per_verify": _ratio(grown.get(what, 0), verified)
         for what in ("drafted", "accepted")
     }
+
+
+def per_token(grown: Mapping[str, Any], tokens: int) -> float:
+    """Return the iterations that a request took part in or waited through per token.
+
+    Args:
+        grown: Increments of ``TOTALS``.
+        tokens: Output tokens, > 0.
+    """
+    rows = ("draft_rows", "verify_rows", "plain_rows", "waits")
+    return float(sum(grown[name] for name in rows) / tokens)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -18,6 +18,7 @@ REFERENCE = "plain"
 """The reference system: its answers are right, and its speed is 1."""
 
 OFF = "--disable-vericache"
+NGRAM = ("--vericache-inner", "ngram")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,16 @@ BUILT_IN: Mapping[str, System] = {
             about="plain offloading: the KV off the device is brought back for every "
             "verification of one draft, so for every one or two tokens",
             flags=("--vericache-residency", "host", "--vericache-draft-length", "1"),
+        ),
+        System(
+            name="ngram-alone",
+            about="VeriCache's prompt lookup on the full KV: nothing is compressed",
+            flags=(*NGRAM, "--vericache-min-prompt", str(1 << 20)),
+        ),
+        System(
+            name="vericache-ngram",
+            about="VeriCache with prompt lookup as its inner drafter",
+            flags=NGRAM,
         ),
         System(
             name="vericache",

@@ -95,14 +95,14 @@ class RequestState:
         cursor: Its state in its grammar; None without a grammar.
         asynchronous: Results may be processed one iteration later: only the end of the
             request depends on them.
-        drafts: Tokens drafted since the last verification, as far as reported.
+        drafts: Tokens drafted since the last verification, as far as reported; a new
+            list in every draft-verify cycle.
         drafted_from: The distributions [V] they were sampled from, under rejection
             sampling.
-        drafts_in_flight: Further draft tokens in flight, not reported yet.
+        drafts_in_flight: Further draft tokens certainly in flight, not reported yet.
+        proposals_in_flight: Upper bound of the draft tokens beyond ``drafted``.
         committed_in_flight: Committed tokens counted in ``verified``, not yet reported.
         pending_max: Upper bound of the tokens verified beyond ``verified``.
-        cycle: Number of the draft-verify cycle; launching a verification and
-            discarding drafts increment it.
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
         lost: The residual KV is damaged; the request must prefill again.
@@ -121,9 +121,9 @@ class RequestState:
     drafts: list[int] = field(default_factory=list)
     drafted_from: list[torch.Tensor] = field(default_factory=list)
     drafts_in_flight: int = 0
+    proposals_in_flight: int = 0
     committed_in_flight: int = 0
     pending_max: int = 0
-    cycle: int = 0
     parts: Parts | None = None
     planned: bool = False
     lost: bool = False
@@ -147,13 +147,26 @@ class RequestState:
 
     @property
     def drafted(self) -> int:
-        """Draft tokens since the last verification, those in flight included."""
+        """Draft tokens since the last verification, those in flight included.
+
+        With proposals in flight it is a lower bound.
+        """
         return len(self.drafts) + self.drafts_in_flight
+
+    @property
+    def drafted_max(self) -> int:
+        """Upper bound of the draft tokens since the last verification."""
+        return self.drafted + self.proposals_in_flight
 
     @property
     def emitted(self) -> int:
         """Committed output tokens, those before a retraction included."""
         return len(self.outputs) + self.committed_in_flight
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether inner drafters may use its output for other requests, and theirs."""
+        return self.stats.proposals > 0 and self.req.extra_key is None
 
     @property
     def split(self) -> Parts:
@@ -195,49 +208,48 @@ class RequestState:
 
     # -- launches and results of forwards ------------------------------------------
 
-    def launch_draft(self) -> None:
-        """Record the launch of a forward that drafts one token."""
+    def launch_draft(self, queries: int = 1) -> None:
+        """Record the launch of a forward that drafts 1 to ``queries`` tokens."""
         self.drafts_in_flight += 1
+        self.proposals_in_flight += queries - 1
 
-    def land_draft(self, token: int, cycle: int) -> bool:
-        """Record a reported draft token; return whether it would end the request.
+    def land_draft(
+        self, tokens: list[int], drafts: list[int], queries: int = 1
+    ) -> bool:
+        """Record reported draft tokens; return whether one would end the request.
 
         Args:
-            cycle: ``self.cycle`` at its launch; a token of an earlier cycle is
-                discarded.
+            tokens: 1 to ``queries`` tokens.
+            drafts: ``self.drafts`` at the launch, which the tokens extend.
+            queries: As at the launch.
         """
-        if cycle != self.cycle:
+        drafts += tokens
+        if drafts is not self.drafts:
             return False
         self.drafts_in_flight -= 1
-        self.drafts.append(token)
-        ended = token in self.stops
+        self.proposals_in_flight -= queries - 1
+        ended = not self.stops.isdisjoint(tokens)
         if self.cursor is not None:
-            ended = not self.cursor.draft(token) or ended
+            ended = not self.cursor.draft(tokens[-1]) or ended
         return ended
 
-    def launch_emission(self) -> int:
-        """Record the launch of a verification or of an autoregressive decode.
-
-        Returns:
-            The drafts it verifies, d; it emits one token and up to d more.
-        """
-        drafts = self.drafted
+    def launch_emission(self, queries: int) -> None:
+        """Record the launch of a row that emits 1 to ``queries`` tokens."""
         self.verified += 1
         self.committed_in_flight += 1
-        self.pending_max += drafts
+        self.pending_max += queries - 1
         self._next_round()
-        return drafts
 
-    def land_emission(self, tokens: list[int], drafts: int) -> None:
+    def land_emission(self, tokens: list[int], queries: int) -> None:
         """Record the reported tokens of a launched emission.
 
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
-            drafts: What ``launch_emission`` returned.
+            queries: As at the launch.
         """
         self.verified += len(tokens) - 1
         self.committed_in_flight -= 1
-        self.pending_max -= drafts
+        self.pending_max -= queries - 1
         self.outputs.extend(tokens)
         if self.penalties is not None:
             self.penalties.note(tokens)
@@ -247,7 +259,7 @@ class RequestState:
     def draft(self, token: int) -> bool:
         """Record a draft token at once; return whether it would end the request."""
         self.launch_draft()
-        return self.land_draft(token, self.cycle)
+        return self.land_draft([token], self.drafts)
 
     def accept(self, tokens: list[int]) -> None:
         """Record verified tokens at once and start the next draft-verify cycle.
@@ -255,7 +267,9 @@ class RequestState:
         Args:
             tokens: Accepted drafts and the correction or bonus token, >= 1.
         """
-        self.land_emission(tokens, self.launch_emission())
+        queries = self.drafted + 1
+        self.launch_emission(queries)
+        self.land_emission(tokens, queries)
 
     def drop_drafts(self) -> None:
         """Discard unverified drafts, and roll the grammar back."""
@@ -266,5 +280,4 @@ class RequestState:
     def _next_round(self) -> None:
         self.drafts = []
         self.drafted_from = []
-        self.drafts_in_flight = 0
-        self.cycle += 1
+        self.drafts_in_flight = self.proposals_in_flight = 0

@@ -308,7 +308,10 @@ def replay_of(request: Any, rid: str) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     params = dict(request.sampling_params)
-    custom = {**(params.get("custom_params") or {}), KEY: {"enabled": False}}
+    custom = {
+        **(params.get("custom_params") or {}),
+        KEY: {"enabled": False, "inner": False},
+    }
     return GenerateReqInput(
         rid=rid,
         text=request.text,

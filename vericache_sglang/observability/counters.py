@@ -37,6 +37,13 @@ MOVES = {
 """Name of a move -> its counter."""
 
 
+(PROPOSED_KEYS,) = (
+    row.keys for row in METRICS if row.metric == "inner_proposed_tokens"
+)
+(AGREED_KEYS,) = (row.keys for row in METRICS if row.metric == "inner_accepted_tokens")
+"""Kind of a row -> its counter."""
+
+
 def move_name(move: Move) -> str:
     """Return the public name of a move; see ``MOVES``."""
     return MOVES[type(move)]
@@ -91,6 +98,18 @@ class Counters:
         self.cycles += 1
         self.drafted += drafted
         self.accepted += accepted
+
+    def note_proposals(self, kind: str, proposed: int, accepted: int) -> None:
+        """Record the proposals of an inner drafter in one row.
+
+        Args:
+            kind: "draft", "verify" or "plain".
+            proposed: Tokens that the row ran.
+            accepted: Those that the model agreed with.
+        """
+        for keys, tokens in ((PROPOSED_KEYS, proposed), (AGREED_KEYS, accepted)):
+            name = keys[kind]
+            setattr(self, name, getattr(self, name) + tokens)
 
     def report(self) -> dict[str, int | float]:
         """Return every counter, and the ratios derived from them."""

@@ -48,7 +48,11 @@ class RunningRequest(Protocol):
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted since the last verification."""
+        """Tokens drafted since the last verification, at least."""
+
+    @property
+    def drafted_max(self) -> int:
+        """Upper bound of ``drafted``."""
 
     @property
     def prompt(self) -> int:
@@ -153,9 +157,13 @@ class IterationReporter:
         self._index += 1
         self._rows = []
         for i, request in requests.items():
-            phase: Phase = "plain" if actions is None else PHASES[type(actions[i])]
-            width = request.drafted + 1 if phase == "verify" else phase != "wait"
-            self._rows.append((request.rid, phase, int(width)))
+            action = Plain(request.rid) if actions is None else actions[i]
+            phase, width = PHASES[type(action)], 0
+            if not isinstance(action, Wait):
+                width = 1 + action.proposals
+            if isinstance(action, Verify):
+                width += request.drafted_max
+            self._rows.append((request.rid, phase, width))
         if self._sinks:
             began = time.perf_counter()
             positions = tuple(requests)

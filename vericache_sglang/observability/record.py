@@ -20,8 +20,9 @@ class RowRecord:
 
     Attributes:
         rid: Request id.
-        tokens: Query tokens of its row: 0 for wait, d + 1 for verify, else 1.
-        emitted: Tokens emitted, 0 to d + 1.
+        tokens: Query tokens of its row: 0 for wait, d + 1 for verify, else 1; and the
+            proposals of an inner drafter.
+        emitted: Tokens emitted, at most ``tokens``.
         discarded: Whether the request had ended before the results were known (the
             overlap schedule launches one iteration too many), so that they are ignored.
     """

@@ -23,11 +23,14 @@ class RequestStats:
 
     Attributes:
         enabled: Whether the request may speculate.
-        draft_length: Most drafts per cycle, in tokens.
+        draft_length: Most drafts per cycle, in tokens, without proposals.
+        proposals: Most tokens that an inner drafter may propose per row.
         reported: Whether OpenAI's ``usage`` includes the statistics too.
         cycles: Draft-verify cycles.
         drafted: Drafts verified.
         accepted: Drafts accepted; bonus tokens are not counted.
+        inner_proposed: Tokens that the inner drafter proposed in its rows.
+        inner_accepted: Those that the model agreed with.
         histogram: Accepted drafts per cycle -> number of cycles.
         staged_bytes: Bytes of its prefetches; a shared one counts for the request that
             started it.
@@ -37,9 +40,12 @@ class RequestStats:
     enabled: bool
     draft_length: int
     reported: bool = False
+    proposals: int = 0
     cycles: int = 0
     drafted: int = 0
     accepted: int = 0
+    inner_proposed: int = 0
+    inner_accepted: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     staged_bytes: int = 0
     moves: Counter[str] = field(default_factory=Counter)
@@ -51,6 +57,11 @@ class RequestStats:
         self.accepted += accepted
         self.histogram[accepted] += 1
 
+    def note_proposals(self, proposed: int, accepted: int) -> None:
+        """Count the proposals in one row."""
+        self.inner_proposed += proposed
+        self.inner_accepted += accepted
+
     def report(self) -> dict[str, Any]:
         """Return the totals as plain values, under former names too."""
         longest = max(self.histogram, default=-1)
@@ -60,6 +71,8 @@ class RequestStats:
             "cycles": self.cycles,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "inner_proposed": self.inner_proposed,
+            "inner_accepted": self.inner_accepted,
             "accepted_histogram": [self.histogram[n] for n in range(longest + 1)],
             "staged_bytes": self.staged_bytes,
             "kv_moves": dict(self.moves),

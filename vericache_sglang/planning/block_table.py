@@ -67,5 +67,5 @@ def block_table_shape(
     """
     # Twice the tokens of a verification (SGLang reserves two, allocation_sizing.py)
     # and a page for rounding; the draft KV may be listed after a full prompt.
-    extra = 2 * (config.draft_length + 1) + int(kept * width) + 2 * page
+    extra = 2 * (config.most_drafts + 1) + int(kept * width) + 2 * page
     return BlockTableShape(requests, config.max_verifies, width + extra)

@@ -13,7 +13,7 @@ products, and is one verification at draft length 31."""
 
 
 def graph_tokens(
-    max_running: int, draft_length: int, max_verifies: int
+    max_running: int, draft_length: int, max_verifies: int, proposals: int = 0
 ) -> tuple[int, ...]:
     """Return the tokens of every graph, ascending; the last is the largest batch.
 
@@ -24,6 +24,7 @@ def graph_tokens(
         max_running: Most rows of a batch, >= 1.
         draft_length: Most drafts of a verification, >= 1.
         max_verifies: Most rows verified in one forward, >= 1.
+        proposals: Most proposals of an inner drafter in a row, >= 0.
 
     Raises:
         ValueError: An argument is below its bound.
@@ -32,13 +33,22 @@ def graph_tokens(
         ("max_running", max_running),
         ("draft_length", draft_length),
         ("max_verifies", max_verifies),
+        ("proposals", proposals + 1),
     ):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    most = max_running + min(max_verifies, max_running) * draft_length
+    most = most_tokens(max_running, draft_length, max_verifies, proposals)
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
         more = STEP if size >= STEP else size
         size = max(size + more, size * 5 // 4 // STEP * STEP)
     return (*sizes, most)
+
+
+def most_tokens(
+    max_running: int, draft_length: int, max_verifies: int, proposals: int = 0
+) -> int:
+    """Return the tokens of the largest mixed batch; see ``graph_tokens``."""
+    verified = min(max_verifies, max_running)
+    return max_running * (1 + proposals) + verified * draft_length

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.config.schema import resolve_staging
 from vericache_sglang.planning.block_table import block_table_shape
-from vericache_sglang.planning.graph_sizes import graph_tokens
+from vericache_sglang.planning.graph_sizes import most_tokens
 from vericache_sglang.planning.memory_rows import ROWS, MemoryRow, Phase, row_bytes
 from vericache_sglang.planning.sglang_memory import block_table_width
 
@@ -84,8 +84,12 @@ class Deployment:
         if not self.graph_rows:
             return 0
         config = self.config
-        sizes = graph_tokens(self.graph_rows, config.draft_length, config.max_verifies)
-        return sizes[-1]
+        return most_tokens(
+            self.graph_rows,
+            config.draft_length,
+            config.max_verifies,
+            config.proposals,
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -109,7 +113,7 @@ class Deployment:
             staging: Slots of the staging buffer, after SGLang's.
         """
         model, config = self.model, self.config
-        drafts, verifies = config.draft_length, config.max_verifies
+        drafts, verifies = config.most_drafts, config.max_verifies
         width = block_table_width(self.context, self.page, drafts)
         table = block_table_shape(config, self.running, width, self.page, self.kept)
         return {
@@ -132,9 +136,13 @@ class Deployment:
             "rows": table.rows,
             "columns": table.width,
             "running": self.running,
-            "mixed": self.running + min(self.running, verifies) * drafts,
+            "mixed": most_tokens(
+                self.running, config.draft_length, verifies, config.proposals
+            ),
             "chunk": self.chunk,
             "drafts": drafts,
+            "proposals": config.proposals,
+            "corpus": config.inner_corpus,
             "min_prompt": config.min_prompt,
             "kept": self.kept,
             "tail": self.tail,

@@ -96,8 +96,16 @@ ROWS: tuple[MemoryRow, ...] = (
     MemoryRow(
         "draft token buffer",
         Phase.SUBTRACTED,
-        "rows * (8 * (drafts + 2) + 4)",
+        "rows * (8 * (drafts + 2) + 12)",
         "runtime/forward/draft_tokens.py",
+        RUNNING,
+    ),
+    MemoryRow(
+        "texts of an inner drafter",
+        Phase.SUBTRACTED,
+        "(proposals > 0) * (4 * (running + 1) * (context + drafts + 2)"
+        " + 4 * corpus + 8)",
+        "drafters/texts.py, and finished outputs",
         RUNNING,
     ),
     MemoryRow("overlap relay", Phase.SUBTRACTED, "16 * rows", "FutureMap", RUNNING),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.runtime.scheduler_settings import spec_of
+from vericache_sglang.runtime.scheduler_settings import spec_of, whole_spec_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -47,7 +47,10 @@ class RequestAdmission:
         """
         probed = False
         for batch_index, state in requests.items():
-            if not state.stats.enabled or state.planned:
+            if state.planned:
+                continue
+            if not state.stats.enabled:
+                self._arrive_whole(state)
                 continue
             if self._placement.compressor.known(state) or self._probing.done(state):
                 self._arrive(state)
@@ -65,6 +68,13 @@ class RequestAdmission:
         budget = self._placement.budget(state)
         if budget is None:
             self._placement.observer.forget(state.rid)
+            self._arrive_whole(state)
             return
         spec = spec_of(state, budget, self._placement, overlap=self._overlap)
         self._runtime.arrive(spec)
+
+    def _arrive_whole(self, state: RequestState) -> None:
+        """Admit a request that is not compressed, if an inner drafter may serve it."""
+        state.planned = True
+        if state.stats.proposals:
+            self._runtime.arrive(whole_spec_of(state))

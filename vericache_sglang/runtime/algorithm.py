@@ -48,8 +48,8 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
     refuse: Callable[[Any], None]
     """Checks server arguments; set by the plugin before registration."""
 
-    draft_length: int
-    """``VeriCacheConfig.draft_length``; set by the plugin before registration."""
+    most_drafts: int
+    """``VeriCacheConfig.most_drafts``; set by the plugin before registration."""
 
     def carries_draft_hidden_states(self) -> bool:
         """Return False: no hidden states are relayed (called by ``Scheduler``)."""
@@ -96,6 +96,6 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         type(self).refuse(server_args)
         if not server_args.disable_radix_cache:
             server_args.radix_cache_backend = tiered_cache.NAME
-        server_args.speculative_num_steps = self.draft_length
+        server_args.speculative_num_steps = self.most_drafts
         server_args.speculative_eagle_topk = 1
-        server_args.speculative_num_draft_tokens = self.draft_length + 1
+        server_args.speculative_num_draft_tokens = self.most_drafts + 1

@@ -60,28 +60,31 @@ class RequestStateFactory:
             length: Tokens prefilled.
             fits: The prompt is long enough to be compressed.
         """
-        options = read_options(
-            req.sampling_params.custom_params, self._config.draft_length
-        )
+        options = read_options(req.sampling_params.custom_params, self._config)
         longest = options.draft_length
         if req.grammar is not None:
             longest = min(longest, MOST_DRAFTS)
-        enabled = (
-            fits
-            and options.enabled
-            and draftable(req)
-            and (self._config.residency != "auto" or not ends_early(req))
-            # A request that lost its KV once is not compressed again.
-            and not getattr(req, "vericache_distrusted", False)
-        )
-        stats = RequestStats(enabled, longest, options.report)
-        req.customized_info = {**(req.customized_info or {}), KEY: stats}
-        outputs = list(req.output_ids)
         profile = profile_of(
             req,
             deterministic=self._deterministic,
             rejection=self._config.acceptance == "rejection",
         )
+        asynchronous = profile.rule is not SamplingRule.REJECTION
+        asynchronous = asynchronous and not looks_at_tokens(req)
+        exact = draftable(req)
+        enabled = (
+            fits
+            and options.enabled
+            and exact
+            and (self._config.residency != "auto" or not ends_early(req))
+            # A request that lost its KV once is not compressed again.
+            and not getattr(req, "vericache_distrusted", False)
+        )
+        inner = options.inner and exact and asynchronous
+        proposals = min(self._config.proposals, options.inner_length) if inner else 0
+        stats = RequestStats(enabled, longest, options.report, proposals)
+        req.customized_info = {**(req.customized_info or {}), KEY: stats}
+        outputs = list(req.output_ids)
         return RequestState(
             req=req,
             prompt=length,
@@ -92,8 +95,7 @@ class RequestStateFactory:
             stats=stats,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
-            asynchronous=profile.rule is not SamplingRule.REJECTION
-            and not looks_at_tokens(req),
+            asynchronous=asynchronous,
             committed_in_flight=1,
         )
 

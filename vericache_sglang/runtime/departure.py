@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 def last_action(state: RequestState) -> RowAction | None:
     """Return the action for a finished request; None while it is running.
 
-    The last token's KV is written only if the request is not compressed.
+    The last token's KV is written only if the request is not compressed, and known to
+    have finished: unreported rows may also have emitted fewer tokens than they could.
     """
     if state.lost:
         return Wait(state.rid)
     if state.remaining:
         return None
-    return Plain(state.rid) if state.residency is None else Wait(state.rid)
+    ended = state.residency is None and not state.pending_max
+    return Plain(state.rid) if ended else Wait(state.rid)
 
 
 def keep_last_token(state: RequestState) -> None:

@@ -20,16 +20,21 @@ class PendingRow:
 
     Attributes:
         at: Its index in the schedule batch.
-        drafts: Number of drafts the row verifies; -1 if it drafts and emits nothing.
-        cycle: ``RequestState.cycle`` at the launch.
-        verifies: The row is a verification; autoregressive rows have no drafts either.
+        drafts: ``RequestState.drafts`` at the launch: those that a row verifies, once
+            all earlier forwards are recorded.
+        queries: Query tokens, the most it emits or drafts.
+        emits: The row emits; else it drafts.
+        verifies: The row is a verification; autoregressive rows emit too.
+        proposals: Query tokens that an inner drafter proposed for this row.
     """
 
     state: RequestState
     at: int
-    drafts: int
-    cycle: int
+    drafts: list[int]
+    queries: int = 1
+    emits: bool = True
     verifies: bool = False
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +44,8 @@ class InFlightForward:
     Attributes:
         result: SGLang's result: ``next_token_ids`` [B * stride] and ``accept_lens``
             [B], on the device until SGLang has copied them to the host (its event
-            ``copy_done``). Drafted tokens are included, with accept length 0.
+            ``copy_done``). Drafted tokens are included, with accept length 0 and
+            padded with -1.
         stride: Entries per request in ``next_token_ids``.
         pending_rows: Rows whose results are not recorded; empty if the forward was
             recorded synchronously.
@@ -66,8 +72,11 @@ class InFlightForward:
         runs = []
         for pending_row in self.pending_rows:
             start = pending_row.at * self.stride
-            length = 1 if pending_row.drafts < 0 else counts[pending_row.at]
-            runs.append(flat[start : start + length])
+            if pending_row.emits:
+                runs.append(flat[start : start + counts[pending_row.at]])
+                continue
+            drafted = flat[start : start + pending_row.queries]
+            runs.append([token for token in drafted if token >= 0])
         return runs, counts
 
 

@@ -15,13 +15,11 @@ from vericache_sglang.runtime.departure import last_action
 from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
-    Draft,
     Move,
     Plain,
     Plan,
     Residency,
     SchedulerInput,
-    Wait,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from vericache_sglang.runtime.admission import RequestAdmission
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.forward.mixed import MixedForward
+    from vericache_sglang.runtime.forward.proposals import InnerProposer
     from vericache_sglang.runtime.in_flight import InFlightQueue
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.recovery import Recovery
@@ -72,6 +71,7 @@ class Decoding:
         recovery: Handles errors.
         reporter: Reports every iteration.
         max_running: Maximum running requests.
+        proposer: Asks the inner drafter; None without one.
     """
 
     states: dict[str, RequestState]
@@ -88,8 +88,10 @@ class Decoding:
     recovery: Recovery
     reporter: IterationReporter
     max_running: int
+    proposer: InnerProposer | None = None
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
+    _drafter_s: float = field(default=0.0, init=False)
 
     def interrupt(self) -> None:
         """Discard the running time measurement, because a prefill comes between."""
@@ -140,26 +142,26 @@ class Decoding:
             result = self._run_plain(batch, states, last=self.overlap)
             self.reporter.end(())
             return result
-        plan = self._plan(batch, len(states))
+        plan = self._plan(batch, states)
         actions = {
             i: last_action(state) or plan.rows.get(state.rid) or Plain(state.rid)
             for i, state in requests.items()
         }
-        if any(
-            state.pending_max and not isinstance(actions[i], (Draft, Wait))
-            for i, state in requests.items()
-        ):  # the draft token buffer keeps one unreported emission per request
-            self.in_flight.land_all()
         self.reporter.begin(requests, actions)
         # Under overlap the ranks meet before SGLang processes this result. Moves
         # communicate, so ranks that make them would not be at that meeting.
         last = self.overlap and not plan.moves
-        plain = as_sglang and all(isinstance(each, Plain) for each in actions.values())
+        plain = as_sglang and all(
+            isinstance(action, Plain) and not action.proposals
+            for action in actions.values()
+        )
         if plain:
             result = self._run_plain(batch, states, last=last)
         else:
             ready = self.tp_sync.forward(last=last)
-            result, self._work = self.mixed.run(batch, requests, actions, ready)
+            result, self._work = self.mixed.run(
+                batch, requests, actions, ready, self.proposer
+            )
             if self._work is None:
                 time.sleep(IDLE_SECONDS)
         moves = self._make_moves(plan, batch)
@@ -173,7 +175,8 @@ class Decoding:
         self.reporter.end(moves)
         return result
 
-    def _plan(self, batch: ScheduleBatch, rows: int) -> Plan:
+    def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> Plan:
+        rows = len(states)
         prefetches = self.placement.prefetches
         self.placement.poll_outgoing()
         reported = self.tp_sync.sync_inputs(
@@ -187,6 +190,7 @@ class Decoding:
             blocked=bool(batch.batch_is_full) and rows < self.max_running,
             arrived=tuple(arrived),
             failed=tuple(failed),
+            proposals=self._proposals(states),
         )
         plan = self.runtime.plan(given)
         self.tp_sync.check(given, plan)
@@ -198,6 +202,12 @@ class Decoding:
                 state.stats.staged_bytes += self.placement.start_prefetch(state)
         self.placement.counters.note_drafting(self.runtime.drafting)
         return plan
+
+    def _proposals(self, states: list[RequestState]) -> int:
+        """Return the most proposals of a row; tokens chosen on the host have none."""
+        if self.proposer is None or not all(state.asynchronous for state in states):
+            return 0
+        return self.proposer.most
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
         """Carry out a plan's moves; return those that were made."""
@@ -234,22 +244,24 @@ class Decoding:
         rows: int,
     ) -> None:
         """Set the device lengths of all rows in SGLang's result."""
-        lengths, own, pending_max = [1] * rows, [0] * rows, [0] * rows
+        # Row 0 is padding, of which nothing is verified.
+        lengths, own = [1] * rows, [0] * rows
         for i, state in requests.items():
-            lengths[i], pending_max[i] = state.row_length, state.pending_max
+            lengths[i] = state.row_length - state.verified
             own[i] = state.req_pool_idx
-        certain, batch_index, unreported = upload(
-            self.draft_tokens.device, lengths, own, pending_max
-        )
-        result.new_seq_lens = certain + self.draft_tokens.extra(batch_index, unreported)
+        further, pool_indices = upload(self.draft_tokens.device, lengths, own)
+        result.new_seq_lens = self.draft_tokens.verified(pool_indices) + further
 
     def _observe_last(self) -> None:
         """Observe the time of the last iteration, launch to launch, if it decoded."""
         now = time.perf_counter()
+        # The inner drafter's time is not the forward's; it is priced by itself.
+        drafter_s = 0.0 if self.proposer is None else self.proposer.spent_s
         if self._work is not None:
-            self.tp_sync.measured.iteration.observe(self._work, now - self._launched)
+            seconds = now - self._launched - (drafter_s - self._drafter_s)
+            self.tp_sync.measured.iteration.observe(self._work, seconds)
             self._work = None
-        self._launched = now
+        self._launched, self._drafter_s = now, drafter_s
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState], *, last: bool

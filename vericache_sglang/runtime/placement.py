@@ -60,10 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLAIN_ROOM = 3
-"""Slots that an autoregressive row uses before the next allocation: one unreported
-token and two more."""
-
 
 class KVPlacement:
     """Owns and accounts for every resource that VeriCache allocates.
@@ -165,6 +161,14 @@ class KVPlacement:
         )
         measure_link(self.handles, self.prefetches.region, estimates.link)
         self._outgoing: list[tuple[str, Transfer]] = []
+
+    @property
+    def plain_room(self) -> int:
+        """Slots that an autoregressive row uses before the next allocation.
+
+        The tokens of one unreported forward, those of the next one, and one more.
+        """
+        return 2 * (self._config.proposals + 1) + 1
 
     @property
     def host_slots(self) -> int:
@@ -446,14 +450,14 @@ class KVPlacement:
         parts, req = state.parts, state.req
         if parts is None:
             return
-        req.vericache_room = PLAIN_ROOM
+        req.vericache_room = self.plain_room
         req.vericache_swapped_slots = 0
         if parts.residency is Residency.SWAPPED:
             req.vericache_room = 0
             req.vericache_swapped_slots = state.swappable_slots
         elif parts.residency is not None:
             # With overlap one cycle may be unreported while the next one is written.
-            req.vericache_room = 2 * (self._config.draft_length + 1)
+            req.vericache_room = 2 * (self._config.most_drafts + 1)
 
     def _weigh_codes(self) -> float:
         """Measure the time to read a coded token, relative to an exact slot."""

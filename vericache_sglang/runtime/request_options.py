@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.config.schema import flag
 from vericache_sglang.errors import QUOTED, ConfigError, quoted
 from vericache_sglang.observability.request_stats import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FIELDS = ("enabled", "draft_length", "report")
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+LENGTHS = ("draft_length", "inner_length")
+SWITCHES = {"enabled": True, "report": False, "inner": True}
+"""Name of a switch -> its default."""
+FIELDS = (*SWITCHES, *LENGTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +28,25 @@ class RequestOptions:
         enabled: Speculate if profitable; False: always decode autoregressively.
         draft_length: Maximum draft length, in tokens.
         report: Also return its statistics in OpenAI's ``usage``.
+        inner: Use the server's inner drafter if it has one and its proposals pay.
+        inner_length: Most tokens that it proposes per row.
     """
 
     enabled: bool
     draft_length: int
     report: bool
+    inner: bool
+    inner_length: int
 
 
-def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestOptions:
+def read_options(
+    custom_params: Mapping[str, Any] | None, config: VeriCacheConfig
+) -> RequestOptions:
     """Read and validate a request's options.
 
     Args:
         custom_params: ``SamplingParams.custom_params``.
-        most: The server's draft length: the default and the maximum.
+        config: The server's; its lengths are the defaults and the maxima.
 
     Raises:
         ConfigError: A field or its value is invalid; the message names it.
@@ -52,19 +64,21 @@ def read_options(custom_params: Mapping[str, Any] | None, most: int) -> RequestO
         raise ConfigError(
             f"{where}.{unknown[0][:QUOTED]} is not known; it has {', '.join(FIELDS)}"
         )
-    switches = {"enabled": True, "report": False}
-    for name, default in switches.items():
-        switches[name] = value = given.get(name, default)
+    read: dict[str, Any] = {}
+    for name, default in SWITCHES.items():
+        read[name] = value = given.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(
                 f"{where}.{name} must be true or false, got {quoted(value)}"
             )
-    length = given.get("draft_length", most)
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ConfigError(f"{where}.draft_length must be >= 1, got {quoted(length)}")
-    if length > most:
-        raise ConfigError(
-            f"{where}.draft_length must be at most {most}, the server's "
-            f"--vericache-draft-length, got {quoted(length)}"
-        )
-    return RequestOptions(**switches, draft_length=length)
+    for name in LENGTHS:
+        most = getattr(config, name)
+        read[name] = value = given.get(name, most)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{where}.{name} must be >= 1, got {quoted(value)}")
+        if value > most:
+            raise ConfigError(
+                f"{where}.{name} must be at most {most}, the server's "
+                f"{flag(name)}, got {quoted(value)}"
+            )
+    return RequestOptions(**read)

@@ -35,22 +35,32 @@ class ResultRecorder:
         self._states = states
 
     def launch(
-        self, state: RequestState, at: int, *, verifies: bool, emits: bool
+        self,
+        state: RequestState,
+        at: int,
+        *,
+        queries: int = 1,
+        verifies: bool = False,
+        emits: bool = True,
+        proposals: int = 0,
     ) -> PendingRow:
         """Record that a row's forward was launched.
 
         Args:
             at: Its index in the schedule batch.
+            queries: Its query tokens.
             verifies: The row verifies its drafts.
             emits: The row verifies or decodes autoregressively.
+            proposals: Those of its query tokens that an inner drafter proposed.
         """
+        row = PendingRow(state, at, state.drafts, queries, emits, verifies, proposals)
         if not emits:
-            state.launch_draft()
-            return PendingRow(state, at, -1, state.cycle)
-        drafts = state.launch_emission()
+            state.launch_draft(queries)
+            return row
+        state.launch_emission(queries)
         if verifies:
             self._placement.prefetches.end(state.rid)
-        return PendingRow(state, at, drafts, state.cycle, verifies)
+        return row
 
     def land(
         self, rows: Sequence[PendingRow], runs: Sequence[list[int]]
@@ -59,7 +69,7 @@ class ResultRecorder:
 
         Args:
             rows: From ``launch``.
-            runs: By row, the drafted token or the emitted tokens.
+            runs: By row, the drafted or emitted tokens.
 
         Returns:
             Batch indices of the requests that had ended before their results were
@@ -69,17 +79,51 @@ class ResultRecorder:
         results = []
         for row, tokens in zip(rows, runs, strict=True):
             state = row.state
+            if row.proposals:
+                self._note_proposals(row, len(tokens))
             if self._states.get(state.rid) is not state or state.lost:
                 discarded.append(row.at)
-            elif row.drafts < 0:
-                if state.land_draft(tokens[0], row.cycle):
-                    results.append(RowResult(state.rid))
+            elif not row.emits:
+                current = row.drafts is state.drafts
+                ended = state.land_draft(tokens, row.drafts, row.queries)
+                proposed = row.queries - 1
+                if current and (proposed or ended):
+                    results.append(
+                        RowResult(
+                            state.rid,
+                            drafted=len(tokens),
+                            proposed=proposed,
+                            ended=ended,
+                        )
+                    )
             else:
+                drafted = len(row.drafts)
+                proposed = row.queries - 1 - drafted
                 if row.verifies:
-                    accepted = len(tokens) - 1
-                    self._placement.counters.note_cycle(row.drafts, accepted)
-                    state.stats.note_cycle(row.drafts, accepted)
-                    results.append(RowResult(state.rid, row.drafts, len(tokens)))
-                state.land_emission(tokens, row.drafts)
+                    accepted = min(len(tokens) - 1, drafted)
+                    self._placement.counters.note_cycle(drafted, accepted)
+                    state.stats.note_cycle(drafted, accepted)
+                if row.verifies or proposed:
+                    results.append(
+                        RowResult(
+                            state.rid,
+                            drafted=drafted,
+                            emitted=len(tokens),
+                            proposed=proposed,
+                        )
+                    )
+                state.land_emission(tokens, row.queries)
         self._runtime.report(results)
         return frozenset(discarded)
+
+    def _note_proposals(self, row: PendingRow, tokens: int) -> None:
+        """Count a row's proposals, and those it agreed with.
+
+        Args:
+            tokens: Drafted or emitted by the row.
+        """
+        agreed = tokens - 1 - (len(row.drafts) if row.emits else 0)
+        agreed = max(0, min(agreed, row.proposals))
+        kind = "verify" if row.verifies else "plain" if row.emits else "draft"
+        self._placement.counters.note_proposals(kind, row.proposals, agreed)
+        row.state.stats.note_proposals(row.proposals, agreed)

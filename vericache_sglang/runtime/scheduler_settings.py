@@ -22,6 +22,7 @@ def runtime_settings(
         pacing=config.pacing,
         residency=config.residency,
         draft_length=config.draft_length,
+        proposals=config.proposals,
         max_verifies=config.max_verifies,
         staging_slots=placement.prefetches.region.slots,
         token_bytes=placement.geometry.token_bytes,
@@ -57,4 +58,19 @@ def spec_of(
         remaining=state.remaining,
         longest=state.stats.draft_length,
         ready_in=1 if overlap else 0,
+        # A draft row that begins with codes has one query (``CodedRows``).
+        proposals=0 if budget.coded else state.stats.proposals,
+    )
+
+
+def whole_spec_of(state: RequestState) -> RequestSpec:
+    """Return the spec of a request whose prompt is never compressed."""
+    return RequestSpec(
+        rid=state.rid,
+        prompt=state.prompt,
+        kept=0,
+        dropped=0,
+        remaining=state.remaining,
+        compressible=False,
+        proposals=state.stats.proposals,
     )

@@ -12,6 +12,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.drafters.catalog import open_drafter
+from vericache_sglang.drafters.texts import Texts
 from vericache_sglang.former_names import with_former_names
 from vericache_sglang.kv.calibration import starting_coefficients
 from vericache_sglang.kv.query_tails import attention_layers
@@ -27,6 +29,7 @@ from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
+from vericache_sglang.runtime.forward.proposals import InnerProposer
 from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.runtime.in_flight import (
     InFlightForward,
@@ -35,7 +38,7 @@ from vericache_sglang.runtime.in_flight import (
 )
 from vericache_sglang.runtime.iteration import Decoding
 from vericache_sglang.runtime.model_services import ModelServices
-from vericache_sglang.runtime.placement import PLAIN_ROOM, KVPlacement
+from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.probing import Probing
 from vericache_sglang.runtime.recovery import Recovery
 from vericache_sglang.runtime.result_recorder import ResultRecorder
@@ -163,9 +166,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         atexit.register(self._reporter.close)
         atexit.register(self.placement.close)
-        self._draft_tokens = DraftTokenBuffer(
-            self.placement.table.shape[0], self._config.draft_length, self.device
-        )
+        self._open_draft_tokens(req_to_token_pool.shape.requests)
         recorder = ResultRecorder(self.placement, self.runtime, self._states)
         self._in_flight = InFlightQueue(recorder.land, self._reporter.landed)
         mixed = MixedForward(
@@ -191,9 +192,37 @@ class VeriCacheWorker(BaseSpecWorker):
             recovery=self._recovery,
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
+            proposer=self._proposer,
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_free = self.release
+
+    def _open_draft_tokens(self, requests: int) -> None:
+        """Allocate the draft token buffer; open the inner drafter, if there is one.
+
+        Args:
+            requests: Most running requests.
+        """
+        config, model = self._config, self.model_runner.model_config
+        rows = len(self.placement.table)
+        self._texts: Texts | None = None
+        self._proposer: InnerProposer | None = None
+        if not config.proposals:
+            self._draft_tokens = DraftTokenBuffer(rows, config.most_drafts, self.device)
+            return
+        longest = model.context_len + config.most_drafts + 1
+        self._texts = Texts(requests, longest, self.device)
+        self._draft_tokens = DraftTokenBuffer(
+            rows, config.most_drafts, self.device, self._texts
+        )
+        self._proposer = InnerProposer(
+            open_drafter(config, self._texts),
+            self._draft_tokens,
+            model.vocab_size,
+            config.proposals,
+            self._tp_sync,
+            self.placement.counters,
+        )
 
     def init_attention_backends(self) -> None:
         """See ``BaseSpecWorker``; also installs the observers of queries and keys."""
@@ -261,6 +290,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if state is None:
             return
         each_of(
+            lambda: self._learn(state),
             lambda: self.runtime.leave(req.rid),
             state.drop_drafts,  # roll back the grammar, which a retracted request keeps
         )
@@ -271,6 +301,11 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.check(self._states)
         if not self._states:
             self._reporter.idle()
+
+    def _learn(self, state: RequestState) -> None:
+        """Let the inner drafter learn from a request that has finished."""
+        if self._proposer is not None and state.req.finished() and not state.lost:
+            self._proposer.finish(state)
 
     def begin_iteration(self, scheduler: Any) -> None:
         """Reset what an error has made unreliable, on all ranks at once.
@@ -344,6 +379,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self.release(state.req)
         self.runtime.clear()
         self.placement.forget_all()
+        if self._proposer is not None and not self._tp_sync.alone:
+            self._proposer.stop()  # it may have failed on one rank only
         self._recovery.complete()
 
     def _new_weights(self) -> None:
@@ -404,19 +441,21 @@ class VeriCacheWorker(BaseSpecWorker):
         if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
                 requests = batch.req_pool_indices.to(torch.int64)
-                self._draft_tokens.start(requests, result.next_token_ids)
+                self._draft_tokens.start(
+                    requests, result.next_token_ids, batch.seq_lens
+                )
                 lengths, rows = batch.seq_lens_cpu.tolist(), []
                 for i, (req, length) in enumerate(
                     zip(batch.reqs, lengths, strict=True)
                 ):
                     with self._recovery.of_arrival(req):
                         state = self._arrive(req, length)
-                        rows.append(PendingRow(state, i, 0, state.cycle))
+                        rows.append(PendingRow(state, i, state.drafts))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
                     self._in_flight.land_all()
         result.new_seq_lens = batch.seq_lens
-        result.speculative_num_draft_tokens = self._config.draft_length + 1
+        result.speculative_num_draft_tokens = self._config.most_drafts + 1
         return result
 
     def _nothing_prefilled(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -437,8 +476,11 @@ class VeriCacheWorker(BaseSpecWorker):
         state = self._state_factory.state_of(req, length, fits)
         self._tp_sync.same_noise(state)
         self._states[req.rid] = state
-        req.vericache_room, req.vericache_lost = PLAIN_ROOM, False
+        req.vericache_room, req.vericache_lost = self.placement.plain_room, False
         req.vericache_swapped_slots = 0
+        if self._texts is not None and state.stats.proposals:
+            text = [*req.origin_input_ids, *req.output_ids]
+            self._texts.put(state.req_pool_idx, text[:length])
         whole = length >= len(req.origin_input_ids) + len(req.output_ids)
         if whole and not state.stats.enabled:  # its observations will not be used
             self.placement.observer.forget(req.rid)

@@ -232,4 +232,8 @@ def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(row: RowQueries[SampledRequest], tokens: list[int]) -> list[int]:
-    return accepted_tokens(row.state.drafts, tokens) if row.verifies else tokens
+    if not row.verifies:
+        return tokens
+    # Its row has room for proposals that an inner drafter may have added to the drafts.
+    drafts = row.state.drafts
+    return accepted_tokens(drafts, tokens[: len(drafts) + 1])

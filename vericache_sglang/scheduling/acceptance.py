@@ -10,6 +10,10 @@ PRIOR_START = 0.95
 """Initial acceptance probability per token: the paper's acceptance rate stays above 0.8
 at 30 drafts (arXiv:2605.17613, section 4.3)."""
 
+PRIOR_TRIALS = 80.0
+"""Weight of the initial probability in that of all requests, in tokens: four cycles of
+twenty."""
+
 PRIOR_TOKENS = 4.0
 """Weight of the prior in a request's own estimate, in tokens."""
 
@@ -25,16 +29,19 @@ class Prior:
 
     Args:
         start: Acceptance probability per token before the first cycle, in [0, 1].
+        trials: Weight of ``start``, in tokens, > 0; it decays within some dozens of
+            cycles.
 
     Raises:
         InvariantError: ``start`` is outside [0, 1].
     """
 
-    def __init__(self, start: float = PRIOR_START) -> None:
+    def __init__(
+        self, start: float = PRIOR_START, trials: float = PRIOR_TRIALS
+    ) -> None:
         if not 0.0 <= start <= 1.0:
             raise InvariantError(f"acceptance cannot start at {start}")
-        # The weight of four cycles of twenty tokens; it decays within some dozens.
-        self._trials = 80.0
+        self._trials = trials
         self._accepted = start * self._trials
 
     @property

@@ -12,10 +12,21 @@ from vericache_sglang.scheduling.link import LinkEstimate
 START_LINK_BYTES_PER_S = 8e9
 """Initial link bandwidth, that of a modest PCIe link."""
 
+PROPOSALS_START = 0.5
+"""Initial acceptance probability of an inner drafter's proposals."""
+
+PROPOSALS_TRIALS = 8.0
+"""Its weight, in proposals: a drafter that is wrong on this work is found out soon."""
+
 START_COEFFICIENTS = Coefficients(
     base_s=5e-3, per_token_s=1e-5, per_read_s=1e-8, per_product_s=1e-9
 )
 """Initial coefficients of the iteration-time model."""
+
+
+def proposal_prior() -> Prior:
+    """Return the acceptance of proposals before the first one."""
+    return Prior(PROPOSALS_START, PROPOSALS_TRIALS)
 
 
 @dataclass(slots=True)
@@ -28,6 +39,9 @@ class Estimates:
         iteration: Iteration time as a function of its work.
         link: Bandwidth between host and device.
         prior: Acceptance probability of requests without a verification.
+        proposal_prior: Acceptance probability of an inner drafter's proposals in
+            requests that had none.
+        drafter_s: Time of an inner drafter per row that it proposes for, in seconds.
         split_s: Time to compress a prompt, in seconds per prompt token.
     """
 
@@ -38,6 +52,8 @@ class Estimates:
         default_factory=lambda: LinkEstimate(START_LINK_BYTES_PER_S)
     )
     prior: Prior = field(default_factory=Prior)
+    proposal_prior: Prior = field(default_factory=proposal_prior)
+    drafter_s: Ewma = field(default_factory=lambda: Ewma(0.0, least=0.0, most=1e-1))
     split_s: Ewma = field(default_factory=lambda: Ewma(1e-6, least=0.0, most=1e-2))
 
     def report(self) -> dict[str, float]:
@@ -51,5 +67,7 @@ class Estimates:
             "iteration_per_token_slot_s": model.per_product_s,
             "acceptance_prior": self.prior.p,
             "compress_s_per_token": self.split_s.value,
+            "inner_acceptance_prior": self.proposal_prior.p,
+            "inner_drafter_s": self.drafter_s.value,
             **self.link.report(),
         }

@@ -37,6 +37,8 @@ class RequestSpec:
         remaining: Tokens it may still emit, >= 0.
         longest: Most drafts between two of its verifications, >= 1.
         ready_in: Decode iterations before its prompt may be compressed.
+        compressible: Whether its prompt may be compressed at all.
+        proposals: Most tokens that an inner drafter may propose in one of its rows.
     """
 
     rid: str
@@ -49,6 +51,8 @@ class RequestSpec:
     remaining: int
     longest: int = 1 << 30
     ready_in: int = 0
+    compressible: bool = True
+    proposals: int = 0
 
     def __post_init__(self) -> None:
         staged = self.staged or self.dropped
@@ -68,6 +72,7 @@ class SchedulerInput:
         blocked: Whether waiting requests lack device memory.
         arrived: Requests whose residual KV has arrived in the staging buffer.
         failed: Requests whose prefetch failed.
+        proposals: Most tokens that an inner drafter may propose per row.
     """
 
     free_slots: int
@@ -76,22 +81,30 @@ class SchedulerInput:
     blocked: bool = False
     arrived: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """Result of a verification, or a draft that ends its request.
+    """What a plan could not foresee of one row.
 
     Attributes:
         rid: Request id.
-        drafted: Drafts verified, >= 0.
-        emitted: Accepted drafts and the bonus token, in [1, drafted + 1]; 0: the row
-            drafted a token that would end the request, so further drafts are useless.
+        drafted: Drafts of an emitting row, >= 0, or tokens that a draft row drafted,
+            >= 1.
+        emitted: Accepted tokens and the one after them, in
+            [1, drafted + proposed + 1]; 0: a draft row.
+        proposed: Further tokens that the row ran: proposals of an inner drafter behind
+            the drafts of an emitting row, or behind the last token of a draft row.
+        ended: The row drafted a token that would end the request, so further drafts
+            are useless.
     """
 
     rid: str
     drafted: int = 0
     emitted: int = 0
+    proposed: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +159,41 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Decode one token autoregressively; the full KV is on the device."""
+    """Decode autoregressively; the full KV is on the device.
+
+    Attributes:
+        rid: Request id.
+        proposals: Tokens that the inner drafter proposes behind the pending one.
+    """
 
     rid: str
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft one token on the draft KV."""
+    """Draft on the draft KV: one token, and the proposals that it agrees with.
+
+    Attributes:
+        rid: Request id.
+        proposals: Tokens that the inner drafter proposes behind the last draft.
+    """
 
     rid: str
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Verify the drafts on the full KV; the residual KV is on the device."""
+    """Verify the drafts on the full KV; the residual KV is on the device.
+
+    Attributes:
+        rid: Request id.
+        proposals: Tokens that the inner drafter proposes behind the last draft.
+    """
 
     rid: str
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ class ResidencyPolicy:
         return None
 
     def _cycle_slots(self) -> int:
-        return 2 * (self._settings.draft_length + 1) + self._settings.page
+        settings = self._settings
+        return 2 * (settings.draft_length + settings.proposals + 1) + settings.page
 
     def _first_compression(
         self,

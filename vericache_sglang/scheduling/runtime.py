@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.acceptance import Acceptance, Prior
 from vericache_sglang.scheduling.draft_length import Patience
-from vericache_sglang.scheduling.estimates import Estimates
+from vericache_sglang.scheduling.estimates import Estimates, proposal_prior
 from vericache_sglang.scheduling.lockstep import LockStep
 from vericache_sglang.scheduling.plan import (
     Compress,
+    Draft,
     Load,
     Move,
     Offload,
+    Plain,
     Plan,
     Prefetch,
     RequestSpec,
@@ -28,7 +30,9 @@ from vericache_sglang.scheduling.plan import (
     SchedulerInput,
     SwapIn,
     SwapOut,
+    Verify,
 )
+from vericache_sglang.scheduling.proposals import Proposals
 from vericache_sglang.scheduling.residency import LEAVE, ResidencyPolicy
 from vericache_sglang.scheduling.scheduled_request import ScheduledRequest
 from vericache_sglang.scheduling.staggered import Staggered
@@ -48,6 +52,9 @@ PRICE_STEP = 0.25
 
 LEAST_STEP = 0.005
 """Change of the acceptance probability that is always ignored."""
+
+NEVER = 1 << 62
+"""Iteration that does not come."""
 
 MAX_FAILURES = 2
 """Failed prefetches in a row after which a request's residual KV is abandoned."""
@@ -88,9 +95,15 @@ class Runtime:
             spec=spec,
             acceptance=Acceptance(self.estimates.prior),
             patience=Patience(),
+            proposals=Proposals(
+                Acceptance(self.estimates.proposal_prior), spec.proposals
+            ),
             emitted_at=self.now,
         )
         track.settled_at = track.look_at = self.now + 1 + spec.ready_in
+        if not spec.compressible:
+            track.look_at = NEVER
+        self._choose_proposals(track)
         self.tracks[spec.rid] = self._whole[spec.rid] = track
 
     def leave(self, rid: str) -> None:
@@ -114,6 +127,7 @@ class Runtime:
         self._host_slots.clear()
         self._link_slots = 0
         self.estimates.prior = Prior()
+        self.estimates.proposal_prior = proposal_prior()
         self.policy = ResidencyPolicy(self.settings, self.throughput)
         # The windows of new rings start at 0.
         self.now = 0
@@ -122,10 +136,10 @@ class Runtime:
     def report(self, results: Iterable[RowResult]) -> None:
         """Record the results of forwards that the plan could not foresee.
 
-        A plan counts one token of every draft and of every autoregressive row, and all
-        drafts of a verification as accepted, so that drafts which precede its result
-        never go beyond the request's last token. Reported are the results of
-        verifications and drafts that end their request, in the order of the forwards.
+        A plan counts one token of every draft row, and every token that an emitting
+        row runs as emitted, so that rows which precede its result never go beyond the
+        request's last token. Reported are the results of verifications, of rows with
+        proposals and of drafts that end their request, in the order of the forwards.
 
         Args:
             results: Those of requests that have ended are ignored.
@@ -135,10 +149,14 @@ class Runtime:
             if track is None:
                 continue
             if not result.emitted:
-                self._close(track)
+                self._drafted(track, result)
                 continue
-            self._emit(track, result.emitted - (result.drafted + 1))
-            track.acceptance.observe(result.drafted, result.emitted - 1)
+            counted = result.drafted + result.proposed + 1
+            self._emit(track, result.emitted - counted)
+            accepted = min(result.emitted - 1, result.drafted)
+            track.acceptance.observe(result.drafted, accepted)
+            if result.proposed and not result.drafted:
+                self._observe_proposals(track, result.proposed, result.emitted - 1)
             if self._verified.pop(track.rid, None) is not None:
                 self._next_cycle(track)
 
@@ -201,7 +219,7 @@ class Runtime:
             iteration=self.now,
             abandoned=abandoned,
             stage_ins=tuple(Prefetch(track.rid) for track in step.stage_ins),
-            rows=self._actions(step.verifies),
+            rows=self._actions(step.verifies, given.proposals),
             moves=self._moves(given),
         )
         for track in step.verifies:
@@ -256,27 +274,73 @@ class Runtime:
             self.pacing.begin(track)
         return tuple(abandoned)
 
-    def _actions(self, verifies: list[ScheduledRequest]) -> dict[str, RowAction]:
-        """Return every request's action, and update its state as if it had run."""
+    def _actions(
+        self, verifies: list[ScheduledRequest], proposals: int
+    ) -> dict[str, RowAction]:
+        """Return every request's action, and update its state as if it had run.
+
+        Args:
+            verifies: Requests that are verified.
+            proposals: See ``SchedulerInput``.
+        """
         for track in verifies:
             track.most = -1
         rows: dict[str, RowAction] = {}
         now = self.now
         for rid, track in self.tracks.items():
-            drafts = track.drafts
-            if drafts < track.most:  # -1 unless it may draft
+            drafts, k = track.drafts, 0
+            if drafts < track.most and self._may_draft(track):
                 track.drafts = drafts + 1
-                rows[rid] = track.draft
+                if proposals:
+                    k = self._proposals(track, proposals)
+                track.pending += k
+                rows[rid] = Draft(rid, k) if k else track.draft
             elif track.split or track.remaining <= 0:
                 track.waited += 1
                 rows[rid] = track.wait
             else:
-                track.remaining -= 1
+                if proposals:
+                    k = self._proposals(track, proposals)
+                track.remaining -= 1 + k
                 track.emitted_at = now
-                rows[rid] = track.plain
+                rows[rid] = Plain(rid, k) if k else track.plain
         for track in verifies:
-            rows[track.rid] = track.verify
+            k = self._proposals(track, proposals) if proposals else 0
+            track.pending += k
+            rows[track.rid] = Verify(track.rid, k) if k else track.verify
         return rows
+
+    def _may_draft(self, track: ScheduledRequest) -> bool:
+        """Return whether one more draft fits, whatever the unreported rows drafted."""
+        if not track.pending:
+            return True
+        settings = self.settings
+        furthest = track.furthest(settings.draft_length, settings.proposals)
+        return track.drafts + track.pending < furthest
+
+    def _proposals(self, track: ScheduledRequest, most: int) -> int:
+        """Return the proposals of a row, whose certain draft has been counted."""
+        wanted = min(most, track.proposals.next(self.now))
+        if not wanted:
+            return 0
+        settings = self.settings
+        furthest = track.furthest(settings.draft_length, settings.proposals)
+        return max(0, min(wanted, furthest - track.drafts - track.pending))
+
+    def _observe_proposals(
+        self, track: ScheduledRequest, proposed: int, accepted: int
+    ) -> None:
+        track.proposals.acceptance.observe(proposed, accepted)
+        self._choose_proposals(track)
+
+    def _choose_proposals(self, track: ScheduledRequest) -> None:
+        proposals = track.proposals
+        if not proposals.most:
+            return
+        before = proposals.count
+        proposals.choose(self.throughput.proposal_cost(track, self._rows))
+        if proposals.count != before:
+            track.share = None
 
     def _moves(self, given: SchedulerInput) -> tuple[Move, ...]:
         move = self.policy.leave_drafting(self._leaving.values(), self.now, given)
@@ -312,7 +376,7 @@ class Runtime:
     def _to_plain(self, track: ScheduledRequest) -> None:
         self._end(track)
         track.split = False
-        track.drafts, track.closed, track.most = 0, False, -1
+        track.drafts, track.pending, track.closed, track.most = 0, 0, False, -1
         track.look_at = self.now + track.patience.wait()
         # A later retry starts from the prior: acceptance changes along a text.
         track.acceptance = Acceptance(self.estimates.prior)
@@ -339,18 +403,30 @@ class Runtime:
     def _end_cycle(self, track: ScheduledRequest) -> None:
         """End a cycle whose verification was planned; frees what it held."""
         self.pacing.end(track)
-        self._emit(track, track.drafts + 1)
-        track.drafts, track.closed, track.failures, track.waited = 0, False, 0, 0
+        self._emit(track, track.drafts + track.pending + 1)
+        track.drafts, track.pending = 0, 0
+        track.closed, track.failures, track.waited = False, 0, 0
         self._verified[track.rid] = track
 
-    def _close(self, track: ScheduledRequest) -> None:
-        """Draft no further in this cycle; its verification comes as early as possible.
+    def _drafted(self, track: ScheduledRequest, result: RowResult) -> None:
+        """Count what a draft row drafted; end the drafts where no more are wanted.
 
-        Without drafts the cycle of the draft has ended already.
+        Drafts after one that would end the request are useless: its verification comes
+        as early as possible. Proposals may have reached the draft length before the
+        verification is due: it comes earlier unless its prefetch is under way. Without
+        drafts the cycle of the row has ended already.
         """
-        if track.drafts:
+        if result.proposed:
+            self._observe_proposals(track, result.proposed, result.drafted - 1)
+        if not track.drafts:
+            return
+        track.pending -= result.proposed
+        track.drafts += result.drafted - 1
+        if result.ended:
             track.closed = True
             track.most = track.drafts
+            self.pacing.hurry(track)
+        elif track.drafts >= track.length and track.staging_done:
             self.pacing.hurry(track)
 
     def _emit(self, track: ScheduledRequest, tokens: int) -> None:

@@ -13,6 +13,7 @@ from vericache_sglang.scheduling.plan import (
     Verify,
     Wait,
 )
+from vericache_sglang.scheduling.proposals import Proposals
 
 if TYPE_CHECKING:
     from vericache_sglang.scheduling.acceptance import Acceptance
@@ -29,13 +30,15 @@ class ScheduledRequest:
         spec: Sizes and limits on arrival.
         acceptance: Its acceptance probability.
         patience: Back-off before an autoregressive request may speculate again.
-        remaining: Tokens it may still emit; drafts whose verification has no result yet
-            count as emitted.
+        proposals: What an inner drafter may propose in its rows.
+        remaining: Tokens it may still emit; everything that rows without a result
+            could emit counts as emitted.
         residency: Where its residual KV is.
         split: Whether its prompt is compressed, so that it drafts; else its block-table
             row lists the full KV.
         group: Key of the residual KV it shares; "" if it is not shared.
-        drafts: Tokens drafted since the last verification.
+        drafts: Tokens drafted since the last verification, at least.
+        pending: Further tokens that draft rows without a result may have drafted.
         most: Draft count at which the cycle waits for its verification; -1 while the
             request may not draft.
         length: Draft length chosen for this cycle, x.
@@ -59,10 +62,12 @@ class ScheduledRequest:
     acceptance: Acceptance
     patience: Patience
     remaining: int = field(init=False)
+    proposals: Proposals = field(default_factory=Proposals)
     residency: Residency = Residency.DEVICE
     split: bool = False
     group: str = ""
     drafts: int = 0
+    pending: int = 0
     most: int = -1
     length: int = 1
     priced_at: int = -1
@@ -109,9 +114,24 @@ class ScheduledRequest:
         return self.tokens - self.spec.dropped
 
     @property
+    def staging_done(self) -> bool:
+        """Whether its residual KV is on the device, or prefetched."""
+        return self.residency is Residency.DEVICE or self.ready
+
+    @property
     def load_slots(self) -> int:
         """Device slots that loading takes: the full KV goes beside the draft KV."""
         return self.spec.dropped + self.spec.kept
+
+    def furthest(self, draft_length: int, proposals: int) -> int:
+        """Return the most drafts that its rows may reach, whatever was accepted.
+
+        Args:
+            draft_length: Most drafts before proposals.
+            proposals: Most proposals in a row; the last draft row may exceed
+                ``draft_length`` by these.
+        """
+        return min(draft_length + proposals, self.remaining - 1)
 
     def cap(self, draft_length: int) -> int:
         """Most useful drafts: a verification of d drafts emits up to d + 1 tokens."""

@@ -13,7 +13,9 @@ class RuntimeSettings:
         pacing: "staggered" (the paper's rings), "lockstep" or "sequential".
         residency: "auto" lets the throughput model choose; "host" offloads every
             request that may be compressed, "device" none.
-        draft_length: Most drafts between two verifications: the width of the graph.
+        draft_length: Most drafts between two verifications before proposals.
+        proposals: Most tokens that an inner drafter proposes per row, by which drafts
+            may exceed ``draft_length``.
         max_verifies: Most verify rows in one forward.
         staging_slots: Size of the staging buffer, in KV slots.
         token_bytes: Bytes of one KV slot over all layers.
@@ -26,6 +28,7 @@ class RuntimeSettings:
     pacing: str = "staggered"
     residency: str = "auto"
     draft_length: int
+    proposals: int = 0
     max_verifies: int
     staging_slots: int
     token_bytes: int

@@ -9,6 +9,7 @@ waits; the batch continues.
 from __future__ import annotations
 
 from collections import deque
+from math import ceil
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.admit import Admission
@@ -80,7 +81,7 @@ class Staggered:
 
     def hurry(self, track: ScheduledRequest) -> None:
         """See ``Pacing.hurry``."""
-        if track.residency is Residency.DEVICE or track.ready:
+        if track.staging_done:
             self._overdue[track.rid] = track
         elif not track.staged and self._cancel(track):
             self._queue.appendleft(track)
@@ -151,7 +152,8 @@ class Staggered:
 
     def _admit(self, track: ScheduledRequest) -> bool:
         """Reserve a cycle; False leaves it at the head of the queue."""
-        anchor = max(1, min(track.length, track.cap(self._settings.draft_length)))
+        drafts = min(track.length, track.cap(self._settings.draft_length))
+        anchor = max(1, ceil(drafts / track.proposals.pace))
         reservation = self._follow(track, anchor)
         if reservation is None:
             prefetch = self._prefetch(track)
@@ -207,11 +209,7 @@ class Staggered:
 
     def _choose(self) -> list[ScheduledRequest]:
         """Choose this iteration's verifications; the others miss their deadline."""
-        ready = [
-            track
-            for track in self._overdue.values()
-            if track.residency is Residency.DEVICE or track.ready
-        ]
+        ready = [track for track in self._overdue.values() if track.staging_done]
         # Longest wait first avoids starvation; the stable sort keeps ties in order.
         ready.sort(key=lambda track: -track.waited)
         chosen = ready[: self._settings.max_verifies]

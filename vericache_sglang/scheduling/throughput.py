@@ -15,6 +15,7 @@ from vericache_sglang.scheduling.draft_length import (
     best_length,
 )
 from vericache_sglang.scheduling.plan import Residency
+from vericache_sglang.scheduling.proposals import ProposalCost, best_count
 from vericache_sglang.scheduling.share import Share
 
 if TYPE_CHECKING:
@@ -65,21 +66,49 @@ class Throughput:
             rows: Running requests, which share the read of the weights.
             link_s: Link time per cycle of the other requests on the host, in seconds.
         """
-        model = self._model
+        model, whole = self._model, track.tokens
         base = model.base_s / max(1, rows)
-        per_slot = model.per_read_s + model.per_product_s
-        whole = track.tokens
-        draft = self._draft_slots(track)
         prefetch_s = 0.0
         if residency is Residency.HOST:
             prefetch_s = self.prefetch_s(track) + link_s
         return RoundCost(
-            plain_s=base + model.per_token_s + per_slot * whole,
-            draft_s=base + model.per_token_s + per_slot * draft,
+            plain_s=self._token_s(track, base, whole),
+            draft_s=self._token_s(track, base, self._draft_slots(track)),
             verify_s=base + model.per_read_s * whole,
             verify_token_s=model.per_token_s + model.per_product_s * whole,
             prefetch_s=prefetch_s,
         )
+
+    def proposal_cost(self, track: ScheduledRequest, rows: int) -> ProposalCost:
+        """Return the times of a request's rows, which share the read of the weights.
+
+        Args:
+            rows: Running requests.
+        """
+        slots = self._draft_slots(track) if track.split else track.tokens
+        return self._row(self._model.base_s / max(1, rows), slots)
+
+    def _row(self, base: float, slots: int) -> ProposalCost:
+        """Return the times of a row over ``slots`` and of its proposals.
+
+        Args:
+            base: Its part of what an iteration costs without rows, in seconds.
+        """
+        model = self._model
+        per_slot = model.per_read_s + model.per_product_s
+        return ProposalCost(
+            base + model.per_token_s + per_slot * slots,
+            model.per_token_s + model.per_product_s * slots,
+            self._estimates.drafter_s.value,
+        )
+
+    def _token_s(self, track: ScheduledRequest, base: float, slots: int) -> float:
+        """Return the time of a token, with the proposals that pay."""
+        row, proposals = self._row(base, slots), track.proposals
+        if not proposals.most:
+            return row.row_s
+        _, gain = best_count(proposals.acceptance.p, row, proposals.most)
+        return row.row_s / gain
 
     def best(
         self,
@@ -95,23 +124,24 @@ class Throughput:
 
     def plain(self, track: ScheduledRequest) -> Share:
         """Return a request's share of an iteration when it decodes autoregressively."""
-        model = self._model
-        per_slot = model.per_read_s + model.per_product_s
-        return Share(model.per_token_s + per_slot * track.tokens, 1.0)
+        proposals = track.proposals
+        return Share(self._row(0.0, track.tokens).of(proposals.count), proposals.pace)
 
     def drafting(
         self, track: ScheduledRequest, residency: Residency, length: int
     ) -> Share:
         """Return a request's average share of an iteration when it speculates."""
         # Without base_s, which counts once per iteration.
-        model, whole, windows = self._model, track.tokens, length + 1
-        per_slot = model.per_read_s + model.per_product_s
-        draft_s = model.per_token_s + per_slot * self._draft_slots(track)
+        model, whole, proposals = self._model, track.tokens, track.proposals
+        rows = length / proposals.pace
+        windows = rows + 1.0
+        draft_s = self._row(0.0, self._draft_slots(track)).of(proposals.count)
         verify_s = model.per_read_s * whole
         verify_token_s = model.per_token_s + model.per_product_s * whole
         prefetch_s = self.prefetch_s(track) if residency is Residency.HOST else 0.0
+        verified = (length + 1) / windows
         return Share(
-            (length * draft_s + verify_s) / windows + verify_token_s,
+            (rows * draft_s + verify_s) / windows + verified * verify_token_s,
             (track.acceptance.expected(length) + 1.0) / windows,
             prefetch_s / windows,
         )

@@ -21,6 +21,8 @@ from vericache_sglang.serving.stop_patterns import check_stop_patterns
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vericache_sglang.config.schema import VeriCacheConfig
+
 MOST_COPIES = 2048
 """Bound on ``n``: SGLang creates a request for each copy before it validates them."""
 
@@ -64,7 +66,7 @@ class Limits:
 
     Attributes:
         vocabulary: Rows of the model's embedding.
-        draft_length: The server's ``--vericache-draft-length``.
+        config: The server's.
         parameter_types: Type of each field of ``sampling_params``.
         request_types: Type of each other field that is checked here.
         session_types: Type of each field of ``session_params``.
@@ -72,7 +74,7 @@ class Limits:
     """
 
     vocabulary: int
-    draft_length: int
+    config: VeriCacheConfig
     parameter_types: Mapping[str, Any]
     request_types: Mapping[str, Any]
     session_types: Mapping[str, Any]
@@ -92,13 +94,13 @@ TYPED = (
 
 @cache
 def limits(
-    vocabulary: int, draft_length: int, labels: frozenset[str] | None = None
+    vocabulary: int, config: VeriCacheConfig, labels: frozenset[str] | None = None
 ) -> Limits:
     """Return the limits of a server, with the field types of SGLang's annotations.
 
     Args:
         vocabulary: Rows of the model's embedding.
-        draft_length: The server's ``--vericache-draft-length``.
+        config: The server's.
         labels: See ``Limits``.
     """
     from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
@@ -107,7 +109,7 @@ def limits(
     of_request = get_type_hints(TokenizedGenerateReqInput)
     return Limits(
         vocabulary,
-        draft_length,
+        config,
         get_type_hints(SamplingParams),
         {name: of_request[name] for name in TYPED},
         get_type_hints(SessionParams),
@@ -187,7 +189,7 @@ def check_parameters(params: Mapping[str, Any], limits: Limits) -> None:
     patterns = params.get("stop_regex") or []
     check_stop_patterns([patterns] if isinstance(patterns, str) else patterns)
     custom = params.get("custom_params")
-    read_options(custom, limits.draft_length)
+    read_options(custom, limits.config)
     if custom and len(json.dumps(custom, default=str)) > MOST_CUSTOM_BYTES:
         raise ConfigError(f"custom_params is larger than {MOST_CUSTOM_BYTES} bytes")
 

@@ -39,6 +39,7 @@ class Running:
     Attributes:
         request: The request of the workload.
         luck: Random generator of acceptances, the same for every policy.
+        proposal_luck: The same of an inner drafter's proposals.
         dropped: Slots of its residual KV once compressed.
         emitted: Tokens emitted, including those before a retraction.
         at_base: Tokens emitted before the last admission, prefilled with the prompt.
@@ -54,6 +55,7 @@ class Running:
 
     request: SimulatedRequest
     luck: Random
+    proposal_luck: Random
     dropped: int
     emitted: int = 0
     at_base: int = 0
@@ -98,7 +100,15 @@ class Running:
 
     def accepted(self, drafted: int) -> int:
         """Draw the accepted drafts from a truncated geometric distribution."""
-        for count in range(drafted):
-            if self.luck.random() >= self.request.accept:
-                return count
-        return drafted
+        return _run(self.luck, self.request.accept, drafted)
+
+    def agreed(self, proposed: int, accept: float) -> int:
+        """Draw the accepted proposals, each of them with probability ``accept``."""
+        return _run(self.proposal_luck, accept, proposed)
+
+
+def _run(luck: Random, accept: float, most: int) -> int:
+    for count in range(most):
+        if luck.random() >= accept:
+            return count
+    return most

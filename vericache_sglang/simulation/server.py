@@ -196,6 +196,7 @@ class SimulatedServer:
         return Running(
             request=request,
             luck=Random(f"{self.setup.seed}/{request.rid}"),
+            proposal_luck=Random(f"{self.setup.seed}/{request.rid}/proposals"),
             dropped=request.prompt - kept,
         )
 
@@ -226,26 +227,29 @@ class SimulatedServer:
         state.burst_s = self.machine.now
         self.running[state.rid] = state
         self.emitted.setdefault(state.rid, 0)
-        if self.policy.drafts:
+        drafts, proposals = self.policy.drafts, self.setup.proposals
+        if drafts or proposals:
             self.runtime.arrive(
                 RequestSpec(
                     rid=state.rid,
                     prompt=state.base,
-                    kept=state.kept,
-                    dropped=state.dropped,
+                    kept=state.kept if drafts else 0,
+                    dropped=state.dropped if drafts else 0,
                     remaining=state.remaining,
+                    compressible=drafts,
+                    proposals=proposals,
                 )
             )
 
     def _make_room(self) -> None:
-        """Ensure one free slot per row; retract the newest requests otherwise."""
+        """Ensure free slots for every row; retract the newest requests otherwise."""
         while True:
             active = [
                 state
                 for state in self.running.values()
                 if state.residency is not Residency.SWAPPED
             ]
-            if self.machine.pool.free >= len(active):
+            if self.machine.pool.free >= len(active) * (1 + self.setup.proposals):
                 return
             event = self.machine.next_event()
             if event is not None and self.machine.to_host.free_at > self.machine.now:
@@ -299,6 +303,7 @@ class SimulatedServer:
                 rows=len(self.running) - self._swapped(),
                 blocked=head is not None and not self._fits(head),
                 arrived=arrived,
+                proposals=self.setup.proposals,
             )
         )
 
@@ -309,28 +314,29 @@ class SimulatedServer:
             if isinstance(action, Wait):
                 continue
             state = self.running[rid]
-            self.machine.pool.take(1)
-            state.held += 1
+            self.machine.pool.take(1 + action.proposals)
+            state.held += 1 + action.proposals
             count, slots = self._row(state, action)
             tokens += count
             reads += slots
             products += count * slots
         return Work(tokens, reads, products)
 
-    def _row(self, state: Running, action: RowAction) -> tuple[int, int]:
+    def _row(self, state: Running, action: Plain | Draft | Verify) -> tuple[int, int]:
         """Return a row's query tokens and the slots it reads; count its draft."""
+        k = action.proposals
         if state.residency is Residency.SWAPPED:
             raise InvariantError(f"{state.rid} is swapped out and runs")
         if isinstance(action, Draft):
             state.drafts += 1
-            return 1, state.draft_slots
+            return 1 + k, state.draft_slots + k
         if isinstance(action, Verify):
             if state.residency is Residency.HOST and not state.arrived:
                 raise InvariantError(f"{state.rid} is verified before its prefetch")
-            return state.drafts + 1, state.tokens + state.drafts + 1
+            return state.drafts + 1 + k, state.tokens + state.drafts + 1 + k
         if state.split:
             raise InvariantError(f"{state.rid} is split and decoded plainly")
-        return 1, state.tokens + 1
+        return 1 + k, state.tokens + 1 + k
 
     def _forward(self, work: Work, actions: dict[str, RowAction]) -> None:
         costs, counters, start = self.setup.costs, self.counters, self.machine.now
@@ -362,30 +368,47 @@ class SimulatedServer:
     def _settle(self, actions: dict[str, RowAction]) -> None:
         """Report the forward's results, and count the tokens that it emitted."""
         results = {
-            rid: self._verified(self.running[rid])
+            rid: self._outcome(self.running[rid], action)
             for rid, action in actions.items()
-            if isinstance(action, Verify)
+            if not isinstance(action, Wait)
         }
-        self.runtime.report(results.values())
-        for rid, action in actions.items():
-            if isinstance(action, Plain):
-                self._emit(self.running[rid], 1)
-            elif isinstance(action, Verify):
-                self._emit(self.running[rid], results[rid].emitted)
+        self.runtime.report(
+            outcome
+            for rid, outcome in results.items()
+            if isinstance(actions[rid], Verify) or outcome.proposed
+        )
+        for rid, outcome in results.items():
+            if outcome.emitted:
+                self._emit(self.running[rid], outcome.emitted)
 
-    def _verified(self, state: Running) -> RowResult:
-        """Return the result of a verification, whose rejected drafts free slots."""
-        drafted = state.drafts
-        accepted = state.accepted(drafted)
-        wrong = drafted - accepted
-        self.machine.pool.give(wrong)
-        state.held -= wrong
-        state.drafts = 0
+    def _outcome(self, state: Running, action: Plain | Draft | Verify) -> RowResult:
+        """Return a row's result; rejected drafts and proposals free their slots."""
+        proposed = action.proposals
+        agreed = state.agreed(proposed, self.setup.proposal_accept)
+        drafted = accepted = emitted = 0
+        if isinstance(action, Draft):
+            state.drafts += agreed
+            drafted = 1 + agreed
+        else:
+            if isinstance(action, Verify):
+                drafted, state.drafts = state.drafts, 0
+                accepted = state.accepted(drafted)
+                self._count_cycle(state, drafted, accepted)
+            agreed = agreed if accepted == drafted else 0
+            emitted = accepted + 1 + agreed
+            self._give(state, drafted - accepted)
+        self._give(state, proposed - agreed)
+        return RowResult(state.rid, drafted, emitted, proposed)
+
+    def _count_cycle(self, state: Running, drafted: int, accepted: int) -> None:
         self.counters.cycles += drafted > 0
         self.counters.drafted += drafted
         self.counters.accepted += accepted
         self.offloader.unstage(state)
-        return RowResult(state.rid, drafted, accepted + 1)
+
+    def _give(self, state: Running, slots: int) -> None:
+        self.machine.pool.give(slots)
+        state.held -= slots
 
     def _emit(self, state: Running, tokens: int) -> None:
         if tokens > state.remaining:

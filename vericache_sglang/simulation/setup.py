@@ -29,6 +29,9 @@ class Setup:
         reserve: Share of the running requests' remaining tokens that must fit before
             another request is admitted, in [0, 1].
         staged_residuals: Residual KVs that "few" staging holds; 0: computed.
+        proposals: Most tokens that an inner drafter proposes per row; 0: none. It costs
+            nothing but the tokens that the rows run.
+        proposal_accept: Probability that a proposal is accepted if those before it are.
         seed: Seed of the acceptances.
     """
 
@@ -41,6 +44,8 @@ class Setup:
     precomputed: bool = True
     reserve: float = 1.0
     staged_residuals: int = 0
+    proposals: int = 0
+    proposal_accept: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,6 +55,12 @@ class Setup:
             raise ConfigError(f"--max-verifies must be >= 1, got {self.max_verifies}")
         if self.staged_residuals < 0:
             raise ConfigError(f"--staged must be >= 0, got {self.staged_residuals}")
+        if self.proposals < 0:
+            raise ConfigError(f"--inner-length must be >= 0, got {self.proposals}")
+        if not 0 <= self.proposal_accept <= 1:
+            raise ConfigError(
+                f"--inner-accept must be in [0, 1], got {self.proposal_accept}"
+            )
         if not 0 <= self.reserve <= 1:
             raise ConfigError(f"--reserve must be in [0, 1], got {self.reserve}")
         if self.host_bytes < 0:
@@ -68,7 +79,9 @@ def kept_slots(prompt: int, keep: float) -> int:
 
 def cycle_slots(setup: Setup, policy: Policy) -> int:
     """Return the slots a cycle may take beyond a request's tokens; as the runtime."""
-    return 2 * (setup.draft_length + 1) + 1 if policy.drafts else 0
+    if not policy.drafts:
+        return setup.proposals
+    return 2 * (setup.draft_length + setup.proposals + 1) + 1
 
 
 def settings_for(setup: Setup, policy: Policy) -> RuntimeSettings:
@@ -78,6 +91,7 @@ def settings_for(setup: Setup, policy: Policy) -> RuntimeSettings:
         pacing=policy.pacing,
         residency=policy.residency,
         draft_length=setup.draft_length,
+        proposals=setup.proposals,
         max_verifies=verifies,
         staging_slots=staging,
         token_bytes=setup.costs.token_bytes,

@@ -1,4 +1,4 @@
-"""Reported builds of the kernels that copy KV and commit tokens."""
+"""Reported builds of the kernels that copy KV, commit tokens and find proposals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def move_builds() -> list[Build]:
     ]
     for name, (step, dtype, dim) in JOINED.items():
         made += [_count(name, step, dim), _join(name, step, dtype, dim)]
-    return [*made, _commit()]
+    return [*made, _commit(), _match()]
 
 
 def _entries(
@@ -108,9 +108,26 @@ def _commit() -> Build:
     from vericache_kernels.token_commit import triton_impl as impl
 
     signature = {
-        **dict.fromkeys(("tokens", "pool_idx_at", "target", "tokens_out"), "*i64"),
-        **dict.fromkeys(("emitted", "first", "kind_at", "drafts_at"), "*i32"),
+        "tokens": "*i64",
+        "drafted": "*i32",
+        **dict.fromkeys(("verified", "pool_idx_at"), "*i64"),
+        **dict.fromkeys(("first", "kind_at"), "*i32"),
+        **dict.fromkeys(("target", "tokens_out"), "*i64"),
         "counts_out": "*i32",
     }
     fixed = {"MOST": DRAFTS + 1, "PLACES": DRAFTS + 1}
     return Build("token commit", impl.commit_kernel, signature, fixed, impl.NUM_WARPS)
+
+
+def _match() -> Build:
+    from vericache_kernels.suffix_match import triton_impl as impl
+
+    signature = {
+        "texts": "*i32",
+        **dict.fromkeys(("pool_idx_at", "length_at", "shared_at"), "*i64"),
+        "corpus": "*i32",
+        **dict.fromkeys(("end_at", "out"), "*i64"),
+        **dict.fromkeys(("width", "size"), "i32"),
+    }
+    fixed = {"DEPTH": 4, "PLACES": 4, "BLOCK": impl.BLOCK}
+    return Build("suffix match", impl.match_kernel, signature, fixed, impl.NUM_WARPS)

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 TOKEN_BYTES = 8
-COUNT_BYTES = 4
+COUNTS_BYTES = 4 + 8
+"""Bytes of ``drafted`` and ``verified`` of one row."""
 
 
 def token_commit(
@@ -37,18 +38,20 @@ def token_commit(
 ) -> Emission:
     """Store drafted tokens and accept matching drafts (paper section 4.1, step 3).
 
-    A draft row with d drafts writes the token of its first query to column d + 1. An
-    emitting row with q queries emits the longest prefix of its q - 1 drafts that equals
-    ``target``, and the token after it. That token becomes the pending token, and
-    ``draft_tokens.emitted`` gets the number of emitted tokens. A row without queries
-    changes nothing.
+    A row with q queries compares the q - 1 columns behind its first one with
+    ``target``: an emitting row from column 0, a draft row from the column of its last
+    draft, ``draft_tokens.drafted``. Its tokens are the longest equal prefix and the
+    token of ``target`` after it. An emitting row emits them: the last one becomes the
+    pending token, ``verified`` grows by their number and ``drafted`` becomes 0. A draft
+    row drafts them: what an inner drafter proposed behind its drafts is drafted as far
+    as the model agrees, and ``drafted`` grows. A row without queries changes nothing.
 
-    On a GPU this is one launch without bounds checks on ``pool_idx``. A draft past the
-    last column is dropped and a query past x + 1 is not read.
+    On a GPU this is one launch without bounds checks on ``pool_idx``. Drafts past the
+    last column are dropped and a query past the maximum is not read.
 
     Args:
-        draft_tokens: Written at ``rows.pool_idx``: one token each, and ``emitted`` of
-            emitting rows.
+        draft_tokens: Written at ``rows.pool_idx``: one token each, ``drafted`` and
+            ``verified``.
         rows: The rows; all tensors are on one device.
         target: [T] int64, contiguous, the token sampled at every query of the forward.
 
@@ -75,10 +78,11 @@ def bytes_moved(
     """
     count = len(rows.pool_idx)
     read = sum(vector.nbytes for vector in rows.vectors().values())
-    # Every token but a row's last is compared with a draft; one cell is written.
+    # Every token but a row's last is compared with a draft; one cell is written, and
+    # both counts are read and written.
     read += target.nbytes + max(0, len(target) - count) * TOKEN_BYTES
     written = count * (draft_tokens.most + 1) * TOKEN_BYTES
-    return read + written + 2 * count * COUNT_BYTES
+    return read + written + count * (4 + 2 * COUNTS_BYTES)
 
 
 def check(
@@ -101,7 +105,8 @@ def check(
     wide, whole = (torch.int64,), (torch.int32, torch.int64)
     wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "board.tokens": (draft_tokens.tokens, tuple(draft_tokens.tokens.shape), wide),
-        "board.emitted": (draft_tokens.emitted, (pool_indices,), (torch.int32,)),
+        "board.drafted": (draft_tokens.drafted, (pool_indices,), (torch.int32,)),
+        "board.verified": (draft_tokens.verified, (pool_indices,), wide),
         "target": (target, (target.numel(),), wide),
     }
     for name, vector in rows.vectors().items():

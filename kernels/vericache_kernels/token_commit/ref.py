@@ -16,7 +16,8 @@ def commit_rows(
     draft_tokens: DraftTokens, rows: DraftTokenRows, target: torch.Tensor
 ) -> Emission:
     """See ``token_commit``; any device, without synchronisation."""
-    place = torch.arange(draft_tokens.most, device=target.device)
+    most = draft_tokens.most
+    place = torch.arange(most, device=target.device)
     first = rows.first.long()
     queries = first.diff()
     asked = place < queries[:, None]
@@ -25,23 +26,25 @@ def commit_rows(
     # Unused entries read position 0; a forward without queries has no positions.
     positions = torch.where(asked, first[:-1, None] + place, 0)
     padded = target if len(target) else target.new_zeros(1)
-    chosen = torch.where(asked, padded[positions], 0)
-    # The last query is never compared: its token is the one after all drafts.
-    compared = place[:-1] < queries[:, None] - 1
-    agree = compared & (draft_tokens.tokens[pool_idx, 1:-1] == chosen[:, :-1])
-    run = agree.long().cumprod(1).sum(1)
+    chosen = torch.where(asked, padded[positions], -1)
     emits = live & (rows.kind == EMIT)
-    counts = torch.where(emits, run + 1, 0)
+    base = torch.where(emits, 0, draft_tokens.drafted[pool_idx].long())
+    # The last query is never compared: its token is the one after all others.
+    column = base[:, None] + 1 + place[:-1]
+    compared = (place[:-1] < queries[:, None] - 1) & (column <= most)
+    own = draft_tokens.tokens[pool_idx[:, None], column.clamp(max=most)]
+    run = (compared & (own == chosen[:, :-1])).long().cumprod(1).sum(1)
     last = chosen.gather(1, run[:, None])[:, 0]
-    column = torch.where(emits, 0, rows.drafts + 1).long()
-    written = live & (column <= draft_tokens.most)
-    token = torch.where(emits, last, chosen[:, 0])
-    width = draft_tokens.tokens.shape[1]
-    cell = pool_idx * width + torch.where(written, column, 0)
-    _put(draft_tokens.tokens, cell, token, written)
-    counts = counts.to(torch.int32)
-    _put(draft_tokens.emitted, pool_idx, counts, emits)
-    return Emission(torch.where(place < counts[:, None], chosen, 0), counts)
+    column = torch.where(emits, 0, base + run + 1)
+    written = live & (column <= most)
+    cell = pool_idx * (most + 1) + torch.where(written, column, 0)
+    _put(draft_tokens.tokens, cell, last, written)
+    drafted = column.clamp(max=most).to(torch.int32)
+    _put(draft_tokens.drafted, pool_idx, drafted, live)
+    counts = torch.where(emits, run + 1, 0)
+    draft_tokens.verified.scatter_add_(0, pool_idx, counts)
+    tokens = torch.where(place <= run[:, None], chosen, -1)
+    return Emission(tokens, counts.to(torch.int32))
 
 
 def _put(

@@ -52,7 +52,7 @@ OVERHEAD_S = 2e-3
 
 LEFT_OUT = {
     "fig4": "`bench divergence` measures it on a model of one's own",
-    "fig9, fig10": "needs the inner drafters, which this project does not have yet",
+    "fig9, fig10": "needs EAGLE3, which this project does not run yet",
     "fig12": "needs requests over time on a GPU: `bench pipeline1 --rates`",
     "fig14 to fig17": "needs quality and speed of the paper's models on a GPU: "
     "`bench pipeline1` with `--model` and `--data`",

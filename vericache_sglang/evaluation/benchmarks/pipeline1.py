@@ -61,8 +61,8 @@ NO_NGRAM = "SGLang's own speculative workers need a GPU"
 LEFT_OUT: Mapping[str, str] = {
     "EAGLE3": "needs a drafter trained for the model; this project brings none",
     "a small model as drafter": "this project has no such drafter yet",
-    "VeriCache composed with EAGLE3, a small model or n-gram": "drafts come from the "
-    "compressed KV alone, as this project has no inner drafters yet",
+    "VeriCache composed with EAGLE3 or a small model": "its only inner drafter is "
+    "prompt lookup yet; `bench inner` measures that",
     "pipeline 2 (remote prefixes)": "no remote instance drafts yet",
     "HBM over link bandwidth": "SIMULATED by `bench --figure fig13-left-link`; "
     "`bench sweep --links` measures an emulated link",

@@ -72,16 +72,13 @@ def run_plain(
     batch.spec_info = None
     with ready:
         result = target_worker.forward_batch_generation(batch)
-    draft_tokens.start(requests, result.next_token_ids)
+    draft_tokens.start(requests, result.next_token_ids, batch.seq_lens)
     one_token_logprobs(result.logits_output)
     result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)
     result.new_seq_lens = batch.seq_lens
     result.speculative_output_stride = 1
     result.num_non_draft_tokens_per_req = 1
-    launched = [
-        recorder.launch(state, i, verifies=False, emits=True)
-        for i, state in enumerate(states)
-    ]
+    launched = [recorder.launch(state, i) for i, state in enumerate(states)]
     return InFlightForward(result, 1, launched)
 
 

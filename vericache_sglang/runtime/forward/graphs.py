@@ -244,7 +244,10 @@ def _ours(model_runner: ModelRunner) -> bool:
 def _sizes(rows: int, width: int) -> tuple[int, ...]:
     """Return the token counts of graphs for ``rows`` rows of at most ``width`` each."""
     config = served_config()
-    return graph_tokens(rows, width - 1, config.max_verifies if config else 1)
+    if config is None:
+        return graph_tokens(rows, width - 1, 1)
+    proposals = config.proposals
+    return graph_tokens(rows, width - 1 - proposals, config.max_verifies, proposals)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.forward.proposals import InnerProposer
     from vericache_sglang.runtime.in_flight import InFlightQueue, PendingRow
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.result_recorder import ResultRecorder
@@ -74,6 +75,7 @@ class MixedForward:
         requests: dict[int, RequestState],
         actions: dict[int, RowAction],
         ready: AbstractContextManager[None],
+        proposer: InnerProposer | None = None,
     ) -> tuple[GenerationBatchResult, Work | None]:
         """Draft, verify and decode autoregressively in one ragged forward.
 
@@ -82,6 +84,7 @@ class MixedForward:
             requests: Batch index -> request, in order.
             actions: Batch index -> action of its request.
             ready: Entered around the forward (``TensorParallelSync.forward``).
+            proposer: Asks the inner drafter; None without one.
 
         Returns:
             The result, whose ``accept_lens`` are exact on the device; and the work
@@ -94,7 +97,7 @@ class MixedForward:
         if not rows.rows:
             return self.nothing(batch), None
         work = rows.work()
-        inputs = rows.inputs(self._draft_tokens)
+        inputs = rows.inputs(self._draft_tokens, proposer)
         forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
         draft_codes = self._placement.draft_codes
         if draft_codes is None:
@@ -116,7 +119,7 @@ class MixedForward:
             chosen = self._sampler.choose(
                 batch, asked, logits, inputs.positions, waited=self._in_flight.land_all
             )
-            result = self._settle(batch, asked, *chosen)
+            result = self._settle(batch, rows, asked, *chosen)
         self._placement.counters.note_forward(actions.values())
         return result, work
 
@@ -134,47 +137,52 @@ class MixedForward:
         target: torch.Tensor,
     ) -> GenerationBatchResult:
         """Draft and accept in the draft token buffer; results are reported later."""
-        at, pool_idx, kind, drafts, first = upload(
+        at, pool_idx, kind, first = upload(
             self._device,
             [row.batch_index for row in rows.rows],
             [row.own for row in rows.rows],
             [EMIT if row.emits else DRAFT for row in asked],
-            [row.columns.start for row in rows.rows],
             [*rows.starts(), len(target)],
         )
         emission = self._draft_tokens.commit(
-            DraftTokenRows(pool_idx, first, kind, drafts), target
+            DraftTokenRows(pool_idx, first, kind), target
         )
         result = self._result(batch)
-        places = result.next_token_ids.view(-1, self._draft_tokens.most)
-        places[at] = emission.tokens
-        # A drafting request accepts no token; the host reads its draft from here.
-        places[at, 0] = torch.where(
-            kind == EMIT, emission.tokens[:, 0], target[first[:-1]]
-        )
+        # A drafting request accepts no token; the host reads its drafts from here.
+        result.next_token_ids.view(-1, self._draft_tokens.most)[at] = emission.tokens
         result.accept_lens[at] = emission.counts
         self._in_flight.launch(
-            InFlightForward(result, self._draft_tokens.most, self._launch(asked))
+            InFlightForward(
+                result, self._draft_tokens.most, self._launch(rows.rows, asked)
+            )
         )
         return result
 
-    def _launch(self, asked: Sequence[RowQueries[RequestState]]) -> list[PendingRow]:
+    def _launch(
+        self, rows: Sequence[ForwardRow], asked: Sequence[RowQueries[RequestState]]
+    ) -> list[PendingRow]:
         return [
             self._recorder.launch(
-                row.state, row.batch_index, verifies=row.verifies, emits=row.emits
+                row.state,
+                row.batch_index,
+                queries=len(row.queries),
+                verifies=row.verifies,
+                emits=row.emits,
+                proposals=built.proposals,
             )
-            for row in asked
+            for built, row in zip(rows, asked, strict=True)
         ]
 
     def _settle(
         self,
         batch: ScheduleBatch,
+        rows: MixedRows,
         asked: Sequence[RowQueries[RequestState]],
         chosen: Sequence[list[int]],
         table: LogprobTable,
     ) -> GenerationBatchResult:
         """Record every row synchronously, with tokens chosen on the host."""
-        self._recorder.land(self._launch(asked), chosen)
+        self._recorder.land(self._launch(rows.rows, asked), chosen)
         emitted = {
             row.batch_index: tokens
             for row, tokens in zip(asked, chosen, strict=True)

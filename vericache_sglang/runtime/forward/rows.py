@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.forward.proposals import InnerProposer
     from vericache_sglang.runtime.placement import KVPlacement
 
 
@@ -71,31 +72,32 @@ class MixedRows:
         """Add the row of ``action``; return False if the request must wait."""
         if isinstance(action, Wait):
             return False
-        own, drafted = state.req_pool_idx, state.drafted
-        at, position = state.row_length + drafted, state.verified
-        columns = range(1)
+        own, first, pending_max = state.req_pool_idx, 0, state.pending_max
+        queries = 1 + action.proposals
+        drafts = isinstance(action, Draft)
         if isinstance(action, Verify):
-            at -= drafted
-            columns = range(drafted + 1)
-            row, prefix = self._whole_row(own, state), state.verified
-        elif isinstance(action, Draft):
-            columns = range(drafted, drafted + 1)
-            position += drafted
-            row, prefix = self._draft_row(own, state)
+            queries += state.drafted_max
+            row, prefix = self._whole_row(own, state, queries), state.verified
+        elif drafts:
+            first = state.drafted
+            pending_max += state.proposals_in_flight
+            row, prefix = self._draft_row(own, state, queries)
         else:
-            row, prefix = own, at
-        coded = isinstance(action, Draft) and state.split.budget.coded
+            row, prefix = own, state.row_length
         self.rows.append(
             ForwardRow(
                 batch_index,
                 own,
                 row,
                 prefix,
-                at,
-                columns,
-                position,
-                state.pending_max,
-                state if coded else None,
+                state.row_length + first,
+                range(first, first + queries),
+                state.verified + first,
+                pending_max,
+                drafts,
+                action.proposals,
+                action.proposals > 0 and state.shares_output,
+                state if drafts and state.split.budget.coded else None,
             )
         )
         return True
@@ -119,46 +121,53 @@ class MixedRows:
             products += n * slots
         return Work(tokens, reads, products)
 
-    def inputs(self, draft_tokens: DraftTokenBuffer) -> ForwardInputs:
-        """Gather the inputs of the forward without waiting for the device."""
+    def inputs(
+        self, draft_tokens: DraftTokenBuffer, proposer: InnerProposer | None = None
+    ) -> ForwardInputs:
+        """Gather the inputs of the forward without waiting for the device.
+
+        Args:
+            draft_tokens: Tokens of all requests.
+            proposer: Fills the rows' proposals; None leaves former tokens there.
+        """
         rows = self.rows
-        queries = [(i, row, j) for i, row in enumerate(rows) for j in row.columns]
-        of_row, offset, column, own, table_row, prefix, at, position, pending_max = (
-            upload(
-                draft_tokens.device,
-                [i for i, _, _ in queries],
-                [j - row.columns.start for _, row, j in queries],
-                [j for _, _, j in queries],
-                [row.own for row in rows],
-                [row.table_row for row in rows],
-                [row.prefix for row in rows],
-                [row.at for row in rows],
-                [row.position for row in rows],
-                [row.pending_max for row in rows],
-            )
+        of_row, offset, own, drafts, table_row, behind, ahead = upload(
+            draft_tokens.device,
+            [i for i, row in enumerate(rows) for _ in row.columns],
+            [j for row in rows for j in range(len(row.columns))],
+            [row.own for row in rows],
+            [row.drafts for row in rows],
+            [row.table_row for row in rows],
+            [row.prefix - row.position for row in rows],
+            [row.at - row.position for row in rows],
         )
-        extra = draft_tokens.extra(own, pending_max)
-        further = extra[of_row] + offset
-        requests = own[of_row]
+        first = draft_tokens.drafted(own) * drafts
+        position = draft_tokens.verified(own) + first
+        if proposer is not None:
+            proposer.propose(rows, own, first, position)
+        requests, positions = own[of_row], position[of_row] + offset
         return ForwardInputs(
             batch_indices=[row.batch_index for row in rows],
             lengths=[len(row.columns) for row in rows],
             bounds=[row.prefix + row.pending_max for row in rows],
             table_rows=table_row,
-            prefixes=prefix + extra,
-            tokens=draft_tokens.tokens(requests, column),
-            slots=self._table[requests, at[of_row] + further].to(torch.int64),
-            positions=position[of_row] + further,
+            prefixes=position + behind,
+            tokens=draft_tokens.tokens(requests, first[of_row] + offset),
+            slots=self._table[requests, positions + ahead[of_row]].to(torch.int64),
+            positions=positions,
         )
 
-    def _draft_row(self, own: int, state: RequestState) -> tuple[int, int]:
+    def _draft_row(
+        self, own: int, state: RequestState, queries: int
+    ) -> tuple[int, int]:
         """Return the block-table row that lists the draft KV, and its length."""
         parts = state.split
         if parts.residency is Residency.HOST:
             return own, state.row_length + state.drafted
         decoded = state.verified - parts.budget.offered + state.drafted
         draft_row = self._table[parts.draft_row]
-        if decoded + state.pending_max >= parts.listed:
+        last = decoded + state.proposals_in_flight + state.pending_max + queries - 1
+        if last >= parts.listed:
             # Decode slots are listed once; two cycles ahead are already allocated.
             known = state.req.kv.kv_allocated_len - parts.head
             slots = parts.budget.slots
@@ -168,13 +177,13 @@ class MixedRows:
             parts.listed = known
         return parts.draft_row, parts.budget.slots + decoded
 
-    def _whole_row(self, own: int, state: RequestState) -> int:
+    def _whole_row(self, own: int, state: RequestState, queries: int) -> int:
         """Return the block-table row that lists the full KV, for a verification."""
         parts = state.split
         if parts.residency is Residency.DEVICE and parts.shared_slots is not None:
             return own
         source = self._table[own]
-        end = state.row_length + state.drafted + state.pending_max + 1
+        end = state.row_length + state.pending_max + queries
         verify_row = next(self._verify_rows)
         row = self._table[verify_row]
         offered = parts.budget.offered

@@ -11,8 +11,8 @@ def install():
     """Overwrite the first half of the staged slots in every shadow row."""
     right = MixedRows._whole_row
 
-    def wrong(self, own, state):
-        draft_row = right(self, own, state)
+    def wrong(self, own, state, queries):
+        draft_row = right(self, own, state, queries)
         exact, staged = state.parts.budget.exact, state.parts.budget.staged
         self._table[draft_row][exact : exact + staged // 2] = 1
         return draft_row

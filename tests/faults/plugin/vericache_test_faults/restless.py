@@ -26,7 +26,7 @@ def legal(track, now):
         return [Load(rid)]
     if track.split:
         return [Offload(rid), Restore(rid)]
-    if now < track.settled_at:
+    if now < track.settled_at or not track.spec.compressible:
         return []
     return [Compress(rid, Residency.DEVICE), Compress(rid, Residency.HOST)]
 

@@ -1,0 +1,90 @@
+"""An inner drafter that knows the answers, or none, or fails.
+
+``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` reads whole texts (lists of token ids)
+from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own.
+Every row asks it for as many tokens as may be proposed, whether that pays or not. With
+``VERICACHE_TEST_RESTLESS`` requests are moved all the time, too.
+"""
+
+import json
+import os
+
+import torch
+
+from vericache_sglang.runtime import worker
+from vericache_sglang.scheduling.proposals import Proposals
+from vericache_test_faults import restless
+
+KIND, TEXTS = "VERICACHE_TEST_DRAFTER", "VERICACHE_TEST_TEXTS"
+RESTLESS = "VERICACHE_TEST_RESTLESS"
+
+
+class Drafter:
+    """Proposes nothing and learns nothing.
+
+    Args:
+        texts: Texts of the running requests.
+    """
+
+    def __init__(self, texts):
+        self.texts, self.calls = texts, 0
+
+    def propose(self, wanted):
+        self.calls += 1
+        return self.proposed(wanted)
+
+    def finish(self, tokens):
+        """Learn nothing."""
+
+
+class Oracle(Drafter):
+    """Proposes what plain SGLang said, as long as the text is part of that."""
+
+    def __init__(self, texts):
+        super().__init__(texts)
+        with open(os.environ[TEXTS], encoding="utf-8") as file:
+            self.known = json.load(file)
+
+    def proposed(self, wanted):
+        found = []
+        for row, length in zip(
+            wanted.pool_idx.tolist(), wanted.length.tolist(), strict=True
+        ):
+            text = self.texts.tokens[row, :length].tolist()
+            after = next((k[length:] for k in self.known if k[:length] == text), [])
+            found.append([*after[: wanted.depth], *[-1] * wanted.depth][: wanted.depth])
+        return torch.tensor(found)
+
+
+class Random(Drafter):
+    """Proposes anything, also what is no token id."""
+
+    def proposed(self, wanted):
+        random = torch.Generator().manual_seed(self.calls)
+        shape = len(wanted.pool_idx), wanted.depth
+        return torch.randint(-5, 2000, shape, generator=random)
+
+
+class Raising(Random):
+    """Raises after a while."""
+
+    def proposed(self, wanted):
+        if self.calls > 20:
+            raise RuntimeError("this drafter fails")
+        return super().proposed(wanted)
+
+
+def choose_most(proposals, cost):
+    """Choose as many proposals as there may be, whatever they cost."""
+    proposals.count = proposals.most
+
+
+def install():
+    """Open the named drafter in place of the server's."""
+    kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
+    kind = kinds.get(os.environ[KIND])
+    if kind is not None:
+        worker.open_drafter = lambda config, texts: kind(texts)
+    Proposals.choose = choose_most
+    if RESTLESS in os.environ:
+        restless.install()

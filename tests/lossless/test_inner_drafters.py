@@ -1,0 +1,159 @@
+"""Whatever an inner drafter proposes, the tokens are those of plain SGLang.
+
+An oracle proposes what will be said, so most draft iterations are saved; others propose
+anything, or fail. Requests draft on the host's or the device's residual KV, or are
+never compressed, so that the drafter serves them alone.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from live_server import faulty, run
+
+from vericache_sglang.evaluation.lossless import compare, greedy
+from vericache_sglang.evaluation.matrix import PLAIN, TIGHT, system
+from vericache_sglang.evaluation.workload import (
+    code_prompts,
+    load_tokenizer,
+    record_prompts,
+    spread,
+)
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
+LENGTH = 4
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def waves():
+    """Two waves; the second one repeats prompts and ends where answers end."""
+    tokenizer = load_tokenizer(MODEL)
+    texts = record_prompts(tokenizer, spread(5, 200, 2500), 11)
+    texts += code_prompts(tokenizer, spread(2, 200, 1200), 11)
+    lengths = [60 + i % 3 * 20 for i in range(len(texts))]
+    return [
+        {"prompts": texts, "params": [greedy(n, ignore_eos=True) for n in lengths]},
+        {"prompts": texts, "params": [greedy(64) for _ in texts]},
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(waves):
+    return run(PLAIN, MODEL, waves)
+
+
+@pytest.fixture(scope="module")
+def texts(waves, plain, tmp_path_factory):
+    """Write every text, prompt and answer, for the oracle."""
+    tokenizer = load_tokenizer(MODEL)
+    known = [
+        [*tokenizer.encode(prompt), *answer["ids"]]
+        for wave, answers in zip(waves, plain["waves"], strict=True)
+        for prompt, answer in zip(wave["prompts"], answers, strict=True)
+    ]
+    path = tmp_path_factory.mktemp("texts") / "texts.json"
+    path.write_text(json.dumps(known))
+    return path
+
+
+def extended(*values, **options):
+    return pytest.param(*values, marks=pytest.mark.extended, **options)
+
+
+ALONE = {"min_prompt": 1 << 20}
+"""No prompt is long enough to be compressed."""
+SYNCHRONOUS = {"disable_overlap_schedule": True}
+
+
+def serve(drafter, waves, texts, engine=None, more=None, **settings):
+    """Return the answers and counters of a server with the named drafter."""
+    environment = {
+        **faulty("inner_drafter"),
+        "VERICACHE_TEST_DRAFTER": drafter,
+        "VERICACHE_TEST_TEXTS": str(texts),
+        **(more or {}),
+    }
+    settings = {"draft_length": 16, "keep": 0.5, "inner_length": LENGTH, **settings}
+    served = system(
+        drafter, engine=engine, environment=environment, inner="ngram", **settings
+    )
+    ours = run(served, MODEL, waves)
+    held = {name: ours["state"][name] for name in HELD}
+    assert held == dict.fromkeys(HELD, 0)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ({"page_size": 16, "chunked_prefill_size": 256}, {}),
+        extended({}, {"residency": "device"}),
+        extended(SYNCHRONOUS, {}),
+    ],
+)
+def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, texts):
+    ours = serve("oracle", waves, texts, engine, **settings)
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    assert state["cycles"] > 20
+    assert state["drafted"] >= 3 * state["draft_rows"]
+
+
+@pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])
+def test_an_oracle_serves_requests_that_are_never_compressed(
+    engine, waves, plain, texts
+):
+    ours = serve("oracle", waves, texts, engine, **ALONE)
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    assert state["cycles"] == 0
+    tokens = sum(len(answer["ids"]) for wave in ours["waves"] for answer in wave)
+    assert tokens >= 3 * state["plain_rows"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "engine", "settings"),
+    [
+        ("random", {"page_size": 16}, {"residency": "device"}),
+        ("ngram", {}, {}),
+        extended("random", SYNCHRONOUS, {}),
+        extended("random", {}, ALONE),
+        extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),
+        extended("ngram", {"page_size": 16}, {"residency": "device"}),
+        extended("ngram", SYNCHRONOUS, ALONE),
+    ],
+)
+def test_any_proposals_leave_the_tokens_alone(
+    drafter, engine, settings, waves, plain, texts
+):
+    ours = serve(drafter, waves, texts, engine, **settings)
+    assert compare(plain, ours) == []
+    assert ours["state"]["inner_errors"] == 0
+
+
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram"])
+@pytest.mark.parametrize(
+    ("engine", "environment"),
+    [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],
+    ids=["moves", "retraction"],
+)
+def test_tokens_are_identical_while_everything_moves(
+    drafter, engine, environment, waves, plain, texts
+):
+    ours = serve(drafter, waves, texts, engine, environment)
+    assert compare(plain, ours) == []
+
+
+@pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])
+def test_a_drafter_that_raises_is_switched_off(engine, waves, plain, texts):
+    ours = serve("raising", waves, texts, engine)
+    assert compare(plain, ours) == []
+    assert ours["state"]["inner_errors"] == 1
+    assert ours["state"]["reprefills"] == 0

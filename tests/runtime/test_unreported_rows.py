@@ -1,0 +1,192 @@
+"""Rows launched before earlier results are known, against a synchronous replay.
+
+A request drafts, is verified and decodes with proposals of an inner drafter. The host
+hears of a forward when the next one has been launched, or at once; what a forward runs
+must not depend on it. Both models say one token per position, whatever they have read.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
+from vericache_sglang.compression.budget import Budget
+from vericache_sglang.kv.request import Parts, RequestState
+from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.forward.rows import MixedRows
+from vericache_sglang.runtime.result_recorder import ResultRecorder
+from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify
+
+PROMPT, KEPT, MOST = 8, 3, 12
+"""Tokens of the prompt and of its draft KV; most drafts of a verification."""
+OWN, DRAFT_ROW, VERIFY_ROW = 2, 7, 4
+DECODE = 1000
+"""First decode slot."""
+TEXT = 400
+"""Tokens that are known; no history is longer."""
+
+
+class Replay:
+    """One request whose results are told late, beside what truly happened.
+
+    Args:
+        residency: Where its residual KV is; None: it is not compressed.
+        models: By position, what the full KV says and what the draft KV says.
+    """
+
+    def __init__(self, residency, models):
+        self.truth, self.guesses = models
+        self.head = {Residency.HOST: KEPT, Residency.DEVICE: PROMPT + KEPT}.get(
+            residency, PROMPT
+        )
+        table = torch.zeros(8, self.head + TEXT, dtype=torch.int32)
+        table[OWN] = torch.arange(self.head + TEXT) + DECODE - self.head
+        self.placement = SimpleNamespace(
+            table=table,
+            verify_rows=range(VERIFY_ROW, VERIFY_ROW + 1),
+            prefetches=SimpleNamespace(spans=lambda rid: (), end=lambda rid: None),
+            counters=SimpleNamespace(note_cycle=lambda *counts: None),
+        )
+        kv = SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=self.head + TEXT)
+        req = SimpleNamespace(rid="r", kv=kv, extra_key=None)
+        self.state = RequestState(
+            req=req,
+            prompt=PROMPT,
+            verified=PROMPT,
+            outputs=[self.truth[PROMPT]],
+            profile=GREEDY_FAST,
+            stops=frozenset(),
+            stats=RequestStats(True, MOST),
+        )
+        if residency is not None:
+            none = torch.zeros(1, 1, 0, dtype=torch.int32)
+            budget = Budget(PROMPT, KEPT, 0, 0)
+            self.state.parts = Parts(budget, none, none, residency, True)
+            self.state.parts.draft_row = DRAFT_ROW
+        self.buffer = DraftTokenBuffer(8, MOST, "cpu")
+        self.buffer.put([self.state])
+        self.results = []
+        self.recorder = ResultRecorder(
+            self.placement,
+            SimpleNamespace(report=self.results.extend),
+            {"r": self.state},
+        )
+        self.verified, self.drafts, self.late = PROMPT, [], None
+
+    def run(self, action, proposed, prompt):
+        """Run one forward; its result is told now, or with the next one's launch.
+
+        Args:
+            action: Of the request.
+            proposed: Tokens of the inner drafter, as many as the action asks for.
+            prompt: The result is told now.
+        """
+        rows = MixedRows(self.placement)
+        rows.add(0, self.state, action)
+        (row,) = rows.rows
+        queries, drafts = len(row.columns), isinstance(action, Draft)
+        exact = len(self.drafts)
+        columns = torch.arange(len(proposed)) + exact + 1
+        own = torch.full_like(columns, OWN)
+        self.buffer.propose(own, columns, torch.tensor(proposed, dtype=torch.int64))
+        inputs = rows.inputs(self.buffer)
+        first = exact if drafts else 0
+        places = [self.verified + first + i for i in range(queries)]
+        assert inputs.positions.tolist() == places
+        slots = [DECODE + place - PROMPT for place in places]
+        assert inputs.slots.tolist() == slots
+        known = [self.truth[self.verified], *self.drafts, *proposed][first:]
+        assert inputs.tokens.tolist()[: len(known)] == known[:queries]
+        self._check_listed(row, inputs, slots, drafts)
+        says = self.guesses if drafts else self.truth
+        target = torch.tensor([says[place + 1] for place in places])
+        emission = self.buffer.commit(
+            DraftTokenRows(
+                torch.tensor([OWN]),
+                torch.tensor([0, queries]),
+                torch.tensor([DRAFT if drafts else EMIT]),
+            ),
+            target,
+        )
+        new = [token for token in emission.tokens[0].tolist() if token >= 0]
+        assert new == [says[place + 1] for place in places[: len(new)]]
+        if drafts:
+            self.drafts += new
+        else:
+            self.verified, self.drafts = self.verified + len(new), []
+        launched = self.recorder.launch(
+            self.state,
+            0,
+            queries=queries,
+            verifies=isinstance(action, Verify),
+            emits=not drafts,
+        )
+        self.hear()
+        self.late = launched, new
+        if prompt:
+            self.hear()
+
+    def _check_listed(self, row, inputs, slots, drafts):
+        """A row ends with the decode slots up to its queries; bounds are no smaller."""
+        (prefix,) = inputs.prefixes.tolist()
+        (bound,) = inputs.bounds
+        assert bound >= prefix
+        listed = self.placement.table[row.table_row, : prefix + len(slots)].tolist()
+        assert listed[prefix:] == slots
+        decoded = slots[0] - DECODE
+        assert listed[prefix - decoded : prefix] == list(range(DECODE, slots[0]))
+        parts = KEPT if drafts else PROMPT
+        assert prefix - decoded == parts
+
+    def hear(self):
+        """Tell the host of the forward that it has not heard of."""
+        if self.late is not None:
+            row, tokens = self.late
+            self.late = None
+            self.recorder.land([row], [tokens])
+
+    def check(self):
+        """Compare what the host knows, once it has heard of everything."""
+        self.hear()
+        state = self.state
+        assert state.verified == self.verified
+        assert state.drafts == self.drafts
+        assert (state.pending_max, state.drafted_max) == (0, len(self.drafts))
+        assert state.outputs == self.truth[PROMPT : self.verified + 1]
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["draft", "draft", "draft", "verify"]),
+        st.lists(st.integers(1, 2), max_size=4),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([Residency.HOST, Residency.DEVICE, None]),
+    STEPS,
+    st.randoms(use_true_random=False),
+)
+def test_what_a_forward_runs_does_not_depend_on_what_was_heard(residency, steps, rng):
+    truth = [rng.randint(1, 2) for _ in range(TEXT)]
+    guesses = [token if rng.random() < 0.8 else 3 - token for token in truth]
+    replay = Replay(residency, (truth, guesses))
+    for kind, proposed, prompt in steps:
+        room = MOST - replay.state.drafted_max
+        if residency is None:
+            action = Plain("r", len(proposed))
+        elif kind == "draft" and room > len(proposed):
+            action = Draft("r", len(proposed))
+        else:
+            proposed = proposed[:room]
+            action = Verify("r", len(proposed))
+        replay.run(action, proposed, prompt)
+    replay.check()

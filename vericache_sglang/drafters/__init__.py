@@ -1,0 +1,1 @@
+"""Inner drafters: they propose tokens that a row runs behind its last one."""

@@ -1,0 +1,50 @@
+"""Interface of inner drafters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The rows of one forward for which tokens are proposed.
+
+    Attributes:
+        pool_idx: [n] int64, ``req_pool_idx`` of the requests.
+        length: [n] int64, tokens of each text up to the last draft, or the pending
+            token.
+        shared: [n] int64, 1 if what other requests said may be used, else 0.
+        depth: Tokens wanted per row, >= 1.
+    """
+
+    pool_idx: torch.Tensor
+    length: torch.Tensor
+    shared: torch.Tensor
+    depth: int
+
+
+class Drafter(Protocol):
+    """Proposes tokens; wrong ones cost time and never change an answer.
+
+    Its methods must not wait for the device. Ranks of one server make the same calls
+    and must propose the same tokens.
+    """
+
+    def propose(self, wanted: Wanted) -> torch.Tensor:
+        """Return [n, depth] integers; those that are no token ids count as no proposal.
+
+        Called before every forward with a row that has room for proposals.
+        """
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Learn from a finished request that shares what it said.
+
+        Args:
+            tokens: The end of its prompt and its whole output.
+        """

@@ -1,0 +1,196 @@
+"""VeriCache with an inner drafter, without one, the drafter alone, and plain SGLang.
+
+All systems answer the same waves of questions about the same documents, by turns. The
+documents are in every prefix cache before, and no question is asked twice, so an inner
+drafter that learns from finished answers never knows the one it is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vericache_sglang.demo_records import multi_request, prompt_text
+from vericache_sglang.evaluation.altered import GUESSES
+from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmarks.paired import engine_for
+from vericache_sglang.evaluation.figures import growth, per_token, per_verify
+from vericache_sglang.evaluation.fleet import served
+from vericache_sglang.evaluation.lossless import answer, differing, greedy
+from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_prompts
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.evaluation.benchmark import Results
+    from vericache_sglang.evaluation.server import Server
+
+PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
+"""The servers of a row, by their role."""
+
+
+class Variant(NamedTuple):
+    """A server with an inner drafter.
+
+    Attributes:
+        settings: VeriCache's, beyond those of all servers.
+        alteration: See ``altered``.
+    """
+
+    settings: Mapping[str, Any]
+    alteration: str = ""
+
+
+DRAFTER_ALONE = "ngram-alone"
+RANDOM = "vericache+random"
+VARIANTS: Mapping[str, Variant] = {
+    "vericache+ngram": Variant({"inner": "ngram"}),
+    "vericache+ngram-own": Variant({"inner": "ngram", "inner_corpus": 0}),
+    DRAFTER_ALONE: Variant({"inner": "ngram", "min_prompt": 1 << 20}),
+    RANDOM: Variant({"inner": "ngram"}, GUESSES),
+}
+"""By the name of the row; ``own`` searches each request's own text only."""
+
+
+def waves_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Draw the waves, the same for all systems: further questions about documents."""
+    calls = min(6, max(1, options.context // 100))
+    lengths, rng = [options.context] * options.requests, random.Random(options.seed)
+    tokenizer = load_tokenizer(options.model)
+    documents = tool_call_prompts(tokenizer, lengths, options.seed, calls)
+    params = [greedy(options.tokens, ignore_eos=True)] * options.requests
+    return [
+        {
+            "prompts": [
+                prompt_text(each.document, multi_request(rng, each.records, calls)[0])
+                for each in documents
+            ],
+            "params": params,
+        }
+        for _ in range(options.learned + options.rounds)
+    ]
+
+
+def take_turns(
+    servers: Mapping[str, Server], waves: Sequence[dict[str, Any]], learned: int
+) -> dict[str, Any]:
+    """Have servers answer waves by turns, each time beginning with another one.
+
+    Args:
+        servers: By role; the last one first answers ``learned`` waves, untimed.
+
+    Returns:
+        Tokens per second by role (medians), the ratios to the others in every wave and
+        their medians, the requests that differ from plain SGLang's, and counters.
+    """
+    for wave in waves[:learned]:
+        answer(servers[OURS], wave)
+    before = {role: servers[role].counters() for role in (ALONE, OURS)}
+    speeds: dict[str, list[float]] = {role: [] for role in servers}
+    mismatched = tokens = 0
+    for i, wave in enumerate(waves[learned:]):
+        roles, answers = [*servers], {}
+        for role in roles[i % len(roles) :] + roles[: i % len(roles)]:
+            began = time.perf_counter()
+            answers[role] = answer(servers[role], wave)
+            seconds = time.perf_counter() - began
+            emitted = sum(len(each["ids"]) for each in answers[role])
+            speeds[role].append(emitted / seconds)
+        tokens += emitted
+        for role in (ALONE, OURS):
+            mismatched += differing(answers[PLAIN], answers[role])
+    ratios = {
+        f"over_{role}": np.divide(speeds[OURS], speeds[role]).tolist()
+        for role in (PLAIN, ALONE)
+    }
+    grown = {
+        role: growth(counted, servers[role].counters())
+        for role, counted in before.items()
+    }
+    rows = {role: per_token(counted, tokens) for role, counted in grown.items()}
+    return {
+        "tokens_per_s": {role: float(np.median(each)) for role, each in speeds.items()},
+        **{name: float(np.median(each)) for name, each in ratios.items()},
+        "ratios": ratios,
+        "iterations_per_token": rows,
+        "fewer_iterations": rows[ALONE] / rows[OURS],
+        "mismatched_requests": mismatched,
+        **per_verify(grown[OURS]),
+        "counters": grown,
+    }
+
+
+def _measure(options: argparse.Namespace, results: Results) -> None:
+    engine = engine_for([(options.context, options.requests)], options.tokens)
+    # Every wave's questions and answers stay in the prefix cache beside the documents.
+    waves = waves_of(options)
+    engine["max_total_tokens"] += len(waves) * options.requests * (options.tokens + 300)
+    names = ("compressor", "keep", "draft_length", "max_verifies")
+    settings = {name: getattr(options, name) for name in names} | {"host_gb": 8.0}
+    plain_system = described(PLAIN, None, engine)
+    alone_system = described(ALONE, settings, engine)
+    with (
+        served(plain_system, options.model) as plain,
+        served(alone_system, options.model) as alone,
+    ):
+        for server in (plain, alone):
+            answer(server, waves[0])
+        for name in options.systems:
+            variant = VARIANTS[name]
+            system = described(
+                name,
+                {**settings, **variant.settings, "inner_length": options.inner_length},
+                engine,
+                alteration=variant.alteration,
+            )
+            with served(system, options.model) as ours:
+                servers = {PLAIN: plain, ALONE: alone, OURS: ours}
+                results.row(name, take_turns, servers, waves, options.learned)
+    _check(options, results)
+
+
+def _check(options: argparse.Namespace, results: Results) -> None:
+    """Require equal tokens, and no system below the better of its two parts."""
+    rows = results.rows
+    differ = sum(row["mismatched_requests"] for row in rows.values())
+    results.figures["mismatched_requests"] = differ
+    results.require(differ == 0, f"{differ} requests differ from plain SGLang's")
+    drafter = rows[DRAFTER_ALONE]["over_vericache"] if DRAFTER_ALONE in rows else 0.0
+    for name, row in rows.items():
+        if name == DRAFTER_ALONE:
+            continue
+        best = max(1.0, drafter) if name == "vericache+ngram" else 1.0
+        ratio = row["over_vericache"] / best
+        row["over_the_better_part"] = ratio
+        results.require(ratio >= options.floor, f"{name} is too slow: {ratio:.3f}")
+
+
+INNER = Benchmark(
+    about="What an inner drafter adds to VeriCache: with and without one, the drafter "
+    "alone, plain SGLang, and a drafter that proposes random tokens, by turns on "
+    "questions that no server has been asked before. Fails where an answer differs or "
+    "a drafter makes VeriCache slower.",
+    model=DEMO_LONG,
+    seed=1,
+    options={
+        "systems": (list(VARIANTS), f"rows: {', '.join(VARIANTS)}"),
+        "context": (15800, "prompt tokens"),
+        "requests": (8, "at once"),
+        "tokens": (256, "output tokens each"),
+        "learned": (2, "waves answered before, of which ngram may know the answers"),
+        "rounds": (3, "timed waves"),
+        "keep": (0.125, "share of tokens"),
+        "draft-length": (32, "tokens"),
+        "inner-length": (4, "most tokens proposed per row"),
+        "max-verifies": (2, "requests verified in one iteration"),
+        "compressor": ("snapkv", "as --vericache-compressor"),
+        "floor": (0.97, "least ratio that does not fail"),
+    },
+    measure=_measure,
+    selecting=("systems",),
+)
