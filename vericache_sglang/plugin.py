@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vericache_sglang.config.schema import VeriCacheConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ def _hooks() -> tuple[Any, ...]:
     return (*apply.hooks(), *(hooks.HOOKS if platform.needed() else ()))
 
 
-def _check_requests(config: Any) -> None:
+def _check_requests(config: VeriCacheConfig) -> None:
     """Install the request checks (patches: io_struct, tokenizer_manager_checks)."""
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

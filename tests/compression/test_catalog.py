@@ -10,7 +10,6 @@ from vericache_sglang.compression.catalog import (
     CODECS,
     OURS,
     create_compressor,
-    create_selector,
     known_names,
 )
 from vericache_sglang.compression.codecs.rotatekv_tables import write_tables
@@ -260,10 +259,3 @@ def test_a_broken_package_is_named_and_leaves_the_others_usable(
         sys.modules.pop("bad_module", None)
     assert create_compressor("good", 1).selector is not None
     assert create_compressor("recency", 1).selector is not None
-
-
-def test_a_selector_alone_has_no_codec():
-    assert create_selector("snapkv:pooling=3", 0).needs.q_tail == 64
-    for line in ("kivi", "snapkv+kivi"):
-        with pytest.raises(CompressionError, match="is not a selector alone"):
-            create_selector(line, 0)

@@ -7,7 +7,7 @@ import torch
 
 from vericache_sglang.compression.base import NOTHING, ModelSpec
 from vericache_sglang.compression.budget import Budget, keep_indices
-from vericache_sglang.compression.catalog import create_selector
+from vericache_sglang.compression.catalog import create_compressor
 
 THEIRS = ("test-nan", "test-random")
 THIRD_PARTY = Path(__file__).parents[1] / "compressors"
@@ -28,7 +28,7 @@ def keys(tokens=40, seed=0):
 def test_whatever_a_third_party_returns_every_head_keeps_as_many(
     name, kept, make_services
 ):
-    selector = create_selector(name, seed=3)
+    selector = create_compressor(name, seed=3).selector
     selector.bind(make_services(SPEC))
     selector.open("r")
     scores = selector.scores("r", 0, keys(), keys(seed=1), NOTHING)
@@ -47,7 +47,7 @@ def test_whatever_a_third_party_returns_every_head_keeps_as_many(
 )
 def test_recency_keeps_sinks_and_tail(tokens, kept, sinks):
     k = keys(tokens)
-    scores = create_selector("recency", 0).scores("r", 0, k, k, NOTHING)
+    scores = create_compressor("recency", 0).selector.scores("r", 0, k, k, NOTHING)
     index = keep_indices(scores, Budget(tokens, kept, sinks, 0))
     # Walk the prompt token by token; shares no code with the selector.
     wanted = [t for t in range(tokens) if t < sinks or tokens - t <= kept - sinks]
@@ -57,14 +57,14 @@ def test_recency_keeps_sinks_and_tail(tokens, kept, sinks):
 def test_keynorm_keeps_the_smallest_keys():
     norms = torch.tensor([5.0, 1.0, 4.0, 0.5, 3.0, 2.0])
     k = torch.ones(1, 6, 4) * norms[None, :, None]
-    scores = create_selector("keynorm", 0).scores("r", 0, k, k, NOTHING)
+    scores = create_compressor("keynorm", 0).selector.scores("r", 0, k, k, NOTHING)
     index = keep_indices(scores, Budget(6, 3, 0, 0))
     assert index.tolist() == [[1, 3, 5]]
 
 
 def random_scores(seed=3, rid="r", layer=0):
     k = keys()
-    return create_selector("random", seed).scores(rid, layer, k, k, NOTHING)
+    return create_compressor("random", seed).selector.scores(rid, layer, k, k, NOTHING)
 
 
 def test_random_scores_are_fixed_by_seed_request_and_layer():

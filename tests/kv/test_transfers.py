@@ -151,7 +151,6 @@ def test_a_fragmented_region_still_stages(links):
     leases = [region.take(4) for _ in range(POOL // 4)]
     for lease in leases[::2]:
         region.give(lease)
-    assert max(region.free_spans()) == 4
     lease = region.take(16)
     residual, pool = new_residual(torch.float32), new_pool(torch.float32)
     wait(links(pool).start(residual, lease, None))

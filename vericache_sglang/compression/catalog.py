@@ -139,19 +139,6 @@ def create_compressor(line: str, seed: int) -> Compressor:
     return replace(dropping, line=line, codec=packing.codec)
 
 
-def create_selector(line: str, seed: int) -> Selector:
-    """Build a compressor that has no codec; see ``create_compressor``.
-
-    Raises:
-        ConfigError: See ``create_compressor``.
-        CompressionError: See there; or the line has a codec.
-    """
-    compressor = create_compressor(line, seed)
-    if compressor.selector is None or compressor.codec is not None:
-        raise CompressionError(f"compressor {line!r} is not a selector alone")
-    return compressor.selector
-
-
 def _codec(name: str, factory: type[Codec]) -> Method:
     def made(seed: int, /, **options: Any) -> Codec:
         return factory(**options)  # a codec draws nothing that its fields do not say

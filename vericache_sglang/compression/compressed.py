@@ -135,11 +135,6 @@ class CompressedKV:
         ) + sum(residual.dropped.nbytes for residual in self.residual)
 
     @property
-    def draft_fraction(self) -> float:
-        """Bytes of the draft KV over those of the full KV."""
-        return self.draft_bytes / self.raw_bytes
-
-    @property
     def transfer_fraction(self) -> float:
         """Bytes of the residual KV over those of the full KV."""
         return self.transfer_bytes / self.raw_bytes

@@ -93,10 +93,6 @@ class StagingBuffer:
         """Slots taken now."""
         return self.slots - self._free
 
-    def free_spans(self) -> tuple[int, ...]:
-        """Return the sizes of the free spans in address order, in slots."""
-        return tuple(span.slots for span in self._spans)
-
     def take(self, slots: int) -> Lease | None:
         """Lease slots; O(n log n) in the free spans.
 

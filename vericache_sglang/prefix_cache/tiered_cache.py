@@ -81,7 +81,8 @@ class TieredCache(UnifiedRadixCache):
 
         It leaves out the last tokens that a compressor has to see: a prompt that is
         cached as a whole would run one token, and the query of that token alone would
-        select the kept tokens. Short answers are not drafted and need no selection.
+        select the kept tokens. Short answers are exempt: unless the residency is forced
+        they are not drafted.
         """
         req, key = params.req, params.key
         if req is not None and not req.kv.holds_kv and not ends_early(req):

@@ -216,10 +216,6 @@ class Codec(ABC):
         """Return the bits per element of the draft KV, scales and sinks included."""
         return 8 * _layout_bytes(self.draft_layout(part_shape)) / part_shape.elements
 
-    def residual_bits(self, part_shape: PartShape) -> float:
-        """Return the bits per element of the residual."""
-        return 8 * _layout_bytes(self.residual_layout(part_shape)) / part_shape.elements
-
     def transfer_fraction(self, part_shape: PartShape) -> float:
         """Return the residual's bytes over those of the full KV."""
         return _layout_bytes(self.residual_layout(part_shape)) / part_shape.raw_bytes

@@ -171,24 +171,26 @@ def _fresh_servers(options: argparse.Namespace, ours_first: bool) -> dict[str, A
     slots = max(2 * case.requests * (case.context + 700) for case in cases)
     engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
     points: dict[str, dict[str, Any]] = {}
-    for settings in ({}, WRONG):
-        wrong = settings is WRONG
+    for wrong, settings in ((False, {}), (True, WRONG)):
         chosen = [each for each in cases if (each.kind == WRONG_KIND) is wrong]
         if not chosen:
             continue
         systems = [
             described("plain", None, engine),
-            described("vericache", settings, engine),
+            described("ours", settings, engine),
         ]
+        if ours_first:
+            systems.reverse()
         with ExitStack() as running:
-            servers = [
-                running.enter_context(served(system, options.model))
-                for system in (systems[::-1] if ours_first else systems)
-            ]
-            plain, ours = servers[::-1] if ours_first else servers
+            servers = {
+                system.name: running.enter_context(served(system, options.model))
+                for system in systems
+            }
             for case in chosen:
                 asked = requests_of(options, case)
-                points[case.name] = compare(plain, ours, asked, options.passes)
+                points[case.name] = compare(
+                    servers["plain"], servers["ours"], asked, options.passes
+                )
     return {"points": points}
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vericache_sglang.config.schema import flag
 from vericache_sglang.demo_records import multi_request, prompt_text
 from vericache_sglang.evaluation.altered import GUESSES
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
@@ -20,7 +22,7 @@ from vericache_sglang.evaluation.benchmarks.paired import engine_for
 from vericache_sglang.evaluation.figures import growth, per_token, per_verify
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import answer, differing, greedy
-from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.systems import BUILT_IN, described
 from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_prompts
 
 if TYPE_CHECKING:
@@ -29,32 +31,24 @@ if TYPE_CHECKING:
 
     from vericache_sglang.evaluation.benchmark import Results
     from vericache_sglang.evaluation.server import Server
+    from vericache_sglang.evaluation.systems import System
 
 PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
 """The servers of a row, by their role."""
 
 
-class Variant(NamedTuple):
-    """A server with an inner drafter.
-
-    Attributes:
-        settings: VeriCache's, beyond those of all servers.
-        alteration: See ``altered``.
-    """
-
-    settings: Mapping[str, Any]
-    alteration: str = ""
-
-
 DRAFTER_ALONE = "ngram-alone"
-RANDOM = "vericache+random"
-VARIANTS: Mapping[str, Variant] = {
-    "vericache+ngram": Variant({"inner": "ngram"}),
-    "vericache+ngram-own": Variant({"inner": "ngram", "inner_corpus": 0}),
-    DRAFTER_ALONE: Variant({"inner": "ngram", "min_prompt": 1 << 20}),
-    RANDOM: Variant({"inner": "ngram"}, GUESSES),
+WITH_NGRAM = BUILT_IN["vericache-ngram"]
+VARIANTS: Mapping[str, System] = {
+    "vericache+ngram": WITH_NGRAM,
+    "vericache+ngram-own": replace(
+        WITH_NGRAM, flags=(*WITH_NGRAM.flags, flag("inner_corpus"), "0")
+    ),
+    DRAFTER_ALONE: BUILT_IN[DRAFTER_ALONE],
+    "vericache+random": replace(WITH_NGRAM, alteration=GUESSES),
 }
-"""By the name of the row; ``own`` searches each request's own text only."""
+"""Servers with an inner drafter by the name of the row, with the flags in which they
+differ from VeriCache alone; ``own`` searches each request's own text only."""
 
 
 def waves_of(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,6 +126,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     engine["max_total_tokens"] += len(waves) * options.requests * (options.tokens + 300)
     names = ("compressor", "keep", "draft_length", "max_verifies")
     settings = {name: getattr(options, name) for name in names} | {"host_gb": 8.0}
+    inner_length = options.inner_length
     plain_system = described(PLAIN, None, engine)
     alone_system = described(ALONE, settings, engine)
     with (
@@ -142,12 +137,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
             answer(server, waves[0])
         for name in options.systems:
             variant = VARIANTS[name]
-            system = described(
-                name,
-                {**settings, **variant.settings, "inner_length": options.inner_length},
-                engine,
-                alteration=variant.alteration,
-            )
+            base = described(name, {**settings, "inner_length": inner_length}, engine)
+            system = replace(variant, name=name, flags=(*base.flags, *variant.flags))
             with served(system, options.model) as ours:
                 servers = {PLAIN: plain, ALONE: alone, OURS: ours}
                 results.row(name, take_turns, servers, waves, options.learned)
