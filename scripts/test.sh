@@ -58,7 +58,6 @@ check() {
 
 check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
-check "mypy" "$bin/mypy"
 rm -f "$report"
 # Three processes on two cores: a test waits for its server a third of the time. What shares
 # servers stays in one process (tests/conftest.py). A hanging test ends by its own timeout (pyproject.toml).

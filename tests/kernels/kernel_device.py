@@ -53,7 +53,20 @@ def needs_gpu(test):
     return pytest.mark.gpu(skip(test))
 
 
-def run(script, timeout=420):
+def cases(table, first):
+    """Return a table's names as parameters; interpreted, others are extended tests."""
+    more = pytest.mark.extended if INTERPRETED else ()
+    return [pytest.param(name, marks=() if name in first else more) for name in table]
+
+
+def asked(request):
+    """Return the names among the parameters of the module's tests that will run."""
+    items = [each for each in request.session.items if each.path == request.path]
+    params = [each.callspec.params for each in items if hasattr(each, "callspec")]
+    return [each["name"] for each in params if "name" in each]
+
+
+def run(script, *arguments, timeout=420):
     """Run a file that uses ``DEVICE``; return the JSON it prints last.
 
     On a device most of the time goes into compiling: every shape is another kernel.
@@ -66,7 +79,7 @@ def run(script, timeout=420):
         # A warning of torch about the device would say nothing of ours.
         strict = ("-W", "error")
     done = subprocess.run(
-        [sys.executable, *strict, str(script)],
+        [sys.executable, *strict, str(script), *arguments],
         env=environment,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ A process of its own, see ``kernel_device``. For every case the kernel is compar
 """
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,11 @@ CASES = {
     "decoded-bf16": Case(("turboquant", 3), SPARSE, dtype=BF16, dim=64, heads=4),
     "decoded-three-queries": Case(("turboquant", 2), (((32,), 5),), queries=3),
 }
+FIRST = (
+    *("E3M1-ragged", "E3M1-long-exact-part", "E3M1-bf16", "E5M1-7-bits"),
+    *("KIVI-2-three-queries", "KIVI-4-fp16", "KVQuant-2", "RotateKV-3", "decoded"),
+)
+"""One of each kind: the default tests run these where Triton interprets them."""
 
 SINGLE = {
     "E3M1": ("split", 3, 1),
@@ -342,7 +348,7 @@ def exact(name, dtype) -> bool:
 
 
 if __name__ == "__main__":
-    found = {name: compare(case) for name, case in CASES.items()}
+    found = {name: compare(CASES[name]) for name in sys.argv[1:] or CASES}
     found["spread"] = [
         spread(Case(("kivi", 2, 32), GROUPS), bad) for bad in (math.nan, math.inf)
     ]

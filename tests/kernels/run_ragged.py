@@ -4,6 +4,7 @@ A process of its own, see ``kernel_device``. Every case is compared with the ref
 in float32, so the kernel's rounding is all there is to see.
 """
 
+import sys
 import warnings
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,11 @@ CASES = {
     "drafts-fp32-D128": Case(DRAFTS, dim=128, heads=1),
     "drafts-D16": Case(DRAFTS, BF16, 16, splits=4),
 }
+FIRST = (
+    *("mixed", "mixed-bf16", "mixed-fp16", "many-blocks", "long-blocks"),
+    *("long-fp16-D64-G8", "drafts-D16"),
+)
+"""One of each kind: the default tests run these where Triton interprets them."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,7 @@ def layers() -> list:
 
 
 if __name__ == "__main__":
-    found = {name: compare(case) for name, case in CASES.items()}
+    found = {name: compare(CASES[name]) for name in sys.argv[1:] or CASES}
     checks = {"alone": alone, "hidden": hidden, "layers": layers}
     found |= {name: check() for name, check in checks.items()}
     # A length as they are served, where nothing interprets it.

@@ -11,7 +11,7 @@ import run_packed
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_device import CUT_TOLERANCE, INTERPRETED, TOLERANCE, run
+from kernel_device import CUT_TOLERANCE, INTERPRETED, TOLERANCE, asked, cases, run
 
 from vericache_kernels.packed_attention import (
     DecodedStep,
@@ -202,12 +202,12 @@ def tolerance(name):
 
 
 @pytest.fixture(scope="module")
-def seen():
+def seen(request):
     """Return what the script saw of the kernel: errors by case, and its checks."""
-    return run(run_packed.__file__)
+    return run(run_packed.__file__, *asked(request))
 
 
-@pytest.mark.parametrize("name", run_packed.CASES)
+@pytest.mark.parametrize("name", cases(run_packed.CASES, run_packed.FIRST))
 def test_the_kernel_equals_the_reference(seen, name):
     assert seen[name] < tolerance(name)
 

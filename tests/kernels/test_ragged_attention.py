@@ -12,7 +12,7 @@ import run_ragged
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_device import TOLERANCE, moved, needs_gpu, run
+from kernel_device import TOLERANCE, asked, cases, moved, needs_gpu, run
 
 from vericache_kernels.ragged_attention import RaggedRows, ragged_attention
 from vericache_kernels.run_attention import attend_row, plan_row
@@ -229,12 +229,12 @@ def test_a_head_dim_the_kernel_cannot_multiply_is_refused_everywhere():
 
 
 @pytest.fixture(scope="module")
-def seen():
+def seen(request):
     """Return what the script saw of the kernel: errors by case, and its checks."""
-    return run(run_ragged.__file__)
+    return run(run_ragged.__file__, *asked(request))
 
 
-@pytest.mark.parametrize("name", run_ragged.CASES)
+@pytest.mark.parametrize("name", cases(run_ragged.CASES, run_ragged.FIRST))
 def test_the_kernel_equals_the_reference(seen, name):
     assert seen[name] < TOLERANCE[run_ragged.CASES[name].dtype]
 
