@@ -147,11 +147,11 @@ class VeriCacheConfig(BaseModel):
         "with the same noise, rejection is rejection sampling; seeded requests are "
         "always coupled",
     )
-    inner: Literal["none", "ngram"] = _setting(
+    inner: Literal["none", "ngram", "model"] = _setting(
         "none",
         "inner drafter, which proposes further tokens of a row: ngram continues what "
         "the end of the text has followed before, in the request or in finished "
-        "outputs",
+        "outputs; model is the small model that --speculative-draft-model-path names",
     )
     inner_length: int = _setting(
         4, "most tokens that the inner drafter proposes per row", "tokens", ge=1, le=16
@@ -163,6 +163,13 @@ class VeriCacheConfig(BaseModel):
         "tokens",
         ge=0,
         le=1 << 20,
+    )
+    inner_window: int = _setting(
+        512,
+        "tokens of a text that model reads: the first 4 and the last ones",
+        "tokens",
+        ge=64,
+        le=1 << 16,
     )
     consistency_check_rate: float = _setting(
         0.0,

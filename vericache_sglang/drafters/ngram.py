@@ -8,6 +8,7 @@ import torch
 
 from vericache_kernels.suffix_match import NONE, Corpus, TextRows, suffix_match
 from vericache_sglang.device.upload import upload
+from vericache_sglang.drafters.base import Drafter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from vericache_sglang.drafters.texts import Texts
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Searches a request's own text, and a ring of what finished requests said.
 
     Args:

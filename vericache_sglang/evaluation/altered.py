@@ -189,7 +189,7 @@ def _guess() -> None:
     from vericache_sglang.evaluation.dice import RandomDrafter
     from vericache_sglang.runtime import worker
 
-    _put(worker, "open_drafter", lambda config, texts: RandomDrafter())
+    _put(worker, "open_drafter", lambda *given: RandomDrafter())
 
 
 def _confess(alteration: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_kernels.token_commit import EMIT, token_commit
+from vericache_sglang.drafters.base import Drafter
 
 if TYPE_CHECKING:
     import random
@@ -79,7 +80,7 @@ def in_buffer(
     return commit
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """An inner drafter that proposes random tokens.
 
     Args:
@@ -93,6 +94,3 @@ class RandomDrafter:
         """See ``Drafter.propose``."""
         shape = len(wanted.pool_idx), wanted.depth
         return torch.randint(self._tokens, shape, device=wanted.pool_idx.device)
-
-    def finish(self, tokens: Sequence[int]) -> None:
-        """Learn nothing."""

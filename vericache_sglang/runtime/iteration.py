@@ -183,6 +183,8 @@ class Decoding:
             self.placement.host_slots, prefetches.progress()
         )
         arrived, failed = prefetches.poll(reported.prefetches)
+        proposals = self._proposals(states)
+        unready = self.proposer.prepare() if self.proposer and proposals else ()
         given = SchedulerInput(
             free_slots=room(batch.tree_cache),
             host_slots=reported.host_slots,
@@ -190,7 +192,10 @@ class Decoding:
             blocked=bool(batch.batch_is_full) and rows < self.max_running,
             arrived=tuple(arrived),
             failed=tuple(failed),
-            proposals=self._proposals(states),
+            proposals=proposals,
+            unready=frozenset(
+                state.rid for state in states if state.req_pool_idx in unready
+            ),
         )
         plan = self.runtime.plan(given)
         self.tp_sync.check(given, plan)

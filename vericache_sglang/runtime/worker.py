@@ -13,6 +13,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.drafters.catalog import open_drafter
+from vericache_sglang.drafters.model import ring_of
 from vericache_sglang.drafters.texts import Texts
 from vericache_sglang.former_names import with_former_names
 from vericache_sglang.kv.calibration import starting_coefficients
@@ -26,6 +27,7 @@ from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
+from vericache_sglang.runtime.draft_model import DraftModel
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
@@ -88,6 +90,10 @@ class VeriCacheWorker(BaseSpecWorker):
         self._draft_worker = None
         self.model_runner = target_worker.model_runner
         self.device = self.model_runner.device
+        # Loaded before SGLang sizes the KV pool by the memory that is left.
+        self._draft_model = (
+            DraftModel(server_args, target_worker) if config.inner == "model" else None
+        )
         self._overlap = not server_args.disable_overlap_schedule
         self._state_factory = RequestStateFactory(
             config,
@@ -215,8 +221,10 @@ class VeriCacheWorker(BaseSpecWorker):
         self._draft_tokens = DraftTokenBuffer(
             rows, config.most_drafts, self.device, self._texts
         )
+        if self._draft_model is not None:
+            self._draft_model.open(ring_of(config), requests)
         self._proposer = InnerProposer(
-            open_drafter(config, self._texts),
+            open_drafter(config, self._texts, self._draft_model),
             self._draft_tokens,
             model.vocab_size,
             config.proposals,
@@ -478,10 +486,12 @@ class VeriCacheWorker(BaseSpecWorker):
         self._states[req.rid] = state
         req.vericache_room, req.vericache_lost = self.placement.plain_room, False
         req.vericache_swapped_slots = 0
+        text = [*req.origin_input_ids, *req.output_ids]
+        whole = length >= len(text)
         if self._texts is not None and state.stats.proposals:
-            text = [*req.origin_input_ids, *req.output_ids]
             self._texts.put(state.req_pool_idx, text[:length])
-        whole = length >= len(req.origin_input_ids) + len(req.output_ids)
+            if whole and self._proposer is not None:
+                self._proposer.begin(state, length)
         if whole and not state.stats.enabled:  # its observations will not be used
             self.placement.observer.forget(req.rid)
         return state

@@ -73,6 +73,7 @@ class SchedulerInput:
         arrived: Requests whose residual KV has arrived in the staging buffer.
         failed: Requests whose prefetch failed.
         proposals: Most tokens that an inner drafter may propose per row.
+        unready: Requests for which it cannot propose yet.
     """
 
     free_slots: int
@@ -82,6 +83,7 @@ class SchedulerInput:
     arrived: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     proposals: int = 0
+    unready: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

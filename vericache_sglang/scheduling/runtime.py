@@ -219,7 +219,7 @@ class Runtime:
             iteration=self.now,
             abandoned=abandoned,
             stage_ins=tuple(Prefetch(track.rid) for track in step.stage_ins),
-            rows=self._actions(step.verifies, given.proposals),
+            rows=self._actions(step.verifies, given),
             moves=self._moves(given),
         )
         for track in step.verifies:
@@ -275,14 +275,15 @@ class Runtime:
         return tuple(abandoned)
 
     def _actions(
-        self, verifies: list[ScheduledRequest], proposals: int
+        self, verifies: list[ScheduledRequest], given: SchedulerInput
     ) -> dict[str, RowAction]:
         """Return every request's action, and update its state as if it had run.
 
         Args:
             verifies: Requests that are verified.
-            proposals: See ``SchedulerInput``.
+            given: Says how much may be proposed, and for whom nothing.
         """
+        proposals, unready = given.proposals, given.unready
         for track in verifies:
             track.most = -1
         rows: dict[str, RowAction] = {}
@@ -291,7 +292,7 @@ class Runtime:
             drafts, k = track.drafts, 0
             if drafts < track.most and self._may_draft(track):
                 track.drafts = drafts + 1
-                if proposals:
+                if proposals and rid not in unready:
                     k = self._proposals(track, proposals)
                 track.pending += k
                 rows[rid] = Draft(rid, k) if k else track.draft
@@ -299,13 +300,14 @@ class Runtime:
                 track.waited += 1
                 rows[rid] = track.wait
             else:
-                if proposals:
+                if proposals and rid not in unready:
                     k = self._proposals(track, proposals)
                 track.remaining -= 1 + k
                 track.emitted_at = now
                 rows[rid] = Plain(rid, k) if k else track.plain
         for track in verifies:
-            k = self._proposals(track, proposals) if proposals else 0
+            may = proposals and track.rid not in unready
+            k = self._proposals(track, proposals) if may else 0
             track.pending += k
             rows[track.rid] = Verify(track.rid, k) if k else track.verify
         return rows

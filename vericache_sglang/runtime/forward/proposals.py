@@ -12,7 +12,7 @@ from vericache_sglang.device.upload import upload
 from vericache_sglang.drafters.base import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.drafters.base import Drafter
@@ -68,6 +68,33 @@ class InnerProposer:
         """Most proposals per row; 0 once the drafter is switched off."""
         return 0 if self._off else self._proposals
 
+    def begin(self, state: RequestState, length: int) -> None:
+        """Note that a request whose text is known begins to decode.
+
+        Args:
+            state: A request that may have proposals.
+            length: Tokens of its text.
+        """
+        if not self._off:
+            self._drafter.begin(state.req_pool_idx, length)
+
+    def prepare(self) -> Collection[int]:
+        """Let the drafter read the texts that have begun.
+
+        Returns:
+            ``req_pool_idx`` of the requests for which nothing can be proposed yet.
+        """
+        if self._off:
+            return ()
+        began = time.perf_counter()
+        try:
+            return self._drafter.prepare()
+        except Exception as error:  # noqa: BLE001 (raised again where it has to be)
+            self._switch_off(error)
+            return ()
+        finally:
+            self.spent_s += time.perf_counter() - began
+
     def propose(
         self,
         rows: Sequence[ForwardRow],
@@ -98,7 +125,14 @@ class InnerProposer:
         began = time.perf_counter()
         try:
             tokens = self._drafter.propose(
-                Wanted(own, position[at] + 1, shared, max(room))
+                Wanted(
+                    own,
+                    position[at] + 1,
+                    shared,
+                    max(room),
+                    requests=[rows[i].own for i in wanted],
+                    certain=[rows[i].position + 1 for i in wanted],
+                )
             )
             tokens = tokens[row, place].to(torch.int64)
         except Exception as error:  # noqa: BLE001 (raised again where it has to be)

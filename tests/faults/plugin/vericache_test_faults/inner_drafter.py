@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from vericache_sglang.drafters.base import Drafter
 from vericache_sglang.runtime import worker
 from vericache_sglang.scheduling.proposals import Proposals
 from vericache_test_faults import restless
@@ -19,7 +20,7 @@ KIND, TEXTS = "VERICACHE_TEST_DRAFTER", "VERICACHE_TEST_TEXTS"
 RESTLESS = "VERICACHE_TEST_RESTLESS"
 
 
-class Drafter:
+class Told(Drafter):
     """Proposes nothing and learns nothing.
 
     Args:
@@ -33,11 +34,8 @@ class Drafter:
         self.calls += 1
         return self.proposed(wanted)
 
-    def finish(self, tokens):
-        """Learn nothing."""
 
-
-class Oracle(Drafter):
+class Oracle(Told):
     """Proposes what plain SGLang said, as long as the text is part of that."""
 
     def __init__(self, texts):
@@ -56,7 +54,7 @@ class Oracle(Drafter):
         return torch.tensor(found)
 
 
-class Random(Drafter):
+class Random(Told):
     """Proposes anything, also what is no token id."""
 
     def proposed(self, wanted):
@@ -84,7 +82,7 @@ def install():
     kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
     kind = kinds.get(os.environ[KIND])
     if kind is not None:
-        worker.open_drafter = lambda config, texts: kind(texts)
+        worker.open_drafter = lambda config, texts, model: kind(texts)
     Proposals.choose = choose_most
     if RESTLESS in os.environ:
         restless.install()
