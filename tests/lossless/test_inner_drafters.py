@@ -21,6 +21,7 @@ from vericache_sglang.evaluation.workload import (
 )
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+SMALL_MODEL = MODEL
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 LENGTH = 4
 
@@ -77,8 +78,11 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
         **(more or {}),
     }
     settings = {"draft_length": 16, "keep": 0.5, "inner_length": LENGTH, **settings}
+    inner = "model" if drafter == "model" else "ngram"
+    if inner == "model":
+        engine = {**(engine or {}), "speculative_draft_model_path": str(SMALL_MODEL)}
     served = system(
-        drafter, engine=engine, environment=environment, inner="ngram", **settings
+        drafter, engine=engine, environment=environment, inner=inner, **settings
     )
     ours = run(served, MODEL, waves)
     held = {name: ours["state"][name] for name in HELD}
@@ -119,6 +123,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
     [
         ("random", {"page_size": 16}, {"residency": "device"}),
         ("ngram", {}, {}),
+        ("model", {"page_size": 16}, {}),
         extended("random", SYNCHRONOUS, {}),
         extended("random", {}, ALONE),
         extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),

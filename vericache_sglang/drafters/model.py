@@ -169,9 +169,11 @@ class ModelDrafter(Drafter):
             self._catch_up(behind.items())
         ready = []
         for i, (request, length) in enumerate(lengths.items()):
-            if self._missing(request, length) <= self._last <= length:
+            read = self._read[request]
+            if length < self._last:
+                read.places = 0
+            elif self._missing(request, length) <= self._last:
                 ready.append(i)
-                read = self._read[request]
                 read.places = length - read.skipped
         return ready
 
@@ -200,7 +202,8 @@ class ModelDrafter(Drafter):
         skipped: list[int] = []
         for request, length in wanted:
             read = self._read[request]
-            most = min(room, self._ring.window - SINKS)
+            # The sinks are listed too, unless they are among what is read.
+            most = min(room, self._ring.window - min(SINKS, read.places))
             count = min(most, self._missing(request, length))
             if not count:
                 continue

@@ -486,9 +486,9 @@ class VeriCacheWorker(BaseSpecWorker):
         self._states[req.rid] = state
         req.vericache_room, req.vericache_lost = self.placement.plain_room, False
         req.vericache_swapped_slots = 0
-        text = [*req.origin_input_ids, *req.output_ids]
-        whole = length >= len(text)
+        whole = length >= len(req.origin_input_ids) + len(req.output_ids)
         if self._texts is not None and state.stats.proposals:
+            text = [*req.origin_input_ids, *req.output_ids]
             self._texts.put(state.req_pool_idx, text[:length])
             if whole and self._proposer is not None:
                 self._proposer.begin(state, length)

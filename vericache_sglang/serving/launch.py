@@ -158,6 +158,30 @@ def complete(
     return [*rest, *added]
 
 
+def check_draft_path(given: Mapping[str, object]) -> None:
+    """Refuse a small model that cannot be found, before SGLang looks for it.
+
+    Args:
+        given: See ``complete``.
+
+    Raises:
+        ConfigError: There is no such folder or repository, or it has no config.json.
+    """
+    path = given.get("speculative_draft_model_path")
+    if path is None:
+        return
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    trusted = bool(given.get("trust_remote_code"))
+    try:
+        get_config(path, trusted, given.get("speculative_draft_model_revision"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--speculative-draft-model-path {path}: no model is found there: {error}; "
+            "name a folder with a config.json, or a repository on the hub"
+        ) from error
+
+
 def _spell(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
@@ -210,9 +234,12 @@ def _serve(config: VeriCacheConfig | None, rest: list[str]) -> None:
     import torch
     from sglang.srt.server_args import prepare_server_args
 
+    given = given_fields(rest)
+    if config is not None:
+        check_draft_path(given)
     arguments = complete(
         rest,
-        given_fields(rest),
+        given,
         enabled=config is not None,
         cuda=torch.cuda.is_available(),
     )

@@ -10,6 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import UnsupportedError
+from vericache_sglang.serving.refused_drafters import (
+    DRAFTING_RULES,
+    PAIR_RULES,
+    Drafting,
+    DraftPair,
+)
 from vericache_sglang.serving.refused_flags import FLAG_RULES
 from vericache_sglang.serving.refused_machines import MACHINE_RULES
 from vericache_sglang.serving.refused_models import MODEL_RULES
@@ -17,6 +23,7 @@ from vericache_sglang.serving.refused_models import MODEL_RULES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.serving.refused_machines import LocalMachine
     from vericache_sglang.serving.rule import Rule
 
@@ -80,6 +87,26 @@ def check_model(model_config: Any) -> None:
     """
     architectures = getattr(model_config.hf_config, "architectures", None) or ["?"]
     _refuse(f"model {architectures[0]}", MODEL_RULES, model_config)
+
+
+def check_drafter(config: VeriCacheConfig, server_args: Any, model_config: Any) -> None:
+    """Confirm that the small model that is to propose tokens can, if there is one.
+
+    Args:
+        config: Settings of VeriCache.
+        server_args: As in ``check_server_args``.
+        model_config: The served model's.
+
+    Raises:
+        UnsupportedError: It cannot; the message lists every reason.
+    """
+    asked = Drafting(config, server_args)
+    _refuse("inner drafter", DRAFTING_RULES, asked)
+    if asked.by_model:
+        from vericache_sglang.runtime.draft_model import draft_model_config
+
+        pair = DraftPair(config, model_config, draft_model_config(server_args))
+        _refuse("inner drafter", PAIR_RULES, pair)
 
 
 def _refuse(

@@ -33,7 +33,6 @@ _COLLECTED = "it is collected by row position, which drafts overwrite"
 _UNTESTED_DTYPE = "KV stored in another type than the model's is untested"
 
 SWITCHES: Mapping[str, str] = {
-    "speculative_draft_model_path": _SELF_DRAFTING,
     "speculative_token_map": "drafts use the whole vocabulary",
     "speculative_adaptive": "VeriCache sets the draft length itself",
     "enable_multi_layer_eagle": _SELF_DRAFTING,

@@ -14,6 +14,7 @@ from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.memory import GIB, ledger, shortage
 from vericache_sglang.runtime.device_memory import deployment, known_weights
 from vericache_sglang.serving.refusals import (
+    check_drafter,
     check_model,
     check_server_args,
     check_sglang_version,
@@ -34,13 +35,16 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
         server_args: SGLang's ``ServerArgs``; read only.
 
     Raises:
-        UnsupportedError: The SGLang version, a flag or the model is refused.
+        UnsupportedError: The SGLang version, a flag, the model or the inner drafter
+            is refused.
         ConfigError: The compressor's line is refused, or the GPU is too small.
     """
     check_sglang_version()
     create_compressor(config.compressor, config.seed)
     check_server_args(server_args)
-    check_model(model_config_of(server_args))
+    model = model_config_of(server_args)
+    check_model(model)
+    check_drafter(config, server_args, model)
     if str(server_args.device).startswith("cuda") and torch.cuda.is_available():
         check_memory(config, server_args, get_device_memory_capacity("cuda"))
 
