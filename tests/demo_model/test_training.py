@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from demo_model import checkpoint, evaluate, train
+from demo_model import checkpoint, draft, evaluate, train
 from demo_model.muon import Muon, orthogonal
 
 
@@ -61,3 +61,13 @@ def test_the_evaluation_writes_its_table_and_its_circumstances(
     assert 5 * 4 <= multi["calls"] <= 8 * 4
     assert {"argv", "date", "versions"} <= set(content)
     assert capsys.readouterr().out.startswith("| context | kind |")
+
+
+def test_the_small_model_is_trained_on_what_a_ring_shows(tmp_path, capsys):
+    out = tmp_path / "draft"
+    draft.main(["--out", str(out), "--minutes", "0.01"])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["steps"] >= 1
+    assert 90_000 < summary["parameters"] < 130_000
+    assert 0 <= summary["right"] <= 1
+    assert checkpoint.load(out).config.vocab_size == 586

@@ -96,6 +96,47 @@ def staging_buffer(at):
     return total([*built.k_buffer, *built.v_buffer]) - kv_pool(at)
 
 
+def draft_weights(at):
+    return weights(SimpleNamespace(model=at.draft, ranks=1))
+
+
+def small_pool(at):
+    """Make the pools of a small model, as the server does."""
+    from vericache_sglang.drafters.model import ring_of
+    from vericache_sglang.runtime.draft_model import DraftModel
+
+    small = object.__new__(DraftModel)
+    small._runner = SimpleNamespace(
+        device="meta",
+        kv_cache_dtype=BF16,
+        tp_size=1,
+        model_config=SimpleNamespace(
+            head_dim=at.draft.head_dim,
+            get_num_kv_heads=lambda ranks: at.draft.kv_heads,
+        ),
+        layer_info=SimpleNamespace(
+            num_effective_layers=at.draft.layers,
+            start_layer=0,
+            end_layer=at.draft.layers,
+        ),
+        init_kv_index_translator=lambda: None,
+        init_attention_backends=lambda: None,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda device: torch.cpu)
+        small.open(ring_of(at.config), at.running)
+    return small
+
+
+def draft_kv(at):
+    held = small_pool(at)._runner.token_to_kv_pool
+    return total([*held.k_buffer, *held.v_buffer])
+
+
+def draft_table(at):
+    return small_pool(at).table.nbytes
+
+
 # -- after the pool ------------------------------------------------------------------
 
 

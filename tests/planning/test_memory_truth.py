@@ -60,6 +60,13 @@ DEPLOYMENTS = [
         kept=0.5,
         graph_rows=33,
     ),
+    deployment(
+        "llama-3.1-70b",
+        16384,
+        "fa3",
+        config=VeriCacheConfig(inner="model", inner_length=3),
+        draft=find_model("llama-3.1-8b"),
+    ),
 ]
 
 EXACT = {
@@ -70,6 +77,10 @@ EXACT = {
     "slot allocator": real.slot_allocator,
     "block table": lambda at: real.block_table(at).req_to_token.nbytes,
     "draft token buffer": real.token_buffer,
+    "weights of the small model": real.draft_weights,
+    "KV of the small model": real.draft_kv,
+    "block table of the small model": real.draft_table,
+    "logits of the small model": peaks.prefill_logits,
     "texts of an inner drafter": real.texts,
     "overlap relay": real.overlap_relay,
     "inputs of eager forwards": real.eager_inputs,
@@ -130,6 +141,7 @@ def no_device(monkeypatch):
         if row.backend in ("", at.backend)
         and row.name not in ESTIMATED
         and (at.config.proposals or row.name != "texts of an inner drafter")
+        and (at.draft or "small model" not in row.name)
     ],
 )
 def test_a_formula_gives_the_bytes_of_the_real_tensors(at, row):

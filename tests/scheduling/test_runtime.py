@@ -91,6 +91,7 @@ class Executor:
         rows = max(1, len(self.left))
         width = self.config.draft_length + self.config.proposals
         self.short = self.free < rows * (2 * width + 3)
+        unready = frozenset(rid for rid in self.left if self._happens(0.1))
         plan = self.runtime.plan(
             SchedulerInput(
                 free_slots=self.free,
@@ -100,8 +101,10 @@ class Executor:
                 arrived=tuple(arrived),
                 failed=tuple(failed),
                 proposals=0 if self._happens(0.2) else self.config.proposals,
+                unready=unready,
             )
         )
+        assert not any(getattr(plan.rows[rid], "proposals", 0) for rid in unready)
         self.plans.append(plan)
         for rid in plan.abandoned:
             assert rid in failed

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from vericache_sglang.errors import UnsupportedError
+from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.errors import ConfigError, UnsupportedError
 from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 from vericache_sglang.serving import refusals
+from vericache_sglang.serving.launch import check_draft_path
 from vericache_sglang.serving.refusals import (
     SGLANG_VERSION,
+    check_drafter,
     check_model,
     check_server_args,
     check_sglang_version,
@@ -22,7 +25,6 @@ pytestmark = pytest.mark.sglang
 REFUSED_FLAGS = [
     {"speculative_algorithm": "EAGLE"},
     {"speculative_algorithm": "ngram"},
-    {"speculative_draft_model_path": "some/model"},
     {"speculative_token_map": "map.pt"},
     {"speculative_adaptive": True},
     {"enable_multi_layer_eagle": True},
@@ -97,6 +99,26 @@ ALLOWED_FLAGS = [
     {"tp_size": 2},
     {"enable_deterministic_inference": True},
 ]
+
+BY_MODEL = {"speculative_draft_model_path": "some/model"}
+
+REFUSED_DRAFTING = [
+    ("none", BY_MODEL, "--speculative-draft-model-path"),
+    ("ngram", BY_MODEL, "--speculative-draft-model-path"),
+    ("model", {}, "--vericache-inner model"),
+    ("model", {**BY_MODEL, "tp_size": 2}, "--tp-size"),
+    (
+        "model",
+        {**BY_MODEL, "speculative_draft_window_size": 128},
+        "--speculative-draft-window-size",
+    ),
+    (
+        "model",
+        {**BY_MODEL, "speculative_draft_attention_backend": "fa3"},
+        "--speculative-draft-attention-backend",
+    ),
+]
+"""Inner drafter, fields of ``ServerArgs``, and what the message names."""
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -192,6 +214,19 @@ REFUSED_MODELS = {
     },
 }
 
+REFUSED_SMALL_MODELS = {
+    "vocabulary": {"vocab_size": 65},
+    "--vericache-inner-window": {"max_position_embeddings": 600},
+    "hidden states": {"architectures": ["Qwen3MoeForCausalLMMTP"]},
+    "does not serve": {"architectures": ["NobodysForCausalLM"]},
+    "sliding-window": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 1024,
+    },
+}
+"""Word of the message -> what differs from a small model that is served."""
+
 ALLOWED_MODELS = {
     "llama": LLAMA,
     "qwen3": variant("Qwen3ForCausalLM", "qwen3", head_dim=8),
@@ -273,6 +308,43 @@ def test_every_flag_is_one_of_sglangs(server_args):
     ServerArgs.add_cli_args(parser)
     known = set(parser._option_string_actions)
     assert {rule.what for rule in FLAG_RULES} <= known
+
+
+@pytest.mark.parametrize(("inner", "fields", "named"), REFUSED_DRAFTING)
+def test_flags_of_a_refused_inner_drafter_are_named(server_args, inner, fields, named):
+    config = VeriCacheConfig(inner=inner)
+    with pytest.raises(UnsupportedError, match=rf"inner drafter:\s+{named}"):
+        check_drafter(config, server_args(**fields), None)
+
+
+def test_a_server_without_a_small_model_looks_for_none(server_args):
+    for inner in ("none", "ngram"):
+        check_drafter(VeriCacheConfig(inner=inner), server_args(tp_size=2), None)
+
+
+@pytest.mark.parametrize("word", [None, *REFUSED_SMALL_MODELS])
+def test_a_refused_small_model_says_why(server_args, model, tmp_path, word):
+    served = model(LLAMA)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    small = {**LLAMA, **REFUSED_SMALL_MODELS.get(word, {})}
+    (folder / "config.json").write_text(json.dumps(small))
+    args = server_args(speculative_draft_model_path=str(folder))
+    config = VeriCacheConfig(inner="model")
+    if word is None:
+        check_drafter(config, args, served)
+        return
+    with pytest.raises(UnsupportedError, match=word) as caught:
+        check_drafter(config, args, served)
+    flag = word if word.startswith("--") else "--speculative-draft-model-path"
+    assert flag in str(caught.value)
+
+
+def test_a_small_model_that_is_not_there_is_named(tmp_path):
+    missing = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path.*nothing"):
+        check_draft_path({"speculative_draft_model_path": missing})
+    check_draft_path({})
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)

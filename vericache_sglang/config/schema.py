@@ -203,6 +203,19 @@ class VeriCacheConfig(BaseModel):
         """Most drafts of one verification: the last draft row may have proposals."""
         return self.draft_length + self.proposals
 
+    @property
+    def ring_spare(self) -> int:
+        """Slots of a small model's ring beyond its window.
+
+        A rejected draft, and what was proposed behind it, lie past the end of the text.
+        """
+        return self.most_drafts + self.proposals + 2
+
+    @property
+    def ring_slots(self) -> int:
+        """KV slots in which a small model holds one request."""
+        return self.inner_window + self.ring_spare
+
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**_present_names(values))

@@ -75,11 +75,8 @@ class _Read:
 
 
 def ring_of(config: VeriCacheConfig) -> Ring:
-    """Return the ring of a server.
-
-    A rejected draft, and what was proposed behind it, lie past the end of the text.
-    """
-    return Ring(config.inner_window, config.most_drafts + config.proposals + 2)
+    """Return the ring of a server."""
+    return Ring(config.inner_window, config.ring_spare)
 
 
 def least_context(ring: Ring) -> int:

@@ -58,6 +58,7 @@ class Deployment:
         packed: Whether draft KV is packed, so that a verification loads all of it.
         tail: Last queries of a prompt that the compressor needs, in tokens.
         scored: Whether the compressor stores a score for every slot.
+        draft: Shape of the small model of an inner drafter; None without one.
     """
 
     model: ModelShape
@@ -77,6 +78,7 @@ class Deployment:
     packed: bool = False
     tail: int = 0
     scored: bool = False
+    draft: ModelShape | None = None
 
     @property
     def graph_tokens(self) -> int:
@@ -120,6 +122,10 @@ class Deployment:
             "MiB": MIB,
             "GiB": GIB,
             "weights": model.weight_bytes,
+            "draft_weights": self.draft.weight_bytes if self.draft else 0,
+            "draft_token": self.draft.kv_bytes_per_token if self.draft else 0,
+            "ring": config.ring_slots,
+            "window": config.inner_window,
             "ranks": self.ranks,
             "layers": model.layers,
             "heads": model.heads // self.ranks,

@@ -52,6 +52,7 @@ DRAFTS = "lower --vericache-draft-length"
 RANKS = "raise --tp-size"
 STAGING = "lower --vericache-staging-tokens"
 GRAPHS = "lower --cuda-graph-max-bs-decode"
+WINDOW = "lower --vericache-inner-window"
 
 _SLOT = "2 * layers * kv_heads * head_dim * number"
 
@@ -64,6 +65,13 @@ ROWS: tuple[MemoryRow, ...] = (
     ),
     MemoryRow(
         "weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS
+    ),
+    MemoryRow(
+        "weights of the small model",
+        Phase.LOADED,
+        "draft_weights",
+        "runtime/draft_model.py",
+        "name a smaller --speculative-draft-model-path",
     ),
     MemoryRow(
         "rotary table",
@@ -106,6 +114,27 @@ ROWS: tuple[MemoryRow, ...] = (
         "(proposals > 0) * (4 * (running + 1) * (context + drafts + 2)"
         " + 4 * corpus + 8)",
         "drafters/texts.py, and finished outputs",
+        RUNNING,
+    ),
+    MemoryRow(
+        "KV of the small model",
+        Phase.SUBTRACTED,
+        "draft_token * ((running + 1) * ring + 1)",
+        "runtime/draft_model.py, a ring of slots per request",
+        WINDOW,
+    ),
+    MemoryRow(
+        "block table of the small model",
+        Phase.SUBTRACTED,
+        "4 * (draft_token > 0) * (running + 1) * window",
+        "runtime/draft_model.py",
+        WINDOW,
+    ),
+    MemoryRow(
+        "logits of the small model",
+        Phase.SUBTRACTED,
+        "(draft_token > 0) * running * vocab * (number + 4)",
+        "LogitsProcessor, the last token of every row",
         RUNNING,
     ),
     MemoryRow("overlap relay", Phase.SUBTRACTED, "16 * rows", "FutureMap", RUNNING),

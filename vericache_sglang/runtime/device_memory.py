@@ -21,6 +21,7 @@ from vericache_sglang.planning.memory import (
 )
 from vericache_sglang.planning.models import ModelShape, shape_of, stored_bytes
 from vericache_sglang.runtime.algorithm import served_config
+from vericache_sglang.runtime.draft_model import draft_model_config
 from vericache_sglang.runtime.planned_memory import compression
 from vericache_sglang.runtime.staging_size import staging_slots
 
@@ -71,8 +72,23 @@ def deployment(
         ranks=args.tp_size,
         page=args.page_size,
         most_slots=args.max_total_tokens,
+        draft=_draft_shape(config, args, weight_bytes),
         **compression(config),
     )
+
+
+def _draft_shape(
+    config: VeriCacheConfig, args: Any, weight_bytes: int | None
+) -> ModelShape | None:
+    """Return the shape of the small model, if there is one; see ``deployment``."""
+    if config.inner != "model":
+        return None
+    draft = draft_model_config(args)
+    # As the served model's weights, they may be loaded already.
+    if weight_bytes != 0:
+        folder = _folder(draft.model_path, args.speculative_draft_model_revision)
+        weight_bytes = stored_bytes(folder)
+    return _shape(draft, weight_bytes)
 
 
 def reserved_bytes(budget: int) -> int:

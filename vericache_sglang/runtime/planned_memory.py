@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.base import Needs
 from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.memory import DEFAULT_RUNNING, Deployment
+from vericache_sglang.planning.models import find_model
 from vericache_sglang.planning.sglang_memory import (
     fraction_static,
     prefill_graph_sizes,
@@ -31,6 +33,7 @@ FLAGS: Mapping[str, type] = {
     "tp_size": int,
     "attention_backend": str,
     "cuda_graph_max_bs_decode": int,
+    "speculative_draft_model_path": str,
 }
 """SGLang's flags that the ledger reads, and their types."""
 
@@ -84,6 +87,10 @@ def planned(
         gpu_mib: Memory of one GPU, in MiB.
         capability: Compute capability of the GPU; None: assume our own backend.
         flags: Field name -> value of SGLang's flags; missing or None: the default.
+
+    Raises:
+        ConfigError: The small model of an inner drafter is unknown, or not named.
+        UnsupportedError: See ``find_model``.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     tier, ranks = tier_of(gpu_mib), given.get("tp_size", 1)
@@ -101,6 +108,11 @@ def planned(
     captured = prefill_graph_sizes(chunk)
     if given.get("disable_cuda_graph"):
         most = captured = 0
+    small = given.get("speculative_draft_model_path")
+    if config.inner == "model" and small is None:
+        raise ConfigError(
+            "--vericache-inner model needs --speculative-draft-model-path"
+        )
     fraction = fraction_static(gpu_mib, ranks, chunk, most, captured)
     # Observed phases run outside graphs (runtime/cuda_arguments.py).
     observed = needs.q_tail or needs.q_stream or needs.hidden or needs.probes
@@ -120,5 +132,6 @@ def planned(
         ranks=ranks,
         page=given.get("page_size", TRTLLM_PAGE if backend == "trtllm_mha" else 1),
         most_slots=given.get("max_total_tokens"),
+        draft=find_model(small) if config.inner == "model" else None,
         **compression(config),
     )
