@@ -125,7 +125,8 @@ def test_boot_line_shows_every_setting():
         "recent_tokens=32 staging_tokens=0 host_gb=0.0 "
         "link_gbps=0.0 store_key=off store_shared_folder=off seed=0 "
         "acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
-        "inner_window=512 consistency_check_rate=0.0 trace=off trace_mb=1024 live_page=on"
+        "inner_window=512 consistency_check_rate=0.0 trace=off trace_mb=1024 "
+        "live_page=on"
     )
 
 

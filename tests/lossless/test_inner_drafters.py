@@ -66,6 +66,8 @@ def extended(*values, **options):
 
 ALONE = {"min_prompt": 1 << 20}
 """No prompt is long enough to be compressed."""
+WHOLE = {"inner_window": 4096}
+"""A small model reads whole texts, but for those that are longer."""
 SYNCHRONOUS = {"disable_overlap_schedule": True}
 
 
@@ -106,11 +108,20 @@ def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, t
     assert state["drafted"] >= 3 * state["draft_rows"]
 
 
-@pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])
+@pytest.mark.parametrize(
+    ("drafter", "engine", "settings"),
+    [
+        ("oracle", {}, {}),
+        extended("oracle", SYNCHRONOUS, {}),
+        ("model", {}, WHOLE),
+        extended("model", SYNCHRONOUS, WHOLE),
+    ],
+)
 def test_an_oracle_serves_requests_that_are_never_compressed(
-    engine, waves, plain, texts
+    drafter, engine, settings, waves, plain, texts
 ):
-    ours = serve("oracle", waves, texts, engine, **ALONE)
+    """The model that is served knows what it will say: it is an oracle, too."""
+    ours = serve(drafter, waves, texts, engine, **ALONE, **settings)
     assert compare(plain, ours) == []
     state = ours["state"]
     assert state["cycles"] == 0
@@ -129,6 +140,8 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),
         extended("ngram", {"page_size": 16}, {"residency": "device"}),
         extended("ngram", SYNCHRONOUS, ALONE),
+        extended("model", SYNCHRONOUS, {"residency": "device"}),
+        extended("model", {"chunked_prefill_size": 256}, ALONE),
     ],
 )
 def test_any_proposals_leave_the_tokens_alone(
@@ -136,14 +149,18 @@ def test_any_proposals_leave_the_tokens_alone(
 ):
     ours = serve(drafter, waves, texts, engine, **settings)
     assert compare(plain, ours) == []
-    assert ours["state"]["inner_errors"] == 0
+    state = ours["state"]
+    assert state["inner_errors"] == 0
+    if drafter == "model":  # the served model, which sees the end of every text
+        kinds = ("draft", "verify", "plain")
+        assert sum(state[f"inner_accepted_{kind}"] for kind in kinds) > 100
 
 
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram"])
+@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram", "model"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],

@@ -342,7 +342,7 @@ def test_a_refused_small_model_says_why(server_args, model, tmp_path, word):
 
 def test_a_small_model_that_is_not_there_is_named(tmp_path):
     missing = str(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="--speculative-draft-model-path.*nothing"):
+    with pytest.raises(ConfigError, match=r"--speculative-draft-model-path .*nothing"):
         check_draft_path({"speculative_draft_model_path": missing})
     check_draft_path({})
 

@@ -60,9 +60,10 @@ NO_NGRAM = "SGLang's own speculative workers need a GPU"
 
 LEFT_OUT: Mapping[str, str] = {
     "EAGLE3": "needs a drafter trained for the model; this project brings none",
-    "a small model as drafter": "this project has no such drafter yet",
-    "VeriCache composed with EAGLE3 or a small model": "its only inner drafter is "
-    "prompt lookup yet; `bench inner` measures that",
+    "a small model as drafter": "SGLang's own needs a GPU; `--vericache-inner model` "
+    "is not in this study yet",
+    "VeriCache composed with EAGLE3 or a small model": "`bench inner` measures prompt "
+    "lookup; `--vericache-inner model` is not measured yet",
     "pipeline 2 (remote prefixes)": "no remote instance drafts yet",
     "HBM over link bandwidth": "SIMULATED by `bench --figure fig13-left-link`; "
     "`bench sweep --links` measures an emulated link",
