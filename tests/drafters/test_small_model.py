@@ -21,12 +21,12 @@ from vericache_sglang.drafters.model import (
     least_context,
     ring_of,
 )
-from vericache_sglang.drafters.ring import SINKS, Ring
+from vericache_sglang.drafters.ring import SINKS, SlotRing
 from vericache_sglang.drafters.texts import Texts
 
 VOCABULARY = 97
 
-RINGS = st.builds(Ring, st.integers(SINKS + 1, 40), st.integers(0, 30))
+RINGS = st.builds(SlotRing, st.integers(SINKS + 1, 40), st.integers(0, 30))
 
 
 @given(RINGS, st.integers(0, 3), st.data())

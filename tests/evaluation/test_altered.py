@@ -111,7 +111,7 @@ def test_a_probability_is_one(p):
 
 def test_guesses_are_token_ids_for_every_row():
     rows = torch.tensor([3, 1])
-    wanted = Wanted(rows, torch.tensor([9, 5]), torch.tensor([1, 0]), depth=300)
+    wanted = Wanted(rows, torch.tensor([9, 5]), torch.tensor([1, 0]), 300, (), ())
     guesses = dice.RandomDrafter(16).propose(wanted)
     assert guesses.shape == (2, 300)
     assert set(guesses.flatten().tolist()) == set(range(16))

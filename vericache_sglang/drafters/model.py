@@ -9,7 +9,7 @@ import torch
 
 from vericache_sglang.device.upload import upload
 from vericache_sglang.drafters.base import Drafter
-from vericache_sglang.drafters.ring import SINKS, Ring
+from vericache_sglang.drafters.ring import SINKS, SlotRing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -47,7 +47,7 @@ class RingRows:
 
 
 class SmallModel(Protocol):
-    """A model with KV of its own in the slots of a ``Ring``.
+    """A model with KV of its own in the slots of a ``SlotRing``.
 
     Attributes:
         table: [requests + 1, window] int32, its block table.
@@ -74,12 +74,12 @@ class _Read:
     places: int = 0
 
 
-def ring_of(config: VeriCacheConfig) -> Ring:
+def ring_of(config: VeriCacheConfig) -> SlotRing:
     """Return the ring of a server."""
-    return Ring(config.inner_window, config.ring_spare)
+    return SlotRing(config.inner_window, config.ring_spare)
 
 
-def least_context(ring: Ring) -> int:
+def least_context(ring: SlotRing) -> int:
     """Return the shortest context of a model that can serve a ring, in tokens."""
     return ring.window + 4 * ring.spare
 
@@ -101,7 +101,9 @@ class ModelDrafter(Drafter):
         most: Most tokens proposed per row.
     """
 
-    def __init__(self, texts: Texts, ring: Ring, model: SmallModel, most: int) -> None:
+    def __init__(
+        self, texts: Texts, ring: SlotRing, model: SmallModel, most: int
+    ) -> None:
         self._texts, self._ring, self._model = texts, ring, model
         self._last = most + 1
         self._read: dict[int, _Read] = {}

@@ -11,7 +11,7 @@ SINKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class SlotRing:
     """The KV slots of one block-table row: pinned sinks, then a ring.
 
     A token's *place* is its number among the tokens that the row has read, from 0. With

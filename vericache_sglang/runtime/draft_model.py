@@ -26,7 +26,7 @@ from vericache_sglang.device.upload import upload
 
 if TYPE_CHECKING:
     from vericache_sglang.drafters.model import RingRows
-    from vericache_sglang.drafters.ring import Ring
+    from vericache_sglang.drafters.ring import SlotRing
 
 
 def draft_model_config(server_args: Any) -> ModelConfig:
@@ -77,7 +77,7 @@ class DraftModel:
             random_seed=target_worker.random_seed,
         ).model_runner
 
-    def open(self, ring: Ring, requests: int) -> None:
+    def open(self, ring: SlotRing, requests: int) -> None:
         """Allocate the rings and their attention backend.
 
         Args:
