@@ -217,21 +217,21 @@ class ModelDrafter(Drafter):
             return
         device = self._texts.tokens.device
         of_token = [i for i, n in enumerate(queries) for _ in range(n)]
-        row, end, token_row, place, skip = upload(
+        row, lengths, end, token_row, place, skip = upload(
             device,
             owners,
+            queries,
             [self._read[request].places for request in owners],
             [owners[i] for i in of_token],
             places,
             skipped,
         )
         self._model.table[row] = self._ring.listing(row, end).to(torch.int32)
-        (length,) = upload(device, queries)
         self._model.next_tokens(
             RingRows(
                 rows=row,
                 queries=queries,
-                prefixes=end.clamp(max=self._ring.window) - length,
+                prefixes=end.clamp(max=self._ring.window) - lengths,
                 tokens=self._texts.tokens[token_row, place + skip],
                 places=place,
                 slots=self._ring.slots(token_row, place),

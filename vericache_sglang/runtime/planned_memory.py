@@ -108,8 +108,8 @@ def planned(
     captured = prefill_graph_sizes(chunk)
     if given.get("disable_cuda_graph"):
         most = captured = 0
-    small = given.get("speculative_draft_model_path")
-    if config.inner == "model" and small is None:
+    small = given.get("speculative_draft_model_path", "")
+    if config.inner == "model" and not small:
         raise ConfigError(
             "--vericache-inner model needs --speculative-draft-model-path"
         )

@@ -65,6 +65,15 @@ def _is_head(pair: DraftPair) -> bool:
     return any(mark in _architecture(pair) for mark in ("MTP", "NextN", "Eagle"))
 
 
+def _of_the_small_model(rule: Rule) -> Rule:
+    return Rule(
+        f"{PATH} ({rule.what})",
+        lambda pair: rule.broken(pair.draft),
+        "its KV could not be kept in a ring",
+        _OTHER,
+    )
+
+
 DRAFTING_RULES: tuple[Rule, ...] = (
     Rule(
         PATH,
@@ -84,42 +93,28 @@ DRAFTING_RULES: tuple[Rule, ...] = (
         "an error of the small model on one rank would leave the others waiting",
         "use one rank, or --vericache-inner ngram",
     ),
-    *(
-        Rule(
-            f"--speculative-draft-{name.replace('_', '-')}",
-            lambda asked, name=name: (
-                asked.by_model
-                and getattr(asked.args, f"speculative_draft_{name}") is not None
-            ),
-            reason,
-            remedy,
-        )
-        for name, reason, remedy in (
-            (
-                "window_size",
-                "the window of a small model is VeriCache's",
-                "use --vericache-inner-window",
-            ),
-            (
-                "attention_backend",
-                "only VeriCache's backend reads a ring of slots",
-                "leave it out",
-            ),
-        )
+    Rule(
+        "--speculative-draft-window-size",
+        lambda asked: (
+            asked.by_model and asked.args.speculative_draft_window_size is not None
+        ),
+        "the window of a small model is VeriCache's",
+        "use --vericache-inner-window",
+    ),
+    Rule(
+        "--speculative-draft-attention-backend",
+        lambda asked: (
+            asked.by_model
+            and asked.args.speculative_draft_attention_backend is not None
+        ),
+        "only VeriCache's backend reads a ring of slots",
+        "leave it out",
     ),
 )
 """Rules over ``Drafting``."""
 
 PAIR_RULES: tuple[Rule, ...] = (
-    *(
-        Rule(
-            f"{PATH} ({rule.what})",
-            lambda pair, rule=rule: rule.broken(pair.draft),
-            "its KV could not be kept in a ring",
-            _OTHER,
-        )
-        for rule in MODEL_RULES
-    ),
+    *map(_of_the_small_model, MODEL_RULES),
     Rule(
         PATH,
         _is_unknown,
