@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from demo_model import checkpoint, tokenizer
 from demo_model.curriculum import MULTI, SINGLE, BatchMaker
-from demo_model.initialise import fill_random
+from demo_model.initialise import initialise
 from demo_model.muon import Muon
 from demo_model.net import Net, NetConfig
 from vericache_sglang.drafters.ring import SINKS
@@ -41,7 +41,6 @@ SIZES = NetConfig(
     num_attention_heads=2,
     num_key_value_heads=1,
     head_dim=32,
-    rope_theta=1e4,
 )
 STAGES = (SINGLE[1], MULTI[0], MULTI[1], MULTI[2])
 WINDOW = 512  # tokens that are shown at most, sinks included
@@ -127,7 +126,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     built = tokenizer.build()
     net, maker = Net(SIZES), BatchMaker(built)
-    fill_random(net, torch.Generator().manual_seed(given.seed))
+    initialise(net, given.seed)
     steps = train(net, maker, given.minutes, given.seed)
     checkpoint.export(net, given.out, POSITIONS)
     summary = {
