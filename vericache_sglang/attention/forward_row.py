@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class ForwardRow:
     """The row of one request in a mixed forward.
 
-    ``prefix``, ``at`` and ``position`` count what is certain. While results are
-    unreported (``pending_max``), the device adds the further accepted and drafted
+    ``prefix``, ``at``, ``position`` and ``text`` count what is certain. While results
+    are unreported (``pending_max``), the device adds the further accepted and drafted
     tokens to each: it knows the position (``DraftTokenBuffer``).
 
     Attributes:
@@ -28,6 +28,7 @@ class ForwardRow:
             unreported: the last draft's, or all of them in a verification; and those of
             proposals.
         position: True position of the first query in the text.
+        text: Tokens of the text up to the pending token, or the last draft.
         pending_max: Upper bound on the unreported tokens beyond the certain ones.
         drafts: The row drafts, so that its columns begin with the last draft.
         proposals: Columns behind the others, which an inner drafter fills.
@@ -42,6 +43,7 @@ class ForwardRow:
     at: int
     columns: range
     position: int
+    text: int
     pending_max: int = 0
     drafts: bool = False
     proposals: int = 0
