@@ -147,7 +147,7 @@ class Replay:
         if self.late is not None:
             row, tokens = self.late
             self.late = None
-            self.recorder.land([row], [tokens])
+            self.recorder.record([row], [tokens])
 
     def check(self):
         """Compare what the host knows, once it has heard of everything."""

@@ -168,7 +168,7 @@ class VeriCacheWorker(BaseSpecWorker):
         atexit.register(self.placement.close)
         self._open_draft_tokens(req_to_token_pool.shape.requests)
         recorder = ResultRecorder(self.placement, self.runtime, self._states)
-        self._in_flight = InFlightQueue(recorder.land, self._reporter.landed)
+        self._in_flight = InFlightQueue(recorder.record, self._reporter.recorded)
         mixed = MixedForward(
             self.placement,
             self._target_worker,
@@ -256,7 +256,7 @@ class VeriCacheWorker(BaseSpecWorker):
         (``batch_result_processor.py``).
         """
         with self._recovery.of_all():
-            self._in_flight.land_reported()
+            self._in_flight.record_reported()
 
     def prepare_for_kv_cache_release(self, req: Req) -> None:
         """Restore a finished request's full KV for the prefix tree, if there is room.
@@ -389,7 +389,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """Reset everything; SGLang has flushed its caches and no request runs."""
-        self._in_flight.land_all()
+        self._in_flight.record_all()
         for state in list(self._states.values()):
             self.release(state.req)
 
@@ -453,7 +453,7 @@ class VeriCacheWorker(BaseSpecWorker):
                         rows.append(PendingRow(state, i, state.drafts))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
-                    self._in_flight.land_all()
+                    self._in_flight.record_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.most_drafts + 1
         return result
