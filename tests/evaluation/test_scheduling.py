@@ -2,13 +2,13 @@
 
 import pytest
 
-from vericache_sglang.evaluation.benchmarks.scheduling import Drill, measure
+from vericache_sglang.evaluation.benchmarks.scheduling import SchedulingLoad, measure
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 @pytest.mark.parametrize("contended", [False, True])
 def test_requests_are_drafted_for_finish_and_are_replaced(residency, contended):
-    drill = Drill(16, residency, contended=contended, seed=1)
+    drill = SchedulingLoad(16, residency, contended=contended, seed=1)
     row = measure(drill, iterations=300, warm=50)
     assert 0 < row["median_ms"] <= row["p99_ms"]
     tracks = drill.runtime.tracks

@@ -138,7 +138,7 @@ def test_hurry_places_a_request_that_waits_for_its_prefetch_anew():
     track = drive.track("a", length=8)
     drive.run(1)
     track.drafts, track.closed = 1, True
-    drive.pacing.hurry(track)
+    drive.pacing.expedite(track)
     drive.run(3)
     # Placed again in step 2, for the next window there is.
     assert (drive.staged, drive.verified) == ({"a": [2]}, {"a": [3]})
@@ -148,7 +148,7 @@ def test_hurry_verifies_at_once_what_needs_nothing_more():
     drive = Drive()
     device = drive.track("a", length=8, where=Residency.DEVICE)
     drive.run(1)
-    drive.pacing.hurry(device)
+    drive.pacing.expedite(device)
     drive.run(1)
     assert drive.verified == {"a": [2]}
     drive.run(12)
@@ -159,7 +159,7 @@ def test_hurry_leaves_a_prefetch_under_way_alone():
     drive = Drive(windows=3.0)
     track = drive.track("a", length=4)
     drive.run(3, arrive=False)
-    drive.pacing.hurry(track)
+    drive.pacing.expedite(track)
     drive.run(1)
     assert (drive.staged, drive.verified) == ({"a": [2]}, {})
     track.ready = True
@@ -185,7 +185,7 @@ def test_more_are_due_than_there_are_rows():
     tracks = [drive.track(rid, where=Residency.DEVICE) for rid in "abcde"]
     for waited, track in enumerate(tracks):
         track.waited = waited
-        drive.pacing.hurry(track)
+        drive.pacing.expedite(track)
     drive.run(3)
     # The longest wait first, two at a time, and nobody is left out.
     assert drive.verified == {"e": [1], "d": [1], "c": [2], "b": [2], "a": [3]}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     """What was collected of a prompt, by layer."""
 
 
-class Stretch(NamedTuple):
+class PartRun(NamedTuple):
     """Consecutive parts of a prompt with the same number of kept tokens per head.
 
     Attributes:
@@ -51,7 +51,7 @@ class Chooser:
         self._handles = handles
 
     def choose(
-        self, rid: str, body: torch.Tensor, look: Look, stretches: Sequence[Stretch]
+        self, rid: str, body: torch.Tensor, look: Look, stretches: Sequence[PartRun]
     ) -> list[torch.Tensor]:
         """Select the kept tokens of every layer.
 

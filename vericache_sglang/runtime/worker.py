@@ -316,15 +316,15 @@ class VeriCacheWorker(BaseSpecWorker):
         Args:
             scheduler: SGLang's ``Scheduler``.
         """
-        error = self._recovery.meet()
+        error = self._recovery.sync_errors()
         if error is not None:
-            self._take_back(scheduler, error)
+            self._reset_requests(scheduler, error)
         doubts = self._recovery.doubtful or self.placement.segments.abandoned
         if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
 
-    def _take_back(self, scheduler: Any, error: Exception) -> None:
+    def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
 
         Nothing is freed individually, because the accounting is unreliable.

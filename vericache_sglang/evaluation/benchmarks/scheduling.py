@@ -50,7 +50,7 @@ LINK_BYTES_PER_S = 50e9
 """The modelled machine; only what the runtime asks of it matters."""
 
 
-class Drill:
+class SchedulingLoad:
     """Runs a runtime in isolation and times its calls.
 
     Args:
@@ -173,7 +173,7 @@ class Drill:
             self._timed(lambda: self.runtime.leave(rid))
 
 
-def measure(drill: Drill, iterations: int, warm: int) -> dict[str, float]:
+def measure(drill: SchedulingLoad, iterations: int, warm: int) -> dict[str, float]:
     """Return median and 99th percentile per iteration, in ms."""
     for _ in range(warm):
         drill.iteration()
@@ -186,7 +186,7 @@ def measure(drill: Drill, iterations: int, warm: int) -> dict[str, float]:
     }
 
 
-def _profile(drill: Drill, iterations: int) -> None:
+def _profile(drill: SchedulingLoad, iterations: int) -> None:
     with cProfile.Profile() as profiler:
         for _ in range(iterations):
             drill.iteration()
@@ -206,7 +206,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
 def _row(
     options: argparse.Namespace, requests: int, residency: str, contended: bool
 ) -> dict[str, Any]:
-    drill = Drill(requests, residency, contended=contended, seed=options.seed)
+    drill = SchedulingLoad(requests, residency, contended=contended, seed=options.seed)
     # Large sizes show their median in fewer iterations.
     count = max(200, min(options.iterations, 400_000 // requests))
     where = {"residency": residency, "contended": contended, "requests": requests}
