@@ -30,6 +30,19 @@ TEXT = 400
 """Tokens that are known; no history is longer."""
 
 
+class Proposer:
+    """Proposes what it is told, behind the text's end."""
+
+    def __init__(self, replay, proposed):
+        self.replay, self.proposed = replay, torch.tensor(proposed, dtype=torch.int64)
+
+    def propose(self, rows, own, last, position):
+        replay = self.replay
+        assert position.tolist() == [replay.verified + len(replay.drafts)]
+        columns = torch.arange(len(self.proposed)) + last + 1
+        replay.buffer.propose(own.expand_as(columns), columns, self.proposed)
+
+
 class Replay:
     """One request whose results are told late, beside what truly happened.
 
@@ -90,10 +103,7 @@ class Replay:
         (row,) = rows.rows
         queries, drafts = len(row.columns), isinstance(action, Draft)
         exact = len(self.drafts)
-        columns = torch.arange(len(proposed)) + exact + 1
-        own = torch.full_like(columns, OWN)
-        self.buffer.propose(own, columns, torch.tensor(proposed, dtype=torch.int64))
-        inputs = rows.inputs(self.buffer)
+        inputs = rows.inputs(self.buffer, Proposer(self, proposed))
         first = exact if drafts else 0
         places = [self.verified + first + i for i in range(queries)]
         assert inputs.positions.tolist() == places

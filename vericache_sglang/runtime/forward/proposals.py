@@ -72,7 +72,7 @@ class InnerProposer:
         self,
         rows: Sequence[ForwardRow],
         pool_idx: torch.Tensor,
-        first: torch.Tensor,
+        last: torch.Tensor,
         position: torch.Tensor,
     ) -> None:
         """Store proposals for every row that has room for some.
@@ -80,8 +80,9 @@ class InnerProposer:
         Args:
             rows: R rows of a forward.
             pool_idx: [R] int64, ``req_pool_idx``.
-            first: [R] int64, column of each row's first query.
-            position: [R] int64, position of that query in the text.
+            last: [R], any integer dtype, column of each request's last draft, or of
+                its pending token.
+            position: [R] int64, position of that token in the text.
         """
         wanted = [i for i, row in enumerate(rows) if row.proposals]
         if self._off or not wanted:
@@ -109,7 +110,7 @@ class InnerProposer:
         self._tp_sync.measured.drafter_s.observe(spent_s / len(wanted))
         known = (tokens >= 0) & (tokens < self._vocabulary)
         self._draft_tokens.propose(
-            own[row], first[at][row] + 1 + place, torch.where(known, tokens, 0)
+            own[row], last[at][row] + 1 + place, torch.where(known, tokens, 0)
         )
 
     def finish(self, state: RequestState) -> None:

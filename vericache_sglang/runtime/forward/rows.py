@@ -141,10 +141,11 @@ class MixedRows:
             [row.prefix - row.position for row in rows],
             [row.at - row.position for row in rows],
         )
-        first = draft_tokens.drafted(own) * drafts
-        position = draft_tokens.verified(own) + first
+        verified, drafted = draft_tokens.verified(own), draft_tokens.drafted(own)
         if proposer is not None:
-            proposer.propose(rows, own, first, position)
+            proposer.propose(rows, own, drafted, verified + drafted)
+        first = drafted * drafts
+        position = verified + first
         requests, positions = own[of_row], position[of_row] + offset
         return ForwardInputs(
             batch_indices=[row.batch_index for row in rows],
