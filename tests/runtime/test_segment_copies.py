@@ -194,7 +194,7 @@ def test_what_is_kept_back_stays_where_it_is():
     assert world.index.users() == []
 
 
-def test_what_is_kept_back_is_release_when_its_user_fails():
+def test_what_is_kept_back_is_released_when_its_user_fails():
     world = SegmentWorld()
     world.split("a")
     with pytest.raises(TransferError), world.segments.kept_back(["a"]):

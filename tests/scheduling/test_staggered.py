@@ -133,7 +133,7 @@ def test_a_prefetch_that_finds_the_region_full_waits_for_room():
     assert drive.verified["a"] < drive.staged["b"] < drive.verified["b"]
 
 
-def test_hurry_places_a_request_that_waits_for_its_prefetch_anew():
+def test_expedite_places_a_request_that_waits_for_its_prefetch_anew():
     drive = Drive(draft_length=8)
     track = drive.track("a", length=8)
     drive.run(1)
@@ -144,7 +144,7 @@ def test_hurry_places_a_request_that_waits_for_its_prefetch_anew():
     assert (drive.staged, drive.verified) == ({"a": [2]}, {"a": [3]})
 
 
-def test_hurry_verifies_at_once_what_needs_nothing_more():
+def test_expedite_verifies_at_once_what_needs_nothing_more():
     drive = Drive()
     device = drive.track("a", length=8, where=Residency.DEVICE)
     drive.run(1)
@@ -155,7 +155,7 @@ def test_hurry_verifies_at_once_what_needs_nothing_more():
     assert drive.verified == {"a": [2]}, "its old window is not kept"
 
 
-def test_hurry_leaves_a_prefetch_under_way_alone():
+def test_expedite_leaves_a_prefetch_under_way_alone():
     drive = Drive(windows=3.0)
     track = drive.track("a", length=4)
     drive.run(3, arrive=False)

@@ -205,8 +205,8 @@ class PieceWriter:
         if self._chooser is not None:
             if look is None:
                 raise InvariantError(f"{rid} was not compressed before")
-            stretches = [PartRun(g[0].first, len(g), g[0].budget) for g in groups]
-            return self._chooser.choose(rid, body, look, stretches)
+            runs = [PartRun(g[0].first, len(g), g[0].budget) for g in groups]
+            return self._chooser.choose(rid, body, look, runs)
         geometry = self._handles.geometry
         found = []
         for group in groups:

@@ -186,12 +186,12 @@ def _fresh_servers(options: argparse.Namespace, ours_first: bool) -> dict[str, A
                 system.name: running.enter_context(served(system, options.model))
                 for system in systems
             }
+            asked = {case.name: requests_of(options, case) for case in chosen}
             for server in servers.values():
-                _pass(server, requests_of(options, chosen[0]), 0)
-            for case in chosen:
-                asked = requests_of(options, case)
-                points[case.name] = compare(
-                    servers["plain"], servers["ours"], asked, options.passes
+                _pass(server, asked[chosen[0].name], 0)
+            for name, requests in asked.items():
+                points[name] = compare(
+                    servers["plain"], servers["ours"], requests, options.passes
                 )
     return {"points": points}
 
