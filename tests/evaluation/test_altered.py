@@ -60,19 +60,22 @@ def test_the_environment_leads_to_it(tmp_path):
 def test_dice_accept_a_beginning_of_the_drafts(drafts, data, p, seed):
     count = data.draw(st.integers(1, len(drafts) + 1))
     target = data.draw(st.lists(st.integers(20, 29), min_size=count, max_size=count))
-    run = dice.by_dice(p, random.Random(seed))(drafts, target)
+    run = dice.simulated_acceptance(p, random.Random(seed))(drafts, target)
     accepted = list(takewhile(lambda token: token < 20, run))
     assert run == [*drafts[: len(accepted)], target[len(accepted)]]
 
 
 def test_dice_are_fair():
-    rule = dice.by_dice(0.9, random.Random(1))
+    rule = dice.simulated_acceptance(0.9, random.Random(1))
     drafts, target = [1] * 32, [2] * 33
     runs = [len(rule(drafts, target)) - 1 for _ in range(4000)]
     wanted = sum(0.9**k for k in range(1, 33))  # 8.69
     assert statistics.fmean(runs) == pytest.approx(wanted, rel=0.05)
-    assert dice.by_dice(1.0, random.Random(1))(drafts, target) == [*drafts, 2]
-    assert dice.by_dice(0.0, random.Random(1))(drafts, target) == [2]
+    assert dice.simulated_acceptance(1.0, random.Random(1))(drafts, target) == [
+        *drafts,
+        2,
+    ]
+    assert dice.simulated_acceptance(0.0, random.Random(1))(drafts, target) == [2]
 
 
 @settings(deadline=None, max_examples=60)

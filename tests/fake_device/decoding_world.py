@@ -173,7 +173,7 @@ class Server:
         )
         recorder = ResultRecorder(placement, self.runtime, self.states)
         reporter = IterationReporter(self.runtime, placement.link_log, {}, Guard())
-        self.in_flight = InFlightQueue(recorder.land, reporter.landed)
+        self.in_flight = InFlightQueue(recorder.record, reporter.recorded)
         self.loop = Decoding(
             states=self.states,
             target_worker=self.target,
@@ -265,7 +265,7 @@ class Server:
             VeriCacheWorker._prefill(worker, prompt)
             first.copy_done = torch.cuda.Event()
             first.copy_to_cpu(return_logprob=False)
-            self.in_flight.land_reported()
+            self.in_flight.record_reported()
         self._process()
         self._launched = False
         return waits
@@ -346,7 +346,7 @@ class Server:
         with self.device.noting() as waits:
             result = self.loop.run(batch)
             if self._launched:
-                self.in_flight.land_reported()
+                self.in_flight.record_reported()
         if not batch.has_grammar:
             self._process()
         self._launched = True

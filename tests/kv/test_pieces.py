@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.kv.geometry import KVGeometry
-from vericache_sglang.kv.pieces import Piece, deal
+from vericache_sglang.kv.pieces import Piece, assign_spans
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.staging import Span, StagingBuffer
 
@@ -27,7 +27,7 @@ def test_every_entry_has_the_slot_whose_turn_it_is(counts, sizes, spare):
         start += size + 2
     slots = [slot for span in spans for slot in range(span.start, span.end)]
     entries = [(block, i) for block, count in enumerate(counts) for i in range(count)]
-    pieces = list(deal(counts, spans))
+    pieces = list(assign_spans(counts, spans))
     dealt = [
         ((piece.block, i), slot)
         for piece in pieces
@@ -43,8 +43,10 @@ def test_every_entry_has_the_slot_whose_turn_it_is(counts, sizes, spare):
 
 
 def test_what_fits_is_one_piece():
-    assert list(deal([24576], [Span(7, 24576)])) == [Piece(0, 0, Span(7, 24576))]
-    cut = list(deal([3, 4], [Span(0, 5), Span(9, 2)]))
+    assert list(assign_spans([24576], [Span(7, 24576)])) == [
+        Piece(0, 0, Span(7, 24576))
+    ]
+    cut = list(assign_spans([3, 4], [Span(0, 5), Span(9, 2)]))
     assert [(p.block, p.first, *p[2].__getstate__()) for p in cut] == [
         *((0, 0, 0, 3), (1, 0, 3, 2), (1, 2, 9, 2)),
     ]
@@ -68,7 +70,7 @@ def llama(layers, heads):
 def copies(geometry, counts, spans):
     """Return the bytes of every copy of a layer's keys; values are as long."""
     size = geometry.kv_heads * geometry.head_dim * geometry.element_bytes
-    return [piece.span.slots * size for piece in deal(counts, spans)]
+    return [piece.span.slots * size for piece in assign_spans(counts, spans)]
 
 
 def test_a_prompt_of_its_own_is_copied_in_48_mib_a_layer_and_side():

@@ -1,4 +1,4 @@
-"""Forwards are launched before the host has heard what the last one came to."""
+"""Forwards are launched before the result of the last one is recorded."""
 
 from pathlib import Path
 
@@ -60,44 +60,44 @@ def test_under_overlap_nothing_is_waited_for_but_moves(overlapped, plain):
     assert compare(plain, ours) == []
     assert ours["state"]["cycles"] > 20
     seen = list(iterations(lines))
-    waiting = [each for each in seen if any(line[0] == "hear" for line in each)]
+    waiting = [each for each in seen if any(line[0] == "record" for line in each)]
     assert len(seen) > 60
     for each in waiting:
         assert any(line[0] == "moves" for line in each), each
     assert len(waiting) < len(seen) / 4, "moves are rare"
 
 
-def test_under_overlap_the_host_hears_one_forward_late(overlapped):
+def test_under_overlap_a_result_is_recorded_one_forward_late(overlapped):
     _, lines = overlapped
     order = [
-        (what, int(rest[0])) for what, *rest in lines if what in ("launch", "hear")
+        (what, int(rest[0])) for what, *rest in lines if what in ("launch", "record")
     ]
     place = {event: i for i, event in enumerate(order)}
-    reported = [number for what, number in order if what == "hear"]
+    reported = [number for what, number in order if what == "record"]
     assert reported == sorted(reported), "in the order of the launches"
     late = [
         number
         for number in reported
         if ("launch", number + 1) in place
-        and place["launch", number + 1] < place["hear", number]
+        and place["launch", number + 1] < place["record", number]
     ]
     early = [
         number
         for number in reported
         if ("launch", number + 2) in place
-        and place["launch", number + 2] < place["hear", number]
+        and place["launch", number + 2] < place["record", number]
     ]
     assert len(late) > 0.7 * len(reported)
-    assert not early, "two forwards were in the air when a third was launched"
+    assert not early, "two forwards were in flight when a third was launched"
 
 
 @pytest.mark.extended
-def test_without_overlap_the_host_hears_at_once(tmp_path, waves, plain):
+def test_without_overlap_a_result_is_recorded_at_once(tmp_path, waves, plain):
     ours, lines = logged(tmp_path / "log", waves, overlap=False)
     assert compare(plain, ours) == []
-    air = most = 0
+    in_flight = most = 0
     for what, *_ in lines:
-        air += (what == "launch") - (what == "hear")
+        in_flight += (what == "launch") - (what == "record")
         if what == "begin":
-            most = max(most, air)
+            most = max(most, in_flight)
     assert most == 0

@@ -60,7 +60,7 @@ def reporter(**sinks):
 def iterate(made, counts=(0, 9, 6, 9)):
     made.begin(REQUESTS, ACTIONS)
     made.end([Offload("a")])
-    made.landed(lambda: list(counts), frozenset({3}))
+    made.recorded(lambda: list(counts), frozenset({3}))
 
 
 def test_an_iteration_is_sent_when_its_end_and_its_results_are_known():
@@ -70,7 +70,7 @@ def test_an_iteration_is_sent_when_its_end_and_its_results_are_known():
     made.end([Offload("a")])
     made.begin(REQUESTS, None)  # the next one is launched first, under overlap
     assert sink.records == []
-    made.landed(lambda: [0, 9, 6, 9], frozenset({3}))
+    made.recorded(lambda: [0, 9, 6, 9], frozenset({3}))
     (record,) = sink.records
     assert record.index == 1
     assert [
@@ -84,7 +84,7 @@ def test_an_iteration_is_sent_when_its_end_and_its_results_are_known():
     assert record.moves == (Offload("a"),)
     assert [copy.nbytes for copy in record.transfers] == [10]
     assert record.reservations.keys() == {"link", "staging", "verify"}
-    made.landed(lambda: [1, 1, 1, 1], frozenset())
+    made.recorded(lambda: [1, 1, 1, 1], frozenset())
     assert len(sink.records) == 1, "it has not ended"
     made.end(())
     assert [row.phase for row in sink.records[1].rows] == ["plain"] * 3
@@ -94,7 +94,7 @@ def test_nothing_is_asked_where_there_is_no_sink():
     made = reporter()
     made.begin(REQUESTS, ACTIONS)
     made.end(())
-    made.landed(lambda: pytest.fail("asked for"), frozenset())
+    made.recorded(lambda: pytest.fail("asked for"), frozenset())
     made.idle()
     made.close()
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from vericache_sglang.prefix_cache.index import SegmentIndex
 from vericache_sglang.prefix_cache.restore_costs import Prices
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier, Use
+from vericache_sglang.prefix_cache.segment import Content, Part, PlacedPart, Tier, Use
 
 TOKENS = 512
 HALF_LIFE_S = 64.0
@@ -21,14 +21,14 @@ EXACT = Prices(
 
 
 def whole(nbytes, tier, tokens=TOKENS):
-    return Content(tokens=tokens, residual=Held(nbytes, tier))
+    return Content(tokens=tokens, residual=PlacedPart(nbytes, tier))
 
 
 def parted(draft, draft_tier, rest, rest_tier, compressor="a"):
     return Content(
         tokens=TOKENS,
-        residual=Held(rest, rest_tier),
-        draft=Held(draft, draft_tier),
+        residual=PlacedPart(rest, rest_tier),
+        draft=PlacedPart(draft, draft_tier),
         compressor=compressor,
     )
 

@@ -118,12 +118,12 @@ def test_pinned_parts_stay_where_they_are(index):
     index.place("a0", Part.DRAFT, DEVICE)
     with pytest.raises(InvariantError, match=r"used by \['r', 'q'\]"):
         index.drop("a0", strand=True)
-    assert index.let_go("r") == ["a0", "a1"]
-    assert index.let_go("r") == []
+    assert index.release("r") == ["a0", "a1"]
+    assert index.release("r") == []
     index.place("a0", Part.RESIDUAL, STORE)
     with pytest.raises(InvariantError, match=r"used by \['q'\]"):
         index.place("a0", Part.DRAFT, STORE)
-    index.let_go("q")
+    index.release("q")
     index.place("a0", Part.DRAFT, STORE)
     assert index.get("a0").content.draft.tier is STORE
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.prefix_cache.eviction import victims
 from vericache_sglang.prefix_cache.index import SegmentIndex, Total
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier, Use
+from vericache_sglang.prefix_cache.segment import Content, Part, PlacedPart, Tier, Use
 
 HALF_LIFE_S = 20.0
 PATHS = st.text("01", min_size=1, max_size=5)
@@ -124,8 +124,8 @@ class Histories(RuleBasedStateMachine):
         draft, rest = SIZES[compressor]
         content = Content(
             tokens=TOKENS,
-            residual=Held(rest, rest_tier),
-            draft=Held(draft, draft_tier) if draft else None,
+            residual=PlacedPart(rest, rest_tier),
+            draft=PlacedPart(draft, draft_tier) if draft else None,
             compressor=compressor,
         )
         for name in names:
@@ -190,7 +190,7 @@ class Histories(RuleBasedStateMachine):
 
     def ended(self, turn):
         user, names = self.running.pop(turn)
-        assert self.index.let_go(user) == names
+        assert self.index.release(user) == names
         for name in names:
             self.plain[name]["pins"] -= 1
 

@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Segment, Tier
+from vericache_sglang.prefix_cache.segment import (
+    Content,
+    Part,
+    PlacedPart,
+    Segment,
+    Tier,
+)
 
-ON_HOST = Held(8, Tier.HOST)
+ON_HOST = PlacedPart(8, Tier.HOST)
 
 
 @pytest.mark.parametrize(
@@ -26,15 +32,15 @@ def test_a_content_that_cannot_be_is_refused(fields):
 
 def test_a_part_without_bytes_cannot_be():
     with pytest.raises(InvariantError, match="0 bytes"):
-        Held(0, Tier.HOST)
+        PlacedPart(0, Tier.HOST)
 
 
 @given(st.integers(1, 1 << 17), st.integers(1, 1 << 40), st.integers(1, 1 << 40))
 def test_the_parts_share_every_token_once(tokens, draft, rest):
     content = Content(
         tokens=tokens,
-        residual=Held(rest, Tier.HOST),
-        draft=Held(draft, Tier.DEVICE),
+        residual=PlacedPart(rest, Tier.HOST),
+        draft=PlacedPart(draft, Tier.DEVICE),
         compressor="a",
     )
     kept, left = (content.tokens_of(part) for part in Part)
@@ -54,7 +60,7 @@ def test_with_a_selector_they_are_the_tokens_it_kept_and_dropped(kept, token_byt
 def test_a_whole_segment_has_no_draft_part():
     content = whole(64, Tier.STORE)
     assert content.held(Part.DRAFT) is None
-    assert content.parts == ((Part.RESIDUAL, Held(64, Tier.STORE)),)
+    assert content.parts == ((Part.RESIDUAL, PlacedPart(64, Tier.STORE)),)
     assert [content.tokens_of(part) for part in Part] == [0, 512]
     assert content.restorable
     assert not whole(64, Tier.GONE).restorable

@@ -12,7 +12,7 @@ from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.kv.residual import RawResidual
 from vericache_sglang.prefix_cache.index import SegmentIndex
-from vericache_sglang.prefix_cache.segment import Content, Form, Held, Tier, Use
+from vericache_sglang.prefix_cache.segment import Content, Form, PlacedPart, Tier, Use
 from vericache_sglang.prefix_cache.segment_images import SegmentDraft, SegmentImage
 
 GEOMETRY = KVGeometry(
@@ -22,7 +22,7 @@ NAMES = "abcd"
 USE = dict.fromkeys(Form, Use.IMAGES)
 USE |= {"draft": Use.DRAFT, Form.RESIDUAL: Use.RESIDUAL}
 
-ON_HOST = Content(tokens=8, residual=Held(64, Tier.HOST))
+ON_HOST = Content(tokens=8, residual=PlacedPart(64, Tier.HOST))
 
 
 def draft(name):
@@ -116,9 +116,9 @@ class World:
             self.order.remove(name)
             self.order.append(name)
 
-    def let_go(self, user, use):
+    def release(self, user, use):
         mine = self.users.pop(user, {})
-        assert sorted(self.index.let_go(user, use)) == sorted(mine)
+        assert sorted(self.index.release(user, use)) == sorted(mine)
         left = {name: each & ~use for name, each in mine.items() if each & ~use}
         if left:
             self.users[user] = left
@@ -170,7 +170,7 @@ ACTS = st.one_of(
     st.tuples(st.just("damage"), NAME, FORMS),
     st.tuples(st.just("hold"), USERS, NAME, USES),
     st.tuples(st.just("hold"), USERS, NAME, USES),
-    st.tuples(st.just("let_go"), USERS, USES),
+    st.tuples(st.just("release"), USERS, USES),
     st.tuples(st.just("link"), NAME),
 )
 
@@ -192,7 +192,7 @@ def test_users_bytes_slots_and_the_order_of_use_are_counted(acts):
         world.check()
     for user in list(world.users):
         world.refused(world.index.clear)
-        world.let_go(user, Use.ALL)
+        world.release(user, Use.ALL)
     world.index.clear()
     assert world.pages.used_bytes == len(world.index) == 0
     assert world.index.drafts() == []

@@ -135,13 +135,16 @@ class SegmentMachine(RuleBasedStateMachine):
             self.referring[rid] = names
 
     @precondition(lambda self: self.listing or self.referring)
-    @rule(number=numbers, how=st.sampled_from(["stop_listing", "let_go", "release"]))
+    @rule(
+        number=numbers,
+        how=st.sampled_from(["stop_listing", "stop_referring", "release"]),
+    )
     def part(self, number, how):
         """A request is parked, pinned or ends."""
         rids = sorted({*self.listing, *self.referring})
         rid = rids[number % len(rids)]
         getattr(self.segments, how)(rid)
-        if how != "let_go":
+        if how != "stop_referring":
             self.listing.pop(rid, None)
         if how != "stop_listing":
             self.referring.pop(rid, None)

@@ -76,7 +76,7 @@ def test_results_of_ended_requests_are_reported_as_discarded():
         lambda counts, discarded: reported.append((counts(), discarded)),
     )
     in_flight.launch(entry([1, 2], [3, 4, 5], (40,)))
-    in_flight.land_all()
+    in_flight.record_all()
     assert reported == [([2, 3, 0], frozenset({1}))]
 
 
@@ -84,7 +84,7 @@ def test_every_request_of_a_forward_gets_its_tokens():
     in_flight, told, counted = recorded()
     in_flight.launch(entry([1, 2, 3], (40, 41), [4]))
     assert told == []
-    in_flight.land_all()
+    in_flight.record_all()
     assert told == [(0, [1, 2, 3]), (1, [40, 41]), (2, [4])]
     assert counted == [[3, 0, 1]]
 
@@ -109,51 +109,51 @@ def test_what_is_still_being_copied_is_waited_for():
     launched = entry([1, 2], (40,))
     in_flight.launch(launched)
     Copy(launched.result)
-    in_flight.land_all()
+    in_flight.record_all()
     assert told == [(0, [1, 2]), (1, [40])]
     assert counted == [[2, 0]]
 
 
-def test_a_report_lands_the_oldest_decode_and_the_prefills_before_it():
+def test_a_report_records_the_oldest_decode_and_the_prefills_before_it():
     in_flight, told, counted = recorded()
     in_flight.launch(entry([1], decode=False))
     in_flight.launch(entry([2]))
     in_flight.launch(entry([3], decode=False))
     in_flight.launch(entry([4]))
-    in_flight.land_reported()
+    in_flight.record_reported()
     assert told == [(0, [1]), (0, [2])]
     assert counted == [[1]], "a prefill is no iteration"
-    in_flight.land_reported()
+    in_flight.record_reported()
     assert [tokens for _, tokens in told] == [[1], [2], [3], [4]]
 
 
-def test_a_report_of_what_has_landed_lands_nothing_newer():
+def test_a_report_of_what_is_recorded_records_nothing_newer():
     in_flight, told, _ = recorded()
     in_flight.launch(entry([1]))
-    in_flight.land_all()  # a move was made
+    in_flight.record_all()  # a move was made
     in_flight.launch(entry([2]))
-    in_flight.land_reported()
+    in_flight.record_reported()
     assert [tokens for _, tokens in told] == [[1]]
-    in_flight.land_reported()
+    in_flight.record_reported()
     assert [tokens for _, tokens in told] == [[1], [2]]
 
 
-@pytest.mark.parametrize("landed", [False, True])
-def test_a_decode_that_is_withdrawn_is_replaced_in_its_report(landed):
+@pytest.mark.parametrize("recorded_first", [False, True])
+def test_a_dropped_decode_is_replaced_in_its_report(recorded_first):
     in_flight, told, _ = recorded()
     in_flight.launch(entry([1]))
     in_flight.launch(entry([2], decode=False))
     before = in_flight.launched
-    in_flight.withdraw(before)
+    in_flight.drop(before)
     assert len(in_flight) == 2, "nothing was launched since"
     in_flight.launch(entry([3]))
-    if landed:
-        in_flight.land_all()
-    in_flight.withdraw(before)
+    if recorded_first:
+        in_flight.record_all()
+    in_flight.drop(before)
     in_flight.launch(entry([4]))
-    in_flight.land_reported()
-    in_flight.land_reported()
-    dropped = [[3]] if landed else []
+    in_flight.record_reported()
+    in_flight.record_reported()
+    dropped = [[3]] if recorded_first else []
     assert [tokens for _, tokens in told] == [[1], [2], *dropped, [4]]
 
 
@@ -164,19 +164,19 @@ def test_forwards_are_recorded_once_and_in_order(history):
     launched = 0
     for what in history:
         if what == "launch":
-            in_flight.land_all_but_last()
+            in_flight.record_all_but_newest()
             in_flight.launch(entry([launched]))
             launched += 1
             assert len(in_flight) <= 2
         elif what == "report":
-            in_flight.land_reported()
+            in_flight.record_reported()
         elif what == "wait":
-            in_flight.land_all_but_last()
+            in_flight.record_all_but_newest()
             assert len(in_flight) <= 1
         else:
-            in_flight.land_all()
+            in_flight.record_all()
             assert len(in_flight) == 0
-    in_flight.land_all()
+    in_flight.record_all()
     assert [tokens for _, tokens in told] == [[i] for i in range(launched)]
 
 
@@ -201,7 +201,7 @@ def world(*states):
     return ResultRecorder(placement, runtime, living), runtime, ended, living
 
 
-def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_lands():
+def test_a_verification_counts_what_is_certain_at_once_and_the_rest_with_its_result():
     state = request(drafts=[11, 12])
     recorder, runtime, ended, _ = world(state)
     pending_row = recorder.launch(state, 0, queries=3, verifies=True)
@@ -212,7 +212,7 @@ def test_a_verification_counts_what_is_certain_at_once_and_the_rest_when_it_land
         0,
     )
     assert ended == ["r"], "its staging is free for the next"
-    recorder.land([pending_row], [[11, 50]])
+    recorder.record([pending_row], [[11, 50]])
     assert (state.verified, state.pending_max, state.emitted) == (12, 0, 5)
     assert (state.outputs, state.pending) == ([5, 6, 7, 11, 50], 50)
     assert runtime.told == [RowResult("r", drafted=2, emitted=2)]
@@ -224,12 +224,12 @@ def test_a_draft_of_an_earlier_round_is_verified_and_ends_nothing():
     drafted = recorder.launch(state, 0, emits=False)
     assert state.drafted == 1
     verified = recorder.launch(state, 0, queries=2, verifies=True)
-    recorder.land([drafted], [[99]])
-    recorder.land([verified], [[99, 50]])
+    recorder.record([drafted], [[99]])
+    recorder.record([verified], [[99, 50]])
     assert (state.drafts, state.drafted) == ([], 0)
     assert runtime.told == [RowResult("r", drafted=1, emitted=2)]
     stopped = recorder.launch(state, 0, emits=False)
-    recorder.land([stopped], [[99]])
+    recorder.record([stopped], [[99]])
     assert runtime.told[1:] == [RowResult("r", drafted=1, ended=True)]
     assert state.drafts == [99]
 
@@ -243,10 +243,10 @@ def test_proposals_are_counted_once_they_are_reported(agreed):
     drafted = recorder.launch(state, 0, queries=3, emits=False)
     assert (state.drafted, state.drafted_max) == (2, 4)
     late = recorder.launch(state, 0, queries=state.drafted_max + 1, verifies=True)
-    recorder.land([drafted], [tokens])
+    recorder.record([drafted], [tokens])
     assert runtime.told == [], "its cycle has ended"
     assert (state.verified, state.pending_max, state.drafted_max) == (11, 4, 0)
-    recorder.land([late], [[11, *tokens, 50]])
+    recorder.record([late], [[11, *tokens, 50]])
     assert state.verified == 10 + 2 + agreed + 1
     assert state.pending_max == 0
     assert runtime.told == [
@@ -256,29 +256,29 @@ def test_proposals_are_counted_once_they_are_reported(agreed):
     ]
     assert runtime.proposals == []
     again = recorder.launch(state, 0, queries=3, emits=False, proposals=2)
-    recorder.land([again], [tokens])
+    recorder.record([again], [tokens])
     assert runtime.proposals == [("draft", 2, agreed)]
     assert (state.stats.inner_proposed, state.stats.inner_accepted) == (2, agreed)
     assert runtime.told[1:] == [RowResult("r", drafted=agreed + 1, proposed=2)]
     assert (state.drafted, state.drafted_max) == (agreed + 1, agreed + 1)
 
 
-def test_what_lands_after_its_request_has_left_is_nothing():
+def test_results_of_a_request_that_left_are_dropped():
     state = request(drafts=[11])
     recorder, runtime, _, living = world(state)
     pending_row = recorder.launch(state, 0, queries=2, verifies=True)
     living["r"] = request()  # it was retracted, and is here again
-    assert recorder.land([pending_row], [[11, 50]]) == {0}
+    assert recorder.record([pending_row], [[11, 50]]) == {0}
     assert living["r"].outputs == [5, 6, 7]
     assert runtime.told == []
 
 
-def test_what_lands_after_its_host_copy_was_lost_is_nothing():
+def test_results_of_a_request_whose_host_copy_was_lost_are_dropped():
     state = request()
     recorder, runtime, _, _ = world(state)
     pending_row = recorder.launch(state, 0, emits=False)
     state.lost = True  # the runtime knows it no more, and the draft ends it
-    recorder.land([pending_row], [[99]])
+    recorder.record([pending_row], [[99]])
     assert runtime.told == []
 
 
@@ -288,5 +288,5 @@ def test_a_lost_report_delays_no_later_one():
     in_flight.launch(entry([1]))
     in_flight.settle()
     in_flight.launch(entry([2]))
-    in_flight.land_reported()
+    in_flight.record_reported()
     assert [tokens for _, tokens in told] == [[1], [2]]

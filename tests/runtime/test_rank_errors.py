@@ -62,7 +62,7 @@ def iterate(group, rank, schedule):
             finished = tp_sync.every(True)
         except RankError:
             finished, failed = False, True
-        met = tp_sync.meet(failed)
+        met = tp_sync.sync_errors(failed)
         if met:
             tp_sync.recovered()
         told.append((ran, finished, met))
@@ -98,7 +98,7 @@ def fail_unseen(group, rank):
     tp_sync = TensorParallelSync(Estimates(), group)
     if rank == 2:
         tp_sync.fail()
-    found = tp_sync.meet(failed=False)
+    found = tp_sync.sync_errors(failed=False)
     tp_sync.recovered()
     if rank == 0:
         tp_sync.fail()
@@ -106,9 +106,9 @@ def fail_unseen(group, rank):
         tp_sync.every(True)
     with pytest.raises(RankError, match="in this iteration"):
         tp_sync.first(1.0)
-    again = tp_sync.meet(failed=False)
+    again = tp_sync.sync_errors(failed=False)
     tp_sync.recovered()
-    return found, again, tp_sync.meet(failed=False)
+    return found, again, tp_sync.sync_errors(failed=False)
 
 
 def test_an_error_between_two_calls_is_told_with_the_next_exchange(ranks):
@@ -149,7 +149,7 @@ def draw_unequally(group, rank):
     tp_sync = TensorParallelSync(Estimates(), group)
     if rank != 1:
         draw(tp_sync, "lost")
-    tp_sync.meet(failed=rank == 1)
+    tp_sync.sync_errors(failed=rank == 1)
     tp_sync.recovered()
     return [draw(tp_sync, "lost"), draw(tp_sync, "next")]
 

@@ -195,7 +195,7 @@ def test_a_draft_follows_a_verification_nobody_has_heard_of(layout, accepted):
     listed = world.table[row.table_row, : length + 1].tolist()
     assert listed == [*KEPT, *DECODE[: 4 + accepted]]
 
-    request.land_emission(target[: accepted + 1], 3)
+    request.record_emission(target[: accepted + 1], 3)
     assert (request.pending_max, request.committed_in_flight) == (0, 0)
     reported = MixedRows(world)
     reported.add(0, request, Draft("r"))

@@ -194,7 +194,7 @@ def test_what_is_kept_back_stays_where_it_is():
     assert world.index.users() == []
 
 
-def test_what_is_kept_back_is_let_go_when_its_user_fails():
+def test_what_is_kept_back_is_released_when_its_user_fails():
     world = SegmentWorld()
     world.split("a")
     with pytest.raises(TransferError), world.segments.kept_back(["a"]):
@@ -209,7 +209,7 @@ def test_a_held_residual_outlives_what_the_host_forgets():
     world.segments.refer("r", ["a"])
     world.copies.drop_host("a")
     assert world.segments.residual("a") is not None
-    world.index.let_go("r")
+    world.index.release("r")
     world.copies.drop_host("a")
     assert world.page_pool.used_bytes == 0
 
@@ -277,7 +277,7 @@ def test_scores_go_with_their_residual():
     world.segments.refer("r", ["a"])
     world.copies.drop_host("a")
     assert world.forms("a") == {"RESIDUAL", "SCORES"}
-    world.index.let_go("r")
+    world.index.release("r")
     with world.segments.kept_back(["a"]):
         world.copies.drop_host("a")
         assert world.forms("a") == {"RESIDUAL", "SCORES"}

@@ -88,7 +88,7 @@ class RankWorld(SegmentWorld):
         if own.random() < 0.1 and self.store.names:
             self.store.lose(own.choice(self.store.names))
         if own.random() < 0.3:
-            self.let_go()
+            self.release()
         segments = self.index.segments()
         images = [image for each in segments for image in each.images.values()]
         if images and own.random() < 0.3:
@@ -98,10 +98,10 @@ class RankWorld(SegmentWorld):
             pages.hold()
             self.held.append(pages)
         if not self.ranks.alone:
-            assert not self.sync.meet(False, self.ranks.tell(stored))
+            assert not self.sync.sync_errors(False, self.ranks.tell(stored))
             self.ranks.receive(self.sync.told, stored)
 
-    def let_go(self):
+    def release(self):
         while self.held:
             self.held.pop().release()
 
@@ -249,7 +249,7 @@ def live(group, rank, seed, listens, iterations=40):
         told.append((list(world.log), world.summary()))
     while world.requests:
         world.end("")
-    world.let_go()
+    world.release()
     world.segments.make_room(10**9)
     return told, world.page_pool.used_bytes
 
@@ -287,7 +287,7 @@ def cache(group, sizes, rank):
 def take_pages(group, rank, sizes):
     """Take page after page; the rank with the least memory refuses for all."""
     common, sync, pool = cache(group, sizes, rank)
-    sync.meet(False, common.tell(None))
+    sync.sync_errors(False, common.tell(None))
     common.receive(sync.told, None)
     taken = 0
     while pool.take(64) is not None:
@@ -309,7 +309,7 @@ def fail_as_it_restores(group, rank):
         common.fail()
     with pytest.raises(RankError):
         common.every(-1)
-    failed = sync.meet(False)
+    failed = sync.sync_errors(False)
     sync.recovered()
     return failed, common.every(rank)
 
@@ -335,7 +335,7 @@ def fetch_with_a_dead_store(group, rank, dead):
         if len(found) == 1:
             for fetch in stored._fetches.values():
                 fetch.deadline = 0.0
-        world.sync.meet(False, world.ranks.tell(stored))
+        world.sync.sync_errors(False, world.ranks.tell(stored))
         world.ranks.receive(world.sync.told, stored)
         found.append(stored.found("r"))
     return found, stored.take("r", found[-1]), world.segments.reach(["p", "pq"], 0)

@@ -1,8 +1,9 @@
 """Rows launched before earlier results are known, against a synchronous replay.
 
-A request drafts, is verified and decodes with proposals of an inner drafter. The host
-hears of a forward when the next one has been launched, or at once; what a forward runs
-must not depend on it. Both models say one token per position, whatever they have read.
+A request drafts, is verified, falls back to full KV and decodes, with proposals of an
+inner drafter. A forward's results reach the host when the next one has been launched,
+or at once; what a forward runs must not depend on it. Both models say one token per
+position, whatever they have read.
 """
 
 from types import SimpleNamespace
@@ -26,8 +27,23 @@ PROMPT, KEPT, MOST = 8, 3, 12
 OWN, DRAFT_ROW, VERIFY_ROW = 2, 7, 4
 DECODE = 1000
 """First decode slot."""
-TEXT = 400
+TEXT = 600
 """Tokens that are known; no history is longer."""
+LONGEST = PROMPT + KEPT + TEXT
+"""Length of a row of the block table."""
+
+
+class Proposer:
+    """Proposes the given tokens, behind the text's end."""
+
+    def __init__(self, replay, proposed):
+        self.replay, self.proposed = replay, torch.tensor(proposed, dtype=torch.int64)
+
+    def propose(self, rows, own, last, position):
+        replay = self.replay
+        assert position.tolist() == [replay.verified + len(replay.drafts)]
+        columns = torch.arange(len(self.proposed)) + last + 1
+        replay.buffer.propose(own.expand_as(columns), columns, self.proposed)
 
 
 class Proposer:
@@ -46,27 +62,23 @@ class Proposer:
 
 
 class Replay:
-    """One request whose results are told late, beside what truly happened.
+    """One request whose results are recorded late, beside what truly happened.
 
     Args:
-        residency: Where its residual KV is; None: it is not compressed.
+        residency: Where its residual KV is before the fall back.
         models: By position, what the full KV says and what the draft KV says.
     """
 
     def __init__(self, residency, models):
         self.truth, self.guesses = models
-        self.head = {Residency.HOST: KEPT, Residency.DEVICE: PROMPT + KEPT}.get(
-            residency, PROMPT
-        )
-        table = torch.zeros(8, self.head + TEXT, dtype=torch.int32)
-        table[OWN] = torch.arange(self.head + TEXT) + DECODE - self.head
         self.placement = SimpleNamespace(
-            table=table,
+            table=torch.zeros(8, LONGEST, dtype=torch.int32),
             verify_rows=range(VERIFY_ROW, VERIFY_ROW + 1),
             prefetches=SimpleNamespace(spans=lambda rid: (), end=lambda rid: None),
             counters=SimpleNamespace(note_cycle=lambda *counts: None),
         )
-        kv = SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=self.head + TEXT)
+        self._list(KEPT if residency is Residency.HOST else PROMPT + KEPT)
+        kv = SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=LONGEST)
         req = SimpleNamespace(rid="r", kv=kv, extra_key=None)
         self.state = RequestState(
             req=req,
@@ -77,11 +89,10 @@ class Replay:
             stops=frozenset(),
             stats=RequestStats(True, MOST),
         )
-        if residency is not None:
-            none = torch.zeros(1, 1, 0, dtype=torch.int32)
-            budget = Budget(PROMPT, KEPT, 0, 0)
-            self.state.parts = Parts(budget, none, none, residency, True)
-            self.state.parts.draft_row = DRAFT_ROW
+        none = torch.zeros(1, 1, 0, dtype=torch.int32)
+        budget = Budget(PROMPT, KEPT, 0, 0)
+        self.state.parts = Parts(budget, none, none, residency, True)
+        self.state.parts.draft_row = DRAFT_ROW
         self.buffer = DraftTokenBuffer(8, MOST, "cpu")
         self.buffer.put([self.state])
         self.results = []
@@ -92,13 +103,24 @@ class Replay:
         )
         self.verified, self.drafts, self.late = PROMPT, [], None
 
-    def run(self, action, proposed, prompt):
-        """Run one forward; its result is told now, or with the next one's launch.
+    def _list(self, head):
+        """List the decode slots behind ``head`` slots of the prompt."""
+        self.placement.table[OWN] = torch.arange(LONGEST) + DECODE - head
+
+    def fall_back(self):
+        """Drop the drafts and list full KV, as ``KVPlacement`` does on ``Restore``."""
+        self.state.parts = None
+        self.state.drop_drafts()
+        self.drafts = []
+        self._list(PROMPT)
+
+    def run(self, action, proposed, at_once):
+        """Run one forward; its result is recorded now, or after the next one's launch.
 
         Args:
             action: Of the request.
             proposed: Tokens of the inner drafter, as many as the action asks for.
-            prompt: The result is told now.
+            at_once: The result is recorded now.
         """
         rows = MixedRows(self.placement)
         rows.add(0, self.state, action)
@@ -137,10 +159,10 @@ class Replay:
             verifies=isinstance(action, Verify),
             emits=not drafts,
         )
-        self.hear()
+        self.record()
         self.late = launched, new
-        if prompt:
-            self.hear()
+        if at_once:
+            self.record()
 
     def _check_listed(self, row, inputs, slots, drafts):
         """A row ends with the decode slots up to its queries; bounds are no smaller."""
@@ -154,16 +176,16 @@ class Replay:
         parts = KEPT if drafts else PROMPT
         assert prefix - decoded == parts
 
-    def hear(self):
-        """Tell the host of the forward that it has not heard of."""
+    def record(self):
+        """Record the results of the forward that is not recorded yet."""
         if self.late is not None:
             row, tokens = self.late
             self.late = None
-            self.recorder.land([row], [tokens])
+            self.recorder.record([row], [tokens])
 
     def check(self):
-        """Compare what the host knows, once it has heard of everything."""
-        self.hear()
+        """Compare what the host knows once everything is recorded."""
+        self.record()
         state = self.state
         assert state.verified == self.verified
         assert state.drafts == self.drafts
@@ -171,34 +193,39 @@ class Replay:
         assert state.outputs == self.truth[PROMPT : self.verified + 1]
 
 
+PROPOSED = st.lists(st.integers(1, 2), max_size=4)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["draft", "draft", "draft", "verify"]),
-        st.lists(st.integers(1, 2), max_size=4),
-        st.booleans(),
+        st.sampled_from(["draft", "draft", "draft", "verify"]), PROPOSED, st.booleans()
     ),
     max_size=40,
 )
+"""Each: the row, what is proposed, and whether the result is recorded at once."""
+AUTOREGRESSIVE = st.lists(st.tuples(PROPOSED, st.booleans()), max_size=10)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([Residency.HOST, Residency.DEVICE, None]),
+    st.sampled_from([Residency.HOST, Residency.DEVICE]),
     STEPS,
+    AUTOREGRESSIVE,
     st.randoms(use_true_random=False),
 )
-def test_what_a_forward_runs_does_not_depend_on_what_was_heard(residency, steps, rng):
+def test_what_a_forward_runs_does_not_depend_on_what_is_recorded(
+    residency, steps, autoregressive, rng
+):
     truth = [rng.randint(1, 2) for _ in range(TEXT)]
     guesses = [token if rng.random() < 0.8 else 3 - token for token in truth]
     replay = Replay(residency, (truth, guesses))
-    for kind, proposed, prompt in steps:
+    for kind, proposed, at_once in steps:
         room = MOST - replay.state.drafted_max
-        if residency is None:
-            action = Plain("r", len(proposed))
-        elif kind == "draft" and room > len(proposed):
+        if kind == "draft" and room > len(proposed):
             action = Draft("r", len(proposed))
         else:
             proposed = proposed[:room]
             action = Verify("r", len(proposed))
-        replay.run(action, proposed, prompt)
+        replay.run(action, proposed, at_once)
+    replay.fall_back()
+    for proposed, at_once in autoregressive:
+        replay.run(Plain("r", len(proposed)), proposed, at_once)
     replay.check()

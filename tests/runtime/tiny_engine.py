@@ -397,7 +397,7 @@ class TinyEngine:
         """Say nothing: without a device a forward has ended."""
 
     def fly(self):
-        """Have one more forward in the air, of all requests, while some of them end.
+        """Have one more forward in flight, of all requests, while some of them end.
 
         The host waits for the one before it alone, and knows now which have ended.
         """

@@ -133,33 +133,33 @@ def test_a_prefetch_that_finds_the_region_full_waits_for_room():
     assert drive.verified["a"] < drive.staged["b"] < drive.verified["b"]
 
 
-def test_hurry_places_a_request_that_waits_for_its_prefetch_anew():
+def test_expedite_places_a_request_that_waits_for_its_prefetch_anew():
     drive = Drive(draft_length=8)
     track = drive.track("a", length=8)
     drive.run(1)
     track.drafts, track.closed = 1, True
-    drive.pacing.hurry(track)
+    drive.pacing.expedite(track)
     drive.run(3)
     # Placed again in step 2, for the next window there is.
     assert (drive.staged, drive.verified) == ({"a": [2]}, {"a": [3]})
 
 
-def test_hurry_verifies_at_once_what_needs_nothing_more():
+def test_expedite_verifies_at_once_what_needs_nothing_more():
     drive = Drive()
     device = drive.track("a", length=8, where=Residency.DEVICE)
     drive.run(1)
-    drive.pacing.hurry(device)
+    drive.pacing.expedite(device)
     drive.run(1)
     assert drive.verified == {"a": [2]}
     drive.run(12)
     assert drive.verified == {"a": [2]}, "its old window is not kept"
 
 
-def test_hurry_leaves_a_prefetch_under_way_alone():
+def test_expedite_leaves_a_prefetch_under_way_alone():
     drive = Drive(windows=3.0)
     track = drive.track("a", length=4)
     drive.run(3, arrive=False)
-    drive.pacing.hurry(track)
+    drive.pacing.expedite(track)
     drive.run(1)
     assert (drive.staged, drive.verified) == ({"a": [2]}, {})
     track.ready = True
@@ -185,7 +185,7 @@ def test_more_are_due_than_there_are_rows():
     tracks = [drive.track(rid, where=Residency.DEVICE) for rid in "abcde"]
     for waited, track in enumerate(tracks):
         track.waited = waited
-        drive.pacing.hurry(track)
+        drive.pacing.expedite(track)
     drive.run(3)
     # The longest wait first, two at a time, and nobody is left out.
     assert drive.verified == {"e": [1], "d": [1], "c": [2], "b": [2], "a": [3]}

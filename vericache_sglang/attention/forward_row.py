@@ -31,6 +31,8 @@ class ForwardRow:
         text: Tokens of the text up to the pending token, or the last draft.
         pending_max: Upper bound on the unreported tokens beyond the certain ones.
         drafts: The row drafts, so that its columns begin with the last draft.
+        speculates: The row drafts or verifies. Before an autoregressive row, drafts on
+            the device are those that a fall back to full KV has dropped.
         proposals: Columns behind the others, which an inner drafter fills.
         shared: That drafter may use what other requests said.
         packed: The request if the row begins with code slots, else None.
@@ -46,6 +48,7 @@ class ForwardRow:
     text: int
     pending_max: int = 0
     drafts: bool = False
+    speculates: bool = False
     proposals: int = 0
     shared: bool = False
     packed: RequestState | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation import timers
-from vericache_sglang.evaluation.dice import by_dice, in_buffer
+from vericache_sglang.evaluation.dice import in_buffer, simulated_acceptance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,12 +89,12 @@ def install() -> None:
         elif part == GUESSES:
             _guess()
         elif part.startswith(ACCEPT):
-            _throw_dice(float(part.removeprefix(ACCEPT)))
+            _simulate_acceptance(float(part.removeprefix(ACCEPT)))
         elif part.startswith(TIMED):
             timers.install(Path(part.removeprefix(TIMED)))
         else:
             raise ConfigError(f"{ENV} {part!r}: must be {LOSSY}, {ACCEPT}P, ...")
-    _confess(alteration)
+    _declare(alteration)
     logger.warning(WARNING, alteration)
 
 
@@ -162,12 +162,12 @@ def _forced(state: Any) -> list[int]:
     return forced[state.emitted : state.emitted + 1]
 
 
-def _throw_dice(acceptance: float) -> None:
+def _simulate_acceptance(acceptance: float) -> None:
     """Accept each draft token with a probability; a rejection ends the cycle."""
     from vericache_sglang.runtime.forward import draft_tokens as draft_tokens
     from vericache_sglang.sampling import sampler
 
-    _put(sampler, "accepted_tokens", by_dice(acceptance, random.Random(0)))
+    _put(sampler, "accepted_tokens", simulated_acceptance(acceptance, random.Random(0)))
     _put(draft_tokens, "token_commit", in_buffer(acceptance, seed=0))
 
 
@@ -192,15 +192,15 @@ def _guess() -> None:
     _put(worker, "open_drafter", lambda *given: RandomDrafter())
 
 
-def _confess(alteration: str) -> None:
+def _declare(alteration: str) -> None:
     from vericache_sglang.runtime.worker import VeriCacheWorker
 
     report = VeriCacheWorker.report
 
-    def confessed(self: Any) -> dict[str, Any]:
+    def declared(self: Any) -> dict[str, Any]:
         return {**report(self), KEY: alteration}
 
-    _put(VeriCacheWorker, "report", confessed)
+    _put(VeriCacheWorker, "report", declared)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ NOTHING = -1
 """An invalid token id, equal to no draft token."""
 
 
-def by_dice(
+def simulated_acceptance(
     acceptance: float, rng: random.Random
 ) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
     """Return a replacement of ``accepted_tokens`` that accepts at random.
@@ -46,7 +46,7 @@ def in_buffer(
     """Return a replacement of ``token_commit`` that accepts at random.
 
     Args:
-        acceptance: See ``by_dice``.
+        acceptance: See ``simulated_acceptance``.
         seed: Seed of the generator, on the device of the draft token buffer.
     """
     dice: dict[torch.device, torch.Generator] = {}

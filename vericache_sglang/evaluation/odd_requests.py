@@ -19,7 +19,7 @@ OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
-class Odd:
+class OddRequest:
     """One request that is wrong in one field.
 
     Attributes:
@@ -78,20 +78,20 @@ BOTH = (COMPLETION, CHAT)
 LARGE = {"filler": "x" * 20_000}
 
 
-def _params(name: str, value: Any, *routes: str, **more: Any) -> Odd:
-    return Odd(name, {name: value, **more}, routes=routes)
+def _params(name: str, value: Any, *routes: str, **more: Any) -> OddRequest:
+    return OddRequest(name, {name: value, **more}, routes=routes)
 
 
-def _request(name: str, value: Any, **more: Any) -> Odd:
-    return Odd(name, request={name: value, **more})
+def _request(name: str, value: Any, **more: Any) -> OddRequest:
+    return OddRequest(name, request={name: value, **more})
 
 
-def _tokens(ids: list[int]) -> Odd:
+def _tokens(ids: list[int]) -> OddRequest:
     asked = {"prompt": ids}
-    return Odd("input_ids", {}, {"input_ids": ids}, (COMPLETION,), asked)
+    return OddRequest("input_ids", {}, {"input_ids": ids}, (COMPLETION,), asked)
 
 
-ODD: tuple[Odd, ...] = (
+ODD: tuple[OddRequest, ...] = (
     *(_tokens([-1]), _tokens([VOCABULARY]), _tokens([5, 2**40, 5])),
     _params("stop_token_ids", [1_000_000], *BOTH, min_new_tokens=3),
     _params("stop_token_ids", [-1], *BOTH),
@@ -120,7 +120,7 @@ ODD: tuple[Odd, ...] = (
     _params("is_normalized", True),
     _params("nothing_known", 1),
     _request("logprob_start_len", -5, return_logprob=True),
-    Odd(
+    OddRequest(
         "top_logprobs_num",
         {},
         {"top_logprobs_num": 10**6, "return_logprob": True},

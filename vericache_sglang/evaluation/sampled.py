@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from vericache_sglang.evaluation.workload import code_prompts, record_prompts, spread
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from transformers import PreTrainedTokenizerBase
 
 ENGINE: dict[str, Any] = {
@@ -51,7 +53,7 @@ LOGPROBS = {
     "token_ids_logprob": [20, 30],
 }
 CUTS = {"top_p", "top_k", "min_p"}
-LISTS = ("output_top_logprobs", "output_token_ids_logprobs")
+TOP, CHOSEN = "output_top_logprobs", "output_token_ids_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,9 @@ def _is_mixed(params: dict[str, Any]) -> bool:
 def logprob_gap(wanted: dict[str, Any], got: dict[str, Any]) -> float:
     """Return the largest difference of two runs' log-probabilities.
 
+    Where two of the most probable tokens are as probable as each other but for
+    rounding, the runs may list them in another order, or one of them alone.
+
     Args:
         wanted: Report of one run; answers without log-probabilities are skipped.
         got: Report of the other.
@@ -220,14 +225,21 @@ def logprob_gap(wanted: dict[str, Any], got: dict[str, Any]) -> float:
     gap = 0.0
     for plain, ours in zip(wanted["waves"], got["waves"], strict=True):
         for a, b in zip(plain, ours, strict=True):
-            pairs = zip_longest(_entries(a), _entries(b))
+            pairs = [*zip_longest(_entries(a), _entries(b))]
+            for one, other in zip_longest(a.get(TOP) or (), b.get(TOP) or ()):
+                pairs += _ranked(one or (), other or ())
             gap = max(gap, max((_distance(*pair) for pair in pairs), default=0.0))
     return gap
 
 
 def logprob_entries(report: dict[str, Any]) -> int:
     """Count the log-probabilities in a run's answers."""
-    return sum(len(_entries(answer)) for wave in report["waves"] for answer in wave)
+    return sum(
+        len(_entries(answer))
+        + sum(len(each or (None,)) for each in answer.get(TOP) or ())
+        for wave in report["waves"]
+        for answer in wave
+    )
 
 
 def _is_cut(kind: Kind) -> bool:
@@ -248,12 +260,27 @@ def _more(kind: Kind) -> dict[str, Any]:
 
 
 def _entries(answer: dict[str, Any]) -> list[Any]:
-    """List (log-probability, token) of an answer; None where a position has none."""
+    """List (log-probability, token) of an answer; None where a position has none.
+
+    Those of the most probable tokens are not among them.
+    """
     found = [entry[:2] for entry in answer.get("output_token_logprobs") or ()]
-    for name in LISTS:
-        for position in answer.get(name) or ():
-            found += [None] if position is None else [e[:2] for e in position]
+    for position in answer.get(CHOSEN) or ():
+        found += [None] if position is None else [e[:2] for e in position]
     return found
+
+
+def _ranked(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pair a position's most probable tokens by rank and by token.
+
+    A token that only one list has is paired with the last one of the other list.
+    """
+    for a, b in zip_longest(one, other):
+        yield a and (a[0], None), b and (b[0], None)
+    for these, those in ((one, other), (other, one)):
+        listed = {token: logprob for logprob, token, *_ in those}
+        for logprob, token, *_ in these if those else ():
+            yield (logprob, None), (listed.get(token, those[-1][0]), None)
 
 
 def _distance(a: Any, b: Any) -> float:

@@ -40,7 +40,7 @@ class JoinedImages(HostImage):
 
     def sides(self, layer: int) -> Blocks:
         """See ``HostImage.sides``."""
-        return one_behind_the_other(part.sides(layer) for part in self._joined)
+        return concatenated(part.sides(layer) for part in self._joined)
 
     @property
     def nbytes_layer(self) -> int:
@@ -76,7 +76,7 @@ class JoinedImages(HostImage):
         return tuple(part for each in self._joined for part in each._parts(layer))
 
 
-def one_behind_the_other(found: Iterable[Blocks]) -> Blocks:
+def concatenated(found: Iterable[Blocks]) -> Blocks:
     """Concatenate the blocks of several images."""
     keys, values = zip(*found, strict=True)
     return list(chain(*keys)), list(chain(*values))

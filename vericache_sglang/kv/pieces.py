@@ -34,7 +34,7 @@ class Piece(NamedTuple):
         return slice(self.span.start, self.span.end)
 
 
-def deal(counts: Sequence[int], spans: Sequence[Span]) -> Iterator[Piece]:
+def assign_spans(counts: Sequence[int], spans: Sequence[Span]) -> Iterator[Piece]:
     """Assign blocks of entries to spans of slots, both in order.
 
     At most ``len(counts) + len(spans) - 1`` pieces; none is empty.

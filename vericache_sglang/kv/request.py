@@ -213,7 +213,7 @@ class RequestState:
         self.drafts_in_flight += 1
         self.proposals_in_flight += queries - 1
 
-    def land_draft(
+    def record_draft(
         self, tokens: list[int], drafts: list[int], queries: int = 1
     ) -> bool:
         """Record reported draft tokens; return whether one would end the request.
@@ -240,7 +240,7 @@ class RequestState:
         self.pending_max += queries - 1
         self._next_round()
 
-    def land_emission(self, tokens: list[int], queries: int) -> None:
+    def record_emission(self, tokens: list[int], queries: int) -> None:
         """Record the reported tokens of a launched emission.
 
         Args:
@@ -259,7 +259,7 @@ class RequestState:
     def draft(self, token: int) -> bool:
         """Record a draft token at once; return whether it would end the request."""
         self.launch_draft()
-        return self.land_draft([token], self.drafts)
+        return self.record_draft([token], self.drafts)
 
     def accept(self, tokens: list[int]) -> None:
         """Record verified tokens at once and start the next draft-verify cycle.
@@ -269,7 +269,7 @@ class RequestState:
         """
         queries = self.drafted + 1
         self.launch_emission(queries)
-        self.land_emission(tokens, queries)
+        self.record_emission(tokens, queries)
 
     def drop_drafts(self) -> None:
         """Discard unverified drafts, and roll the grammar back."""

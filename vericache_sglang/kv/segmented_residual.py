@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.joined_images import (
     JoinedImages,
-    one_behind_the_other,
+    concatenated,
 )
 from vericache_sglang.kv.residual import HostResidual
 
@@ -45,9 +45,7 @@ class SegmentedResidual(JoinedImages, HostResidual):
 
     def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """See ``HostResidual.blocks``; views, those of each segment in order."""
-        return one_behind_the_other(
-            segment.blocks(layer, drafts) for segment in self.segments
-        )
+        return concatenated(segment.blocks(layer, drafts) for segment in self.segments)
 
     def equals(self, other: HostResidual) -> bool:
         """See ``HostResidual.equals``: requests share single segments only."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     """What was collected of a prompt, by layer."""
 
 
-class Stretch(NamedTuple):
+class PartRun(NamedTuple):
     """Consecutive parts of a prompt with the same number of kept tokens per head.
 
     Attributes:
@@ -51,7 +51,7 @@ class Chooser:
         self._handles = handles
 
     def choose(
-        self, rid: str, body: torch.Tensor, look: Look, stretches: Sequence[Stretch]
+        self, rid: str, body: torch.Tensor, look: Look, runs: Sequence[PartRun]
     ) -> list[torch.Tensor]:
         """Select the kept tokens of every layer.
 
@@ -59,20 +59,20 @@ class Chooser:
             rid: Id of a request open in the selector.
             body: [B] int64, slots of the prompt's tokens, in order.
             look: Observations of the prompt, by layer.
-            stretches: Parts of the prompt, with their counts.
+            runs: Parts of the prompt, with their counts.
 
         Returns:
-            For each stretch [L, H, parts, n] int32 on the pool's device, ascending, in
+            For each run [L, H, parts, n] int32 on the pool's device, ascending, in
             [0, length of a part).
 
         Raises:
             CompressionError: A score is not [H, B].
         """
-        chosen: list[list[torch.Tensor]] = [[] for _ in stretches]
+        chosen: list[list[torch.Tensor]] = [[] for _ in runs]
         for scores in self._by_layers(rid, body, look):
             layers, heads, _ = scores.shape
-            for stretch, found in zip(stretches, chosen, strict=True):
-                first, parts, budget = stretch
+            for run, found in zip(runs, chosen, strict=True):
+                first, parts, budget = run
                 own = scores[..., first : first + parts * budget.offered]
                 kept = keep_indices(own.reshape(-1, budget.offered), budget)
                 shape = (layers, heads, parts, budget.kept)

@@ -53,7 +53,7 @@ class HeldMemory:
         for pages in self._lists:
             pages.hold()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the pages; no effect the second time."""
         while self._lists:
             self._lists.pop().release()
@@ -88,7 +88,7 @@ class StreamTransfer:
         if not self.end.query():
             return False
         self.seconds = self.begin.elapsed_time(self.end) / 1e3
-        self.held.let_go()
+        self.held.release()
         return True
 
     def cancel(self) -> None:
@@ -97,20 +97,20 @@ class StreamTransfer:
         if not self.future.cancel():
             self.future.exception()
         self.end.synchronize()
-        self.held.let_go()
+        self.held.release()
 
     def run_on(self, thread: ThreadPoolExecutor, job: Callable[[], None]) -> None:
         """Submit the job; held memory is released if it never runs."""
         try:
             self.future = thread.submit(job)
         except BaseException:
-            self.held.let_go()
+            self.held.release()
             raise
-        self.future.add_done_callback(self._let_go_of_cancelled)
+        self.future.add_done_callback(self._release_cancelled)
 
-    def _let_go_of_cancelled(self, job: Future[None]) -> None:
+    def _release_cancelled(self, job: Future[None]) -> None:
         if job.cancelled():
-            self.held.let_go()
+            self.held.release()
 
     def load_layers(
         self, stream: torch.cuda.Stream, layers: int, copy: Callable[[int], None]

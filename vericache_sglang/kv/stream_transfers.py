@@ -13,7 +13,7 @@ import torch
 from vericache_sglang.errors import TransferError
 from vericache_sglang.kv.host_image import CopyTarget
 from vericache_sglang.kv.link import numbered, raise_failure
-from vericache_sglang.kv.pieces import deal
+from vericache_sglang.kv.pieces import assign_spans
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.kv.stream_transfer import HeldMemory, Outgoing, StreamTransfer
 
@@ -84,7 +84,7 @@ class StreamTransfers:
             residual.verify(layer)
             sides = residual.sides(layer)
             for buffer, blocks in zip(self._buffers[layer], sides, strict=True):
-                for piece in deal([len(block) for block in blocks], spans):
+                for piece in assign_spans([len(block) for block in blocks], spans):
                     _send(buffer, blocks[piece.block], piece)
 
         return self._load(residual, copy)
@@ -144,7 +144,7 @@ class StreamTransfers:
             try:
                 transfer.save_layers(self._out, image, layers.get, room)
             finally:
-                transfer.held.let_go()
+                transfer.held.release()
 
         transfer.run_on(self._saves, job)
         for member in image.members:
@@ -199,7 +199,7 @@ class StreamTransfers:
         reading, self._reading = self._reading, []
         for read, held in reading:
             if read.query():  # asked once: the device goes on meanwhile
-                held.let_go()
+                held.release()
             else:
                 self._reading.append((read, held))
 

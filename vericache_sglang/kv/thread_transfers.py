@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import TransferError
 from vericache_sglang.kv.link import Link, copy_layer, numbered, raise_failure
-from vericache_sglang.kv.pieces import deal
+from vericache_sglang.kv.pieces import assign_spans
 from vericache_sglang.kv.split_layers import as_bits
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ThreadTransfers:
             buffers = self._keys[layer], self._values[layer]
             sides = residual.blocks(layer, drafts)
             for buffer, blocks in zip(buffers, sides, strict=True):
-                for piece in deal([len(block) for block in blocks], spans):
+                for piece in assign_spans([len(block) for block in blocks], spans):
                     _copy_piece(buffer, blocks[piece.block], piece)
 
         return self._queue(residual, copy)

@@ -211,11 +211,11 @@ class ConsistencyCheck:
 
     async def _step(self) -> None:
         """Wait for ``POLL_S``, or check one answer."""
-        if self._in_the_way() and time.monotonic() - self._read_at < EPOCH_S:
+        if self._busy() and time.monotonic() - self._read_at < EPOCH_S:
             await asyncio.sleep(POLL_S)
             return
         await self._read_epoch()
-        if self._in_the_way():
+        if self._busy():
             return
         answer = self._pending.popleft()
         self._running = True
@@ -277,7 +277,7 @@ class ConsistencyCheck:
         task = asyncio.create_task(self._ask(replay_of(answer.state.obj, rid)))
         while not task.done():
             await asyncio.wait({task}, timeout=POLL_S)
-            if not task.done() and self._in_the_way():
+            if not task.done() and self._busy():
                 task.cancel()  # SGLang then aborts it
         return None if task.cancelled() else task.result()
 
@@ -287,7 +287,7 @@ class ConsistencyCheck:
             reply = each
         return reply
 
-    def _in_the_way(self) -> bool:
+    def _busy(self) -> bool:
         """Return whether a client's request runs, or an update waits or runs."""
         ours = (REPLAY_PREFIX, HEALTH_PREFIX)
         if any(not rid.startswith(ours) for rid in self._manager.rid_to_state):

@@ -188,7 +188,7 @@ class IterationReporter:
         self._send()
 
     @_guarded
-    def landed(
+    def recorded(
         self, counts: Callable[[], list[int]], discarded: frozenset[int]
     ) -> None:
         """Record the results of the oldest iteration, ended or not.

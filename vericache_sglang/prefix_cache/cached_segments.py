@@ -205,7 +205,7 @@ class CachedSegments:
         self._hold(rid, names, Use.DRAFT)
 
     def refer(self, rid: str, names: Sequence[str], use: Use = Use.RESIDUAL) -> None:
-        """Share KV of segments on the host with a request, until ``let_go``.
+        """Share KV of segments on the host with a request, until ``stop_referring``.
 
         Args:
             rid: Request id.
@@ -225,7 +225,7 @@ class CachedSegments:
         """End ``use``, if the request has called it."""
         self._end(rid, Use.DRAFT)
 
-    def let_go(self, rid: str) -> None:
+    def stop_referring(self, rid: str) -> None:
         """End ``refer``, if the request has called it."""
         self._end(rid, Use.RESIDUAL | Use.IMAGES)
 
@@ -235,7 +235,7 @@ class CachedSegments:
 
     def _end(self, rid: str, use: int) -> None:
         """End what a request reads; drop KV that the index does not list any more."""
-        for name in self._index.let_go(rid, use):
+        for name in self._index.release(rid, use):
             segment = self._index.find(name)
             if segment.is_used(Use.RESIDUAL):
                 continue
@@ -248,7 +248,7 @@ class CachedSegments:
     def forget_users(self) -> None:
         """Reset all uses, for when no request is running after an error."""
         for user in self._index.users():
-            self._index.let_go(user)
+            self._index.release(user)
         if self.stored is not None and not self._ranks.alone:
             self.stored.forget_ranks()
 
@@ -345,7 +345,7 @@ class CachedSegments:
 
     def leaving(self, slots: torch.Tensor) -> None:
         """Save the segments that contain ``slots``, which the tree is about to free."""
-        with self.copies.together():
+        with self.copies.batched_saves():
             for segment in self._slots.leave(slots):
                 self._leave(*segment)
 
@@ -358,7 +358,7 @@ class CachedSegments:
             return
         segment = self._index.find(name)
         if segment.residual is not None or segment.restorable:
-            self._catch_up(name)
+            self._update_tier(name)
             return
         if name not in self._index:
             return
@@ -374,7 +374,7 @@ class CachedSegments:
         else:
             self._index.update(name, self._tiers.on_host)
 
-    def _catch_up(self, name: str) -> None:
+    def _update_tier(self, name: str) -> None:
         """Update the tier of a segment with copies that has just left the device."""
         segment = self._index.get(name)
         if segment is None or segment.in_use:

@@ -17,8 +17,8 @@ from vericache_sglang.prefix_cache.segment import (
     UNKNOWN,
     Content,
     Form,
-    Held,
     Part,
+    PlacedPart,
     Segment,
     Tier,
     Use,
@@ -205,7 +205,7 @@ class SegmentIndex:
             )
         if held.tier is Tier.GONE:
             raise InvariantError(f"{part.value} of segment {name} is gone for good")
-        moved = Held(held.nbytes, tier)
+        moved = PlacedPart(held.nbytes, tier)
         if part is Part.DRAFT:
             content = replace(content, draft=moved)
         else:
@@ -256,7 +256,7 @@ class SegmentIndex:
         return self.host_bytes - self._used_bytes
 
     def hold(self, user: Hashable, uses: Mapping[str, int]) -> None:
-        """Add a user to segments, or what it reads of them, until ``let_go``.
+        """Add a user to segments, or what it reads of them, until ``release``.
 
         Args:
             user: Request id, or a value of its own for an operation.
@@ -272,7 +272,7 @@ class SegmentIndex:
         if not names:
             del self._names_of[user]
 
-    def let_go(self, user: Hashable, use: int = Use.ALL) -> list[str]:
+    def release(self, user: Hashable, use: int = Use.ALL) -> list[str]:
         """End what a user reads, and remove it from segments of which it reads nothing.
 
         Returns:
@@ -317,7 +317,7 @@ class SegmentIndex:
         try:
             yield
         finally:
-            self.let_go(user)
+            self.release(user)
 
     def users(self) -> list[Hashable]:
         """Return all users."""

@@ -12,7 +12,7 @@ from vericache_sglang.compression.budget import coded_rows
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.joined_images import JoinedImages
 from vericache_sglang.kv.segmented_residual import SegmentedResidual
-from vericache_sglang.kv.selection import Chooser, Stretch
+from vericache_sglang.kv.selection import Chooser, PartRun
 from vericache_sglang.kv.split_layers import rest_of
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ class PieceWriter:
         if self._chooser is not None:
             if look is None:
                 raise InvariantError(f"{rid} was not compressed before")
-            stretches = [Stretch(g[0].first, len(g), g[0].budget) for g in groups]
-            return self._chooser.choose(rid, body, look, stretches)
+            runs = [PartRun(g[0].first, len(g), g[0].budget) for g in groups]
+            return self._chooser.choose(rid, body, look, runs)
         geometry = self._handles.geometry
         found = []
         for group in groups:

@@ -75,7 +75,7 @@ _READ = dict.fromkeys(Form, Use.IMAGES) | {Form.RESIDUAL: Use.RESIDUAL}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PlacedPart:
     """Size and tier of one part.
 
     Attributes:
@@ -110,10 +110,12 @@ class Content:
     """
 
     tokens: int
-    residual: Held
-    draft: Held | None = None
+    residual: PlacedPart
+    draft: PlacedPart | None = None
     compressor: str = ""
-    parts: tuple[tuple[Part, Held], ...] = field(init=False, repr=False, compare=False)
+    parts: tuple[tuple[Part, PlacedPart], ...] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -143,7 +145,7 @@ class Content:
         near = draft is not None and draft.tier < Tier.STORE
         return self.residual.tier >= Tier.STORE and not near
 
-    def held(self, part: Part) -> Held | None:
+    def held(self, part: Part) -> PlacedPart | None:
         """Return one part; None for the draft KV of an uncompressed segment."""
         return self.draft if part is Part.DRAFT else self.residual
 
@@ -161,7 +163,7 @@ class Content:
         return kept if part is Part.DRAFT else self.tokens - kept
 
 
-UNKNOWN = Content(tokens=1, residual=Held(1, Tier.GONE))
+UNKNOWN = Content(tokens=1, residual=PlacedPart(1, Tier.GONE))
 """Content of a segment that is not in the index."""
 
 

@@ -86,7 +86,7 @@ class SegmentCopies:
         self._collecting = False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def batched_saves(self) -> Iterator[None]:
         """Batch the saves made within this context into few launches at its end.
 
         Slots must not change until then; call ``flush`` before dropping an image.
@@ -106,11 +106,11 @@ class SegmentCopies:
                 self._copy(group)
             except BaseException:
                 for each in chain.from_iterable(groups[at:]):
-                    each.hold.let_go()
+                    each.hold.release()
                     self.index.drop_image(each.name, each.form)
                 raise
             for each in group:
-                each.hold.let_go()
+                each.hold.release()
 
     @property
     def held_bytes(self) -> int:

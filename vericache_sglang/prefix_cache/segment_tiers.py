@@ -9,7 +9,7 @@ import torch
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.counters import TierCounters
 from vericache_sglang.prefix_cache.eviction import ranked, victims
-from vericache_sglang.prefix_cache.segment import Content, Held, Part, Tier, Use
+from vericache_sglang.prefix_cache.segment import Content, Part, PlacedPart, Tier, Use
 from vericache_sglang.prefix_cache.segment_slots import SegmentSlots
 
 if TYPE_CHECKING:
@@ -77,15 +77,17 @@ class SegmentTiers:
         self._free, self._ranks, self._contain = free, ranks, contain
         self._host = handles.host
         every = SEGMENT * self._token_bytes
-        self.on_device = Content(tokens=SEGMENT, residual=Held(every, Tier.DEVICE))
-        self.on_host = Content(tokens=SEGMENT, residual=Held(every, Tier.HOST))
+        self.on_device = Content(
+            tokens=SEGMENT, residual=PlacedPart(every, Tier.DEVICE)
+        )
+        self.on_host = Content(tokens=SEGMENT, residual=PlacedPart(every, Tier.HOST))
 
     def compressed(self, kept: int, draft: Tier) -> Content:
         """Return the content of a compressed segment with residual KV on the host."""
         return Content(
             tokens=SEGMENT,
-            residual=Held((SEGMENT - kept) * self._token_bytes, Tier.HOST),
-            draft=Held(kept * self._token_bytes, draft),
+            residual=PlacedPart((SEGMENT - kept) * self._token_bytes, Tier.HOST),
+            draft=PlacedPart(kept * self._token_bytes, draft),
             compressor=self._compressor,
         )
 
@@ -190,7 +192,7 @@ class SegmentTiers:
         """
         before = self._index.idle_slots
         left: list[torch.Tensor] = []
-        with self._copies.together():
+        with self._copies.batched_saves():
             for name in self._idle_drafts():
                 if before - self._index.idle_slots >= slots:
                     break

@@ -87,10 +87,10 @@ class InFlightQueue:
     their completion times, so all tensor-parallel ranks record the same results.
 
     Args:
-        conclude: Takes a forward's pending rows and their tokens; returns the batch
+        record: Takes a forward's pending rows and their tokens; returns the batch
             indices whose requests had ended and whose results are discarded.
-        landed: Takes a function that returns the accept lengths of a decode batch, and
-            the batch indices whose results were discarded.
+        recorded: Takes a function that returns the accept lengths of a decode batch,
+            and the batch indices whose results were discarded.
 
     Attributes:
         launched: Number of forwards launched so far.
@@ -98,27 +98,27 @@ class InFlightQueue:
 
     def __init__(
         self,
-        conclude: Callable[[Sequence[PendingRow], Sequence[list[int]]], frozenset[int]],
-        landed: Callable[[Callable[[], list[int]], frozenset[int]], None],
+        record: Callable[[Sequence[PendingRow], Sequence[list[int]]], frozenset[int]],
+        recorded: Callable[[Callable[[], list[int]], frozenset[int]], None],
     ) -> None:
-        self._conclude = conclude
-        self._landed = landed
-        self._air: deque[tuple[int, InFlightForward]] = deque()
+        self._record = record
+        self._recorded = recorded
+        self._forwards: deque[tuple[int, InFlightForward]] = deque()
         self._decodes = 0
         self._reported = 0
         self.launched = 0
 
     def __len__(self) -> int:
-        return len(self._air)
+        return len(self._forwards)
 
     def launch(self, entry: InFlightForward) -> None:
         """Append a forward that was just launched."""
         self.launched += 1
         # A prefill is recorded with the next decode: by then SGLang has its result.
-        self._air.append((self._decodes + 1, entry))
+        self._forwards.append((self._decodes + 1, entry))
         self._decodes += entry.decode
 
-    def withdraw(self, launched: int) -> None:
+    def drop(self, launched: int) -> None:
         """Drop the decode that was launched after the first ``launched``, if any.
 
         Its results are not recorded, and SGLang will report another one in its place.
@@ -126,48 +126,50 @@ class InFlightQueue:
         if self.launched > launched:
             self.launched -= 1
             self._decodes -= 1
-            if self._air:  # not recorded yet
-                self._air.pop()
+            if self._forwards:  # not recorded yet
+                self._forwards.pop()
 
-    def land_reported(self) -> None:
+    def record_reported(self) -> None:
         """Record the next decode, which SGLang has reported, and all before it."""
         self._reported += 1
-        while self._air and self._air[0][0] <= self._reported:
-            self._land()
+        while self._forwards and self._forwards[0][0] <= self._reported:
+            self._record_oldest()
 
-    def land_all_but_last(self) -> None:
+    def record_all_but_newest(self) -> None:
         """Record every forward but the newest, whether it was reported or not."""
-        while len(self._air) > 1:
-            self._land()
+        while len(self._forwards) > 1:
+            self._record_oldest()
 
-    def land_all(self) -> None:
+    def record_all(self) -> None:
         """Record all forwards; waits for the newest, which ends last."""
-        air = [each for _, each in self._air]
-        self._air.clear()
-        outcomes = [each.outcome() if each.pending_rows else None for each in air[::-1]]
-        for each, outcome in zip(air, outcomes[::-1], strict=True):
-            self._conclude_all(each, outcome)
+        forwards = [each for _, each in self._forwards]
+        self._forwards.clear()
+        outcomes = [
+            each.outcome() if each.pending_rows else None for each in forwards[::-1]
+        ]
+        for each, outcome in zip(forwards, outcomes[::-1], strict=True):
+            self._record_results(each, outcome)
 
     def settle(self) -> None:
         """Record all forwards and expect no report of any of them.
 
         A report that an error prevented would delay all later ones, on this rank only.
         """
-        self.land_all()
+        self.record_all()
         self._reported = self._decodes
 
-    def _land(self) -> None:
-        _, oldest = self._air.popleft()
-        self._conclude_all(oldest, oldest.outcome() if oldest.pending_rows else None)
+    def _record_oldest(self) -> None:
+        _, oldest = self._forwards.popleft()
+        self._record_results(oldest, oldest.outcome() if oldest.pending_rows else None)
 
-    def _conclude_all(
+    def _record_results(
         self, ended: InFlightForward, outcome: tuple[list[list[int]], list[int]] | None
     ) -> None:
         """Record the results of a forward; ``outcome`` is None without pending rows."""
         if outcome is not None:
             runs, counts = outcome
-            discarded = self._conclude(ended.pending_rows, runs)
+            discarded = self._record(ended.pending_rows, runs)
             if ended.decode:
-                self._landed(lambda: counts, discarded)
+                self._recorded(lambda: counts, discarded)
         elif ended.decode:
-            self._landed(lambda: ended.outcome()[1], frozenset())
+            self._recorded(lambda: ended.outcome()[1], frozenset())

@@ -113,7 +113,7 @@ class Decoding:
             return result
         except Exception as error:  # noqa: BLE001 (raised again where it has to be)
             self.recovery.all_lost(error)
-        self.in_flight.withdraw(launched)
+        self.in_flight.drop(launched)
         result = self.mixed.nothing(batch)
         self._work = None
         # Unused: no request of the batch is decoded from these lengths.
@@ -123,7 +123,7 @@ class Decoding:
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._observe_last()
-        self.in_flight.land_all_but_last()
+        self.in_flight.record_all_but_newest()
         self.placement.counters.note_iteration(len(batch.reqs))
         # A batch with a grammar processes the last result between choosing the batch
         # and running it, so a request may have ended, and lost its row, already.
@@ -218,7 +218,7 @@ class Decoding:
         """Carry out a plan's moves; return those that were made."""
         done: list[Move] = []
         if plan.moves:
-            self.in_flight.land_all()
+            self.in_flight.record_all()
         for move in plan.moves:
             state = self.states.get(move.rid)
             if state is None or state.lost:
@@ -287,6 +287,6 @@ class Decoding:
         )
         self.in_flight.launch(launched)
         if not all(state.asynchronous for state in states):
-            self.in_flight.land_all()
+            self.in_flight.record_all()
         result: GenerationBatchResult = launched.result
         return result

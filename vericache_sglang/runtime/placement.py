@@ -353,7 +353,7 @@ class KVPlacement:
             made = self._moves.load(state, tree_cache)
             if made:
                 self.prefetches.end(state.rid)
-                self.segments.let_go(state.rid)
+                self.segments.stop_referring(state.rid)
                 self._common.forget(state.rid)
                 self._take_draft_row(state)
             return made

@@ -130,10 +130,10 @@ class Recovery:
         for state in list(self._states.values()):
             self.lose(state)
 
-    def meet(self) -> Exception | None:
+    def sync_errors(self) -> Exception | None:
         """Return the error after which all ranks must reset all accounting now."""
         ranks, stored = self._memory.ranks, self._memory.segments.stored
-        failed = self._tp_sync.meet(self.pending is not None, ranks.tell(stored))
+        failed = self._tp_sync.sync_errors(self.pending is not None, ranks.tell(stored))
         try:
             # After an error the ranks may have started different fetches.
             ranks.receive(self._tp_sync.told, None if failed else stored)

@@ -62,7 +62,7 @@ class ResultRecorder:
             self._placement.prefetches.end(state.rid)
         return row
 
-    def land(
+    def record(
         self, rows: Sequence[PendingRow], runs: Sequence[list[int]]
     ) -> frozenset[int]:
         """Record a forward's results; discard those of finished or lost requests.
@@ -85,7 +85,7 @@ class ResultRecorder:
                 discarded.append(row.at)
             elif not row.emits:
                 current = row.drafts is state.drafts
-                ended = state.land_draft(tokens, row.drafts, row.queries)
+                ended = state.record_draft(tokens, row.drafts, row.queries)
                 proposed = row.queries - 1
                 if current and (proposed or ended):
                     results.append(
@@ -112,7 +112,7 @@ class ResultRecorder:
                             proposed=proposed,
                         )
                     )
-                state.land_emission(tokens, row.queries)
+                state.record_emission(tokens, row.queries)
         self._runtime.report(results)
         return frozenset(discarded)
 

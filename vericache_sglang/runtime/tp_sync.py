@@ -54,7 +54,7 @@ PREFETCHES = 12
 """Index of each value in an iteration's message; prefetches fill the rest."""
 
 
-class ToldIteration(IterationModel):
+class SyncedIterationModel(IterationModel):
     """Rank 0's iteration model as of the last sync."""
 
     def tell(self, coefficients: Sequence[float], iteration_s: float) -> None:
@@ -64,7 +64,7 @@ class ToldIteration(IterationModel):
         self.iteration_s.value = iteration_s
 
 
-class ToldLink(LinkEstimate):
+class SyncedLinkEstimate(LinkEstimate):
     """Rank 0's link estimate as of the last sync."""
 
     def tell(self, rates: Sequence[float]) -> None:
@@ -125,8 +125,8 @@ class TensorParallelSync:
         self._known = False  # by all ranks: one of them failed
         if self.alone:
             return
-        self._iteration = ToldIteration(START_COEFFICIENTS)
-        self._link = ToldLink(START_LINK_BYTES_PER_S)
+        self._iteration = SyncedIterationModel(START_COEFFICIENTS)
+        self._link = SyncedLinkEstimate(START_LINK_BYTES_PER_S)
         self.estimates = Estimates(iteration=self._iteration, link=self._link)
         self._secret = int(self.first(secrets.randbelow(EXACT)))
 
@@ -164,7 +164,7 @@ class TensorParallelSync:
 
     # -- errors -------------------------------------------------------------------
 
-    def meet(self, failed: bool, told: Sequence[float] = ()) -> bool:
+    def sync_errors(self, failed: bool, told: Sequence[float] = ()) -> bool:
         """Return whether any rank failed since the last call.
 
         Called at the begin of every scheduler iteration, whatever the ranks' states

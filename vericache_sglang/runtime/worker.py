@@ -174,7 +174,7 @@ class VeriCacheWorker(BaseSpecWorker):
         atexit.register(self.placement.close)
         self._open_draft_tokens(req_to_token_pool.shape.requests)
         recorder = ResultRecorder(self.placement, self.runtime, self._states)
-        self._in_flight = InFlightQueue(recorder.land, self._reporter.landed)
+        self._in_flight = InFlightQueue(recorder.record, self._reporter.recorded)
         mixed = MixedForward(
             self.placement,
             self._target_worker,
@@ -264,7 +264,7 @@ class VeriCacheWorker(BaseSpecWorker):
         (``batch_result_processor.py``).
         """
         with self._recovery.of_all():
-            self._in_flight.land_reported()
+            self._in_flight.record_reported()
 
     def prepare_for_kv_cache_release(self, req: Req) -> None:
         """Restore a finished request's full KV for the prefix tree, if there is room.
@@ -324,15 +324,15 @@ class VeriCacheWorker(BaseSpecWorker):
         Args:
             scheduler: SGLang's ``Scheduler``.
         """
-        error = self._recovery.meet()
+        error = self._recovery.sync_errors()
         if error is not None:
-            self._take_back(scheduler, error)
+            self._reset_requests(scheduler, error)
         doubts = self._recovery.doubtful or self.placement.segments.abandoned
         if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
 
-    def _take_back(self, scheduler: Any, error: Exception) -> None:
+    def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
 
         Nothing is freed individually, because the accounting is unreliable.
@@ -397,7 +397,7 @@ class VeriCacheWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """Reset everything; SGLang has flushed its caches and no request runs."""
-        self._in_flight.land_all()
+        self._in_flight.record_all()
         for state in list(self._states.values()):
             self.release(state.req)
 
@@ -461,7 +461,7 @@ class VeriCacheWorker(BaseSpecWorker):
                         rows.append(PendingRow(state, i, state.drafts))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
-                    self._in_flight.land_all()
+                    self._in_flight.record_all()
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._config.most_drafts + 1
         return result

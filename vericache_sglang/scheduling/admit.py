@@ -189,7 +189,7 @@ class Admission:
         del load.readers[rid]
         if self._begun(load, furthest):
             if reservation.leader is None:
-                self._hand_over(load)
+                self._choose_leader(load)
             return reservation
         verify = reservation.deadline + 1
         for each in reservation.prefetch.point:
@@ -204,7 +204,7 @@ class Admission:
         if work is not None and not load.readers:
             self._rings[work.ring].take_back(load.first, load.worked)
         if reservation.leader is None:
-            self._hand_over(load)
+            self._choose_leader(load)
         return reservation
 
     def slide(self) -> None:
@@ -341,7 +341,7 @@ class Admission:
         self._loads[reservation.rid] = load
         return reservation
 
-    def _hand_over(self, load: RingLoad) -> None:
+    def _choose_leader(self, load: RingLoad) -> None:
         leader = next(iter(load.readers), None)
         for rid in load.readers:
             self._reservations[rid] = replace(

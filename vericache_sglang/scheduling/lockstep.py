@@ -39,8 +39,8 @@ class LockStep:
         """See ``Pacing.begin``."""
         self._members[track.rid] = track
 
-    def hurry(self, track: ScheduledRequest) -> None:
-        """See ``Pacing.hurry``: a request that ended waits for the others."""
+    def expedite(self, track: ScheduledRequest) -> None:
+        """See ``Pacing.expedite``: a request that ended waits for the others."""
 
     def end(self, track: ScheduledRequest) -> None:
         """See ``Pacing.end``."""

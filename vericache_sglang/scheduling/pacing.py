@@ -32,7 +32,7 @@ class Pacing(Protocol):
     def begin(self, track: ScheduledRequest) -> None:
         """Start a cycle, after a compress, verification, swap in or failed prefetch."""
 
-    def hurry(self, track: ScheduledRequest) -> None:
+    def expedite(self, track: ScheduledRequest) -> None:
         """Verify as early as possible: the request has nothing left to draft."""
 
     def end(self, track: ScheduledRequest) -> None:

@@ -109,11 +109,11 @@ class ResidencyPolicy:
         if spare < 0 or given.blocked:
             if spare >= 0 and not self._helped and now % RELIEF_EVERY:
                 return ()  # KV compressed on the device would be offloaded again
-            relief = self._relief(tracks, now, given, short=spare < 0)
+            relief = self._freeing_move(tracks, now, given, short=spare < 0)
             self._helped = relief is not None
             if relief is not None:
                 return (relief,)
-        back = self._bring_back(tracks, swapped, now, given, spare)
+        back = self._returning_move(tracks, swapped, now, given, spare)
         if back is not None:
             return (back,)
         compressions: list[Move] = []
@@ -218,7 +218,7 @@ class ResidencyPolicy:
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
         return saved_s > PAYBACK * self._throughput.split_s(track)
 
-    def _relief(
+    def _freeing_move(
         self,
         tracks: Mapping[str, ScheduledRequest],
         now: int,
@@ -346,7 +346,7 @@ class ResidencyPolicy:
         # Insertion order is arrival order: the oldest finish first, so all finish.
         return SwapOut(swappable[-1].rid)
 
-    def _bring_back(
+    def _returning_move(
         self,
         tracks: Mapping[str, ScheduledRequest],
         swapped: Mapping[str, ScheduledRequest],

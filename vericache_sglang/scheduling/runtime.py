@@ -260,7 +260,7 @@ class Runtime:
                 continue
             track.ready = True
             if track.closed or track.drafts >= track.most:
-                self.pacing.hurry(track)
+                self.pacing.expedite(track)
         for rid in given.failed:
             track = self.tracks.get(rid)
             if track is None or not track.staged:
@@ -427,9 +427,9 @@ class Runtime:
         if result.ended:
             track.closed = True
             track.most = track.drafts
-            self.pacing.hurry(track)
+            self.pacing.expedite(track)
         elif track.drafts >= track.length and track.staging_done:
-            self.pacing.hurry(track)
+            self.pacing.expedite(track)
 
     def _emit(self, track: ScheduledRequest, tokens: int) -> None:
         track.remaining -= tokens
@@ -451,7 +451,7 @@ class Runtime:
         self.pacing.begin(track)
         track.most = self.pacing.limit(track)
         if track.closed or track.most == 0:
-            self.pacing.hurry(track)
+            self.pacing.expedite(track)
 
     def _end(self, track: ScheduledRequest) -> None:
         self.pacing.end(track)

@@ -79,8 +79,8 @@ class Staggered:
         """See ``Pacing.begin``."""
         self._queue.append(track)
 
-    def hurry(self, track: ScheduledRequest) -> None:
-        """See ``Pacing.hurry``."""
+    def expedite(self, track: ScheduledRequest) -> None:
+        """See ``Pacing.expedite``."""
         if track.staging_done:
             self._overdue[track.rid] = track
         elif not track.staged and self._cancel(track):

@@ -108,7 +108,7 @@ class SimulatedServer:
             InvariantError: The runtime broke an invariant, or the schedule is stalled.
         """
         while self.counters.finished < self.setup.workload.finish:
-            self._let_in()
+            self._admit_waiting()
             if self.running:
                 self._make_room()
                 self._iterate()
@@ -154,7 +154,7 @@ class SimulatedServer:
 
     # -- admission --------------------------------------------------------------
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while (head := self._head()) is not None and self._may_enter():
             self._check_fits_alone(head)
             event = self.machine.next_event()
@@ -177,7 +177,7 @@ class SimulatedServer:
         request = self._next
         if request is None or request.arrival_s > self.machine.now:
             return None
-        return self._newcomer(request)
+        return self._new_state(request)
 
     def _may_enter(self) -> bool:
         limit = self.setup.workload.concurrency
@@ -189,7 +189,7 @@ class SimulatedServer:
             state.residency is Residency.SWAPPED for state in self.running.values()
         )
 
-    def _newcomer(self, request: SimulatedRequest) -> Running:
+    def _new_state(self, request: SimulatedRequest) -> Running:
         kept = kept_slots(request.prompt, self.policy.keep)
         if self.policy.accept is not None:
             request = replace(request, accept=self.policy.accept)

@@ -50,7 +50,7 @@ LINK_BYTES_PER_S = 50e9
 """The modelled machine; only what the runtime asks of it matters."""
 
 
-class Drill:
+class SchedulingLoad:
     """Runs a runtime in isolation and times its calls.
 
     Args:
@@ -173,23 +173,23 @@ class Drill:
             self._timed(lambda: self.runtime.leave(rid))
 
 
-def measure(drill: Drill, iterations: int, warm: int) -> dict[str, float]:
+def measure(load: SchedulingLoad, iterations: int, warm: int) -> dict[str, float]:
     """Return median and 99th percentile per iteration, in ms."""
     for _ in range(warm):
-        drill.iteration()
-    spent = [drill.iteration() / 1e6 for _ in range(iterations)]
+        load.iteration()
+    spent = [load.iteration() / 1e6 for _ in range(iterations)]
     median, most = np.percentile(spent, [50, 99]).tolist()
     return {
         "median_ms": median,
         "p99_ms": most,
-        "requests_host": float(drill.runtime.figures()["requests_host"]),
+        "requests_host": float(load.runtime.figures()["requests_host"]),
     }
 
 
-def _profile(drill: Drill, iterations: int) -> None:
+def _profile(load: SchedulingLoad, iterations: int) -> None:
     with cProfile.Profile() as profiler:
         for _ in range(iterations):
-            drill.iteration()
+            load.iteration()
     stats = pstats.Stats(profiler, stream=sys.stderr)
     stats.sort_stats("tottime").print_stats(18)
 
@@ -206,13 +206,13 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
 def _row(
     options: argparse.Namespace, requests: int, residency: str, contended: bool
 ) -> dict[str, Any]:
-    drill = Drill(requests, residency, contended=contended, seed=options.seed)
+    load = SchedulingLoad(requests, residency, contended=contended, seed=options.seed)
     # Large sizes show their median in fewer iterations.
     count = max(200, min(options.iterations, 400_000 // requests))
     where = {"residency": residency, "contended": contended, "requests": requests}
-    found = measure(drill, count, warm=300)
+    found = measure(load, count, warm=300)
     if options.profile:
-        _profile(drill, count)
+        _profile(load, count)
     return {**where, **found}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     """Sums of one sample's score; a figure is the ratio of two of them."""
 
 
-def as_said(answer: str) -> str:
+def unchanged(answer: str) -> str:
     """Return an answer as it is."""
     return answer
 
@@ -52,7 +52,7 @@ class TaskSample:
     wanted: Any = None
     session: str = ""
     gap: float = 0.0
-    spoken: Callable[[str], str] = as_said
+    spoken: Callable[[str], str] = unchanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class Addresses:
 
     def get(self, key: str, nbytes: int) -> torch.Tensor | None:
         """See ``Tensors.get``."""
-        with self._lent(nbytes) as buffer:
+        with self._buffer(nbytes) as buffer:
             found = self.storage.get(key, buffer.data_ptr(), nbytes)
             if not found and self.storage.exists(key):
                 time.sleep(RETRY_S)
@@ -73,13 +73,13 @@ class Addresses:
     def set(self, key: str, data: torch.Tensor) -> bool:
         """See ``Tensors.set``."""
         size = data.numel()
-        with self._lent(size) as buffer:
+        with self._buffer(size) as buffer:
             buffer[:size].copy_(data)
             where = {"target_location": buffer.data_ptr(), "target_sizes": size}
             return bool(self.storage.set(key, **where))
 
     @contextmanager
-    def _lent(self, nbytes: int) -> Iterator[torch.Tensor]:
+    def _buffer(self, nbytes: int) -> Iterator[torch.Tensor]:
         with self._lock:
             fitting = (b for b in self._free if b.numel() >= nbytes)
             buffer = next(fitting, None)

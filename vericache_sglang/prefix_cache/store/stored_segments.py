@@ -238,9 +238,9 @@ class StoredSegments:
     def forget(self, name: str) -> None:
         """Forget that the store has a segment; nothing is deleted from the store."""
         self._there.pop(name, None)
-        self._disown(name)
+        self._ignore_writes(name)
 
-    def _disown(self, name: str) -> None:
+    def _ignore_writes(self, name: str) -> None:
         """Let earlier writes of a segment end without an effect."""
         for write in self._writing:
             if write.name == name:
@@ -266,7 +266,7 @@ class StoredSegments:
     def write(self, name: str, parts: Mapping[Part, Tensors]) -> None:
         """Queue a write of a segment; ``parts`` must not change afterwards."""
         self._poll()
-        self._disown(name)
+        self._ignore_writes(name)
         if len(self._writing) >= MOST_WRITING:
             self._store.counters.add(dropped_writes=1)
             return

@@ -117,7 +117,11 @@ class MixedForward:
             result = self._leave_on_device(batch, rows, asked, target)
         else:
             chosen = self._sampler.choose(
-                batch, asked, logits, inputs.positions, waited=self._in_flight.land_all
+                batch,
+                asked,
+                logits,
+                inputs.positions,
+                waited=self._in_flight.record_all,
             )
             result = self._settle(batch, rows, asked, *chosen)
         self._placement.counters.note_forward(actions.values())
@@ -182,7 +186,7 @@ class MixedForward:
         table: LogprobTable,
     ) -> GenerationBatchResult:
         """Record every row synchronously, with tokens chosen on the host."""
-        self._recorder.land(self._launch(rows.rows, asked), chosen)
+        self._recorder.record(self._launch(rows.rows, asked), chosen)
         emitted = {
             row.batch_index: tokens
             for row, tokens in zip(asked, chosen, strict=True)

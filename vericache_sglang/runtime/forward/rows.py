@@ -14,7 +14,14 @@ from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.scheduling.iteration_model import Work
-from vericache_sglang.scheduling.plan import Draft, Residency, RowAction, Verify, Wait
+from vericache_sglang.scheduling.plan import (
+    Draft,
+    Plain,
+    Residency,
+    RowAction,
+    Verify,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -96,6 +103,7 @@ class MixedRows:
                 state.verified + state.drafted + 1,
                 pending_max,
                 drafts,
+                not isinstance(action, Plain),
                 action.proposals,
                 action.proposals > 0 and state.shares_output,
                 state if drafts and state.split.budget.coded else None,
@@ -132,17 +140,19 @@ class MixedRows:
             proposer: Fills the rows' proposals; None leaves former tokens there.
         """
         rows = self.rows
-        of_row, offset, own, drafts, table_row, behind, ahead = upload(
+        of_row, offset, own, drafts, speculates, table_row, behind, ahead = upload(
             draft_tokens.device,
             [i for i, row in enumerate(rows) for _ in row.columns],
             [j for row in rows for j in range(len(row.columns))],
             [row.own for row in rows],
             [row.drafts for row in rows],
+            [row.speculates for row in rows],
             [row.table_row for row in rows],
             [row.prefix - row.position for row in rows],
             [row.at - row.position for row in rows],
         )
-        verified, drafted = draft_tokens.verified(own), draft_tokens.drafted(own)
+        verified = draft_tokens.verified(own)
+        drafted = draft_tokens.drafted(own) * speculates
         if proposer is not None:
             proposer.propose(rows, own, drafted, verified + drafted)
         first = drafted * drafts

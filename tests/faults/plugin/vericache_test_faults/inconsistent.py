@@ -43,7 +43,7 @@ WHERE = {
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
     "sampling": (RowSampler, "targets", 15, 2),
-    "outcome": (InFlightQueue, "land_reported", 20, 1),
+    "outcome": (InFlightQueue, "record_reported", 20, 1),
     "end": (KVMoves, "restore", 1, 1),
     "release": (HostStore, "drop", 2, 2),
     # Again and again: the second time a request is aborted.

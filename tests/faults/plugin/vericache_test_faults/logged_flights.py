@@ -1,4 +1,4 @@
-"""No fault: writes down when decodes are launched and when the host hears of them."""
+"""No fault: writes down when decodes are launched and when they are recorded."""
 
 import os
 
@@ -13,7 +13,7 @@ def install():
     log = open(os.environ[LOG], "a", buffering=1)  # noqa: SIM115, lives on
     numbers = {}
     run, launch = Decoding.run, InFlightQueue.launch
-    make_moves, conclude = Decoding._make_moves, InFlightQueue._conclude_all
+    make_moves, record = Decoding._make_moves, InFlightQueue._record_results
 
     def logged_run(self, batch):
         log.write("begin\n")
@@ -32,10 +32,10 @@ def install():
             log.write("moves\n")
         return make_moves(self, plan, batch)
 
-    def logged_conclude(self, ended, outcome):
+    def logged_record(self, ended, outcome):
         if id(ended) in numbers:
-            log.write(f"hear {numbers[id(ended)][0]}\n")
-        conclude(self, ended, outcome)
+            log.write(f"record {numbers[id(ended)][0]}\n")
+        record(self, ended, outcome)
 
     Decoding.run, InFlightQueue.launch = logged_run, logged_launch
-    Decoding._make_moves, InFlightQueue._conclude_all = logged_moves, logged_conclude
+    Decoding._make_moves, InFlightQueue._record_results = logged_moves, logged_record
