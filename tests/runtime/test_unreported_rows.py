@@ -41,19 +41,6 @@ class Proposer:
 
     def propose(self, rows, own, last, position):
         replay = self.replay
-        assert position.tolist() == [replay.verified + len(replay.drafts)]
-        columns = torch.arange(len(self.proposed)) + last + 1
-        replay.buffer.propose(own.expand_as(columns), columns, self.proposed)
-
-
-class Proposer:
-    """Proposes what it is told, behind the text's end."""
-
-    def __init__(self, replay, proposed):
-        self.replay, self.proposed = replay, torch.tensor(proposed, dtype=torch.int64)
-
-    def propose(self, rows, own, last, position):
-        replay = self.replay
         text = replay.verified + len(replay.drafts)
         assert position.tolist() == [text]
         assert rows[0].text <= text + 1

@@ -51,7 +51,7 @@ class Executor:
         self.left, self.drafts, self.where, self.shapes = {}, Counter(), {}, {}
         self.coming, self.staged = [], {}
         self.longest = 0
-        self.asynchronous, self.air = late, []
+        self.asynchronous, self.unreported = late, []
         self.failed = set()
         # Draft rows whose result was not told: tokens proposed in vain.
         self.vain = {}
@@ -104,7 +104,8 @@ class Executor:
                 unready=unready,
             )
         )
-        assert not any(getattr(plan.rows[rid], "proposals", 0) for rid in unready)
+        for rid in unready & plan.rows.keys():
+            assert getattr(plan.rows[rid], "proposals", 0) == 0
         self.plans.append(plan)
         for rid in plan.abandoned:
             assert rid in failed
@@ -112,11 +113,11 @@ class Executor:
             self.leave(rid)
         self.failed = {*self.failed, *failed} & self.left.keys()
         self._check(plan)
-        launched_before, self.air = self.air, []
+        launched_before, self.unreported = self.unreported, []
         self._perform(plan)
         if plan.moves:
-            launched_before, self.air = [*launched_before, *self.air], []
-        self._land(launched_before)
+            launched_before, self.unreported = [*launched_before, *self.unreported], []
+        self._report(launched_before)
         self._make(plan)
 
     def _happens(self, p):
@@ -169,7 +170,7 @@ class Executor:
                 self._move(move, plan.iteration)
 
     def _may_have_ended(self, rid):
-        pending = [r.drafted + r.proposed + 1 for r in self.air if r.rid == rid]
+        pending = [r.drafted + r.proposed + 1 for r in self.unreported if r.rid == rid]
         return self.left[rid] <= sum(pending)
 
     def _agreed(self, proposals):
@@ -181,9 +182,9 @@ class Executor:
     def _tell(self, result):
         """Tell a result at once, or one iteration later."""
         if self.asynchronous:
-            self.air.append(result)
+            self.unreported.append(result)
         else:
-            self._land([result])
+            self._report([result])
 
     def _draft(self, rid, proposals):
         agreed = self._agreed(proposals)
@@ -214,7 +215,7 @@ class Executor:
         self.failed.discard(rid)
         self._tell(RowResult(rid, drafted, right + more + 1, proposed))
 
-    def _land(self, results):
+    def _report(self, results):
         self.runtime.report(results)
         for result in results:
             if result.rid not in self.left:
