@@ -13,6 +13,7 @@ from live_server import faulty, run
 
 from vericache_sglang.evaluation.lossless import compare, greedy
 from vericache_sglang.evaluation.matrix import PLAIN, TIGHT, system
+from vericache_sglang.evaluation.sampled import REGEX, logprob_gap
 from vericache_sglang.evaluation.workload import (
     code_prompts,
     load_tokenizer,
@@ -25,6 +26,8 @@ SMALL_MODELS = {"model": MODEL.with_name("demo-model-draft"), "itself": MODEL}
 """Small models by the drafter's name; the served model knows what it will say."""
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 LENGTH = 4
+GAP = 5e-4
+"""See ``test_sampling.py``."""
 
 pytestmark = pytest.mark.server
 
@@ -49,6 +52,10 @@ def plain(waves):
 
 @pytest.fixture(scope="module")
 def texts(waves, plain, tmp_path_factory):
+    return known_texts(waves, plain, tmp_path_factory.mktemp("texts"))
+
+
+def known_texts(waves, plain, folder):
     """Write every text, prompt and answer, for the oracle."""
     tokenizer = load_tokenizer(MODEL)
     known = [
@@ -56,7 +63,7 @@ def texts(waves, plain, tmp_path_factory):
         for wave, answers in zip(waves, plain["waves"], strict=True)
         for prompt, answer in zip(wave["prompts"], answers, strict=True)
     ]
-    path = tmp_path_factory.mktemp("texts") / "texts.json"
+    path = folder / "texts.json"
     path.write_text(json.dumps(known))
     return path
 
@@ -155,6 +162,49 @@ def test_any_proposals_leave_the_tokens_alone(
     if drafter == "model":
         kinds = ("draft", "verify", "plain")
         assert sum(state[f"inner_accepted_{kind}"] for kind in kinds) > 100
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """One wave: free requests, those with a grammar, those with log-probabilities."""
+    tokenizer = load_tokenizer(MODEL)
+    texts = record_prompts(tokenizer, spread(9, 200, 1500), 12)
+    free = greedy(72, ignore_eos=True)
+    return {
+        "prompts": texts,
+        "params": [greedy(72, regex=REGEX) if i % 3 == 1 else free for i in range(9)],
+        "more": {"return_logprob": [i % 3 == 2 for i in range(9)]},
+    }
+
+
+@pytest.fixture(scope="module")
+def plain_mixed(mixed):
+    return run(PLAIN, MODEL, [mixed])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "engine", "settings"),
+    [
+        ("oracle", {}, {}),
+        extended("oracle", SYNCHRONOUS, {"residency": "device"}),
+        extended("oracle", {"page_size": 16}, ALONE),
+        extended("random", {}, {}),
+    ],
+)
+def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
+    drafter, engine, settings, mixed, plain_mixed, tmp_path
+):
+    texts = known_texts([mixed], plain_mixed, tmp_path)
+    ours = serve(drafter, [mixed], texts, engine, **settings)
+    assert compare(plain_mixed, ours) == []
+    assert logprob_gap(plain_mixed, ours) < GAP
+    stats = [answer["vericache"] for answer in ours["waves"][0]]
+    for kind in (0, 2):
+        proposed = sum(each["inner_proposed"] for each in stats[kind::3])
+        accepted = sum(each["inner_accepted"] for each in stats[kind::3])
+        assert proposed > 0
+        assert drafter == "random" or accepted > 40
+    assert not any(each["inner_proposed"] for each in stats[1::3])
 
 
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}

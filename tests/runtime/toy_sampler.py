@@ -172,6 +172,7 @@ class Toy:
             rows,
             table[before],
             torch.tensor(positions),
+            torch.tensor(before),
             waited=lambda: None,
         )
         return zip(self.states, runs, strict=True)

@@ -13,6 +13,7 @@ from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.sampling.penalties import Penalties
 from vericache_sglang.sampling.profile import (
     SamplingRule,
+    depends_on_tokens,
     looks_at_tokens,
     penalised,
     profile_of,
@@ -69,8 +70,7 @@ class RequestStateFactory:
             deterministic=self._deterministic,
             rejection=self._config.acceptance == "rejection",
         )
-        asynchronous = profile.rule is not SamplingRule.REJECTION
-        asynchronous = asynchronous and not looks_at_tokens(req)
+        coupled = profile.rule is not SamplingRule.REJECTION
         exact = draftable(req)
         enabled = (
             fits
@@ -80,7 +80,7 @@ class RequestStateFactory:
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        inner = options.inner and exact and asynchronous
+        inner = options.inner and exact and coupled and not depends_on_tokens(req)
         proposals = min(self._config.proposals, options.inner_length) if inner else 0
         stats = RequestStats(enabled, longest, options.report, proposals)
         req.customized_info = {**(req.customized_info or {}), KEY: stats}
@@ -95,7 +95,7 @@ class RequestStateFactory:
             stats=stats,
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
-            asynchronous=asynchronous,
+            asynchronous=coupled and not looks_at_tokens(req),
             committed_in_flight=1,
         )
 

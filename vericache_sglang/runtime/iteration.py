@@ -183,7 +183,7 @@ class Decoding:
             self.placement.host_slots, prefetches.progress()
         )
         arrived, failed = prefetches.poll(reported.prefetches)
-        proposals = self._proposals(states)
+        proposals = self.proposer.most if self.proposer else 0
         unready = self.proposer.prepare() if self.proposer and proposals else ()
         given = SchedulerInput(
             free_slots=room(batch.tree_cache),
@@ -207,12 +207,6 @@ class Decoding:
                 state.stats.staged_bytes += self.placement.start_prefetch(state)
         self.placement.counters.note_drafting(self.runtime.drafting)
         return plan
-
-    def _proposals(self, states: list[RequestState]) -> int:
-        """Return the most proposals of a row; tokens chosen on the host have none."""
-        if self.proposer is None or not all(state.asynchronous for state in states):
-            return 0
-        return self.proposer.most
 
     def _make_moves(self, plan: Plan, batch: ScheduleBatch) -> list[Move]:
         """Carry out a plan's moves; return those that were made."""

@@ -100,17 +100,21 @@ def rolls_back(grammar: Any) -> bool:
     return type(grammar).rollback is not BaseGrammarObject.rollback
 
 
-def looks_at_tokens(req: Any) -> bool:
-    """Return whether the host must know a token before the next one can be sampled.
-
-    True also for log-probabilities, which are assembled with their tokens on the host.
-    """
+def depends_on_tokens(req: Any) -> bool:
+    """Return whether the host must know a token before the next one can be sampled."""
     return bool(
         penalised(req.sampling_params)
         or req.grammar is not None
         or req.custom_logit_processor is not None
-        or req.return_logprob
     )
+
+
+def looks_at_tokens(req: Any) -> bool:
+    """Return whether results of a request are assembled on the host, token by token.
+
+    Those with log-probabilities are, as those that depend on tokens.
+    """
+    return depends_on_tokens(req) or bool(req.return_logprob)
 
 
 def _needs_sampling(req: Any) -> bool:

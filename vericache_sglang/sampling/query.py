@@ -49,7 +49,7 @@ class Query(Generic[R_co]):
     Attributes:
         batch_index: Index of the request in the schedule batch.
         at: Row of the forward's logits.
-        drafts: Number of the request's drafts before the position.
+        drafts: Number of drafts and proposals of its request before the position.
     """
 
     batch_index: int
@@ -60,11 +60,11 @@ class Query(Generic[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class RowQueries(Generic[R_co]):
-    """The positions of one request's row: 1, or d + 1 in a verification.
+    """The positions of one request's row: one, those of its drafts, and of proposals.
 
     Attributes:
         queries: Queries in order, with the same ``batch_index`` and ``state``.
-        verifies: The row verifies ``state.drafts``; else it samples one token.
+        verifies: The row verifies ``state.drafts``.
         emits: The sampled tokens are emitted; False for a draft.
     """
 

@@ -69,6 +69,7 @@ class RowSampler:
         rows: Sequence[RowQueries[SampledRequest]],
         logits: torch.Tensor,
         positions: torch.Tensor,
+        inputs: torch.Tensor,
         waited: Callable[[], None],
     ) -> tuple[list[list[int]], LogprobTable]:
         """Sample the tokens of every row; synchronises once.
@@ -78,24 +79,28 @@ class RowSampler:
             rows: The rows of the forward.
             logits: [T, V]; not modified.
             positions: [T] int64, true positions in the text.
+            inputs: [T] int64, token ids of the forward: behind a row's first query its
+                drafts and proposals.
             waited: Called after the synchronisation, when all earlier tokens are known.
 
         Returns:
-            For each row its drafted token, its decoded token, or the 1 to d + 1 tokens
-            its verification emits; and the log-probabilities of emitted tokens.
+            For each row the 1 to d + 1 tokens that it drafts or emits, of which d are
+            drafts or proposals behind its first query; and the log-probabilities of
+            emitted tokens.
         """
         target, sampled = self._sample(batch, rows, logits, positions)
         told = [each for each in sampled if each.group.logprobs]
         drawn = [(s.group, s.counts) for s in sampled if s.counts is not None]
         # The only synchronisation: one copy of all results that the host needs.
-        numbers, *more = download(
+        numbers, guesses, *more = download(
             target,
+            inputs,
             *(each.output.next_token_logprobs for each in told),
             *(count for _, count in drawn),
         )
         waited()
         values, counts = more[: len(told)], more[len(told) :]
-        predicted = numbers.tolist()
+        predicted, guessed = numbers.tolist(), guesses.tolist()
         usable = {row.batch_index: len(row.queries) for row in rows}
         for each in sampled:
             group = each.group
@@ -103,8 +108,10 @@ class RowSampler:
                 usable[row.batch_index] = count
         runs = {}
         for row in rows:
-            asked = row.queries[: usable[row.batch_index]]
-            runs[row.batch_index] = _run(row, [predicted[query.at] for query in asked])
+            at = [query.at for query in row.queries[: usable[row.batch_index]]]
+            runs[row.batch_index] = accepted_tokens(
+                [guessed[i] for i in at[1:]], [predicted[i] for i in at]
+            )
         for (group, _), emitted in zip(drawn, counts, strict=True):
             for row, count in zip(group.rows, emitted.tolist(), strict=True):
                 runs[row.batch_index] = [predicted[q.at] for q in row.queries[:count]]
@@ -229,11 +236,3 @@ def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     if not group.filtered:
         return probs, probs
     return probs, filtered_probs(probs, info.top_ks, info.top_ps, info.min_ps)
-
-
-def _run(row: RowQueries[SampledRequest], tokens: list[int]) -> list[int]:
-    if not row.verifies:
-        return tokens
-    # Its row has room for proposals that an inner drafter may have added to the drafts.
-    drafts = row.state.drafts
-    return accepted_tokens(drafts, tokens[: len(drafts) + 1])

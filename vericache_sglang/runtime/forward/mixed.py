@@ -121,6 +121,7 @@ class MixedForward:
                 asked,
                 logits,
                 inputs.positions,
+                inputs.tokens,
                 waited=self._in_flight.record_all,
             )
             result = self._settle(batch, rows, asked, *chosen)
