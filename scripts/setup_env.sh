@@ -95,8 +95,7 @@ fi
 # The locks are complete, so there is nothing to resolve.
 install=("${pip[@]}" install --no-compile --no-deps --require-hashes -r)
 step "installing the other packages (1 to 2 minutes; CUDA's: several)" \
-  "${install[@]}" "$requirements"
-step "installing the test tools" "${install[@]}" "$test_requirements"
+  "${install[@]}" "$requirements" -r "$test_requirements"
 step "installing this project" \
   "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
 step "compiling what a server imports" env PYTHONPATH="$root/scripts" "$venv/bin/python" -c "

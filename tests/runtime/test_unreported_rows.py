@@ -191,7 +191,7 @@ STEPS = st.lists(
 AUTOREGRESSIVE = st.lists(st.tuples(PROPOSED, st.booleans()), max_size=10)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from([Residency.HOST, Residency.DEVICE]),
     STEPS,
