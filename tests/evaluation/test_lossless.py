@@ -10,7 +10,16 @@ from vericache_sglang.evaluation.lossless import (
     greedy,
     tokens,
 )
-from vericache_sglang.evaluation.matrix import COVERING, METHODS, PLACES, full, methods
+from vericache_sglang.evaluation.matrix import (
+    COVERING,
+    DRAFTED,
+    DRAFTERS,
+    METHODS,
+    PLACES,
+    drafters,
+    full,
+    methods,
+)
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.serving.launch import split_arguments
 
@@ -75,9 +84,14 @@ def test_fields_become_flags():
 
 
 def test_every_setting_of_the_matrix_is_one_and_told_apart():
-    rows = [*full(), *methods()]
+    rows = [*full(), *methods(), *drafters()]
     assert len({row.name for row in rows}) == len(rows)
-    assert len(rows) == len(COVERING) + 1 + 16 + len(METHODS) * len(PLACES)
+    proposing = len(DRAFTERS) * len(DRAFTED) + 1
+    compressing = len(METHODS) * len(PLACES)
+    assert len(rows) == len(COVERING) + 1 + 16 + compressing + proposing
+    for row in drafters():
+        config, _ = split_arguments(row.flags)
+        assert config.proposals > 0
     for row in rows:
         config, _ = split_arguments(row.flags)
         assert config is not None, row.name

@@ -12,7 +12,7 @@ import pytest
 from live_server import faulty, run
 
 from vericache_sglang.evaluation.lossless import compare, greedy
-from vericache_sglang.evaluation.matrix import PLAIN, TIGHT, system
+from vericache_sglang.evaluation.matrix import PLAIN, RETRACTED, TIGHT, system
 from vericache_sglang.evaluation.sampled import REGEX, logprob_gap
 from vericache_sglang.evaluation.workload import (
     code_prompts,
@@ -205,9 +205,6 @@ def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
         assert proposed > 0
         assert drafter == "random" or accepted > 40
     assert not any(each["inner_proposed"] for each in stats[1::3])
-
-
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
 
 
 @pytest.mark.extended

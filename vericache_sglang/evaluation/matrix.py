@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.evaluation.altered import GUESSES
 from vericache_sglang.evaluation.systems import described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vericache_sglang.evaluation.systems import System
 
@@ -48,6 +50,9 @@ def system(
     return described(name, settings, engine, environment=environment or {})
 
 
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+"""Variables under which SGLang retracts every request that runs for long."""
+
 PLAIN = described("plain SGLang")
 
 COVERING = (
@@ -76,10 +81,7 @@ COVERING = (
         draft_length=8,
         keep=0.25,
         engine={**TIGHT, "chunked_prefill_size": 512},
-        environment={
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "12",
-        },
+        environment=RETRACTED,
     ),
     system(
         "snapkv, keep 0.125, draft 32, page 16, chunks of 256",
@@ -194,6 +196,61 @@ def methods(
         for line in compressors
         for where, settings, engine in places
     ]
+
+
+def _small_model(folder: Path) -> dict[str, Any]:
+    return {"speculative_draft_model_path": str(folder)}
+
+
+DRAFTERS: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "prompt lookup": ({"inner": "ngram"}, {}, ""),
+    "random tokens": ({"inner": "ngram"}, {}, GUESSES),
+    "a small model": (
+        {"inner": "model"},
+        _small_model(FILES.with_name("demo-model-draft")),
+        "",
+    ),
+    "the model itself": (
+        {"inner": "model", "inner_window": 4096},
+        _small_model(FILES),
+        "",
+    ),
+}
+"""Inner drafters: settings, arguments of the engine, and the alteration of the server.
+The model itself foresees what it will say, but for texts beyond its window."""
+
+DRAFTED: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("on the host", {"draft_length": 16, "keep": 0.5}, {}),
+    (
+        "on the device, page 16, chunks of 256",
+        {"residency": "device", "draft_length": 8},
+        {"page_size": 16, "chunked_prefill_size": 256},
+    ),
+    (
+        "forced retraction, tight pool, no overlap",
+        {"draft_length": 8, "keep": 0.25},
+        {**TIGHT, "disable_overlap_schedule": True},
+    ),
+    ("never compressed", {"min_prompt": 1 << 20}, {}),
+)
+"""Where every inner drafter proposes."""
+
+
+def drafters() -> list[System]:
+    """Return every inner drafter at every place, and one on two ranks."""
+    rows = []
+    for name, (settings, engine, alteration) in DRAFTERS.items():
+        for where, more, arguments in DRAFTED:
+            row = system(
+                f"{name}, {where}",
+                engine={**engine, **arguments},
+                environment=RETRACTED if arguments.keys() >= TIGHT.keys() else None,
+                inner_length=4,
+                **{**settings, **more},
+            )
+            rows.append(replace(row, alteration=alteration))
+    two = system("prompt lookup, two ranks", engine={"tp_size": 2}, inner="ngram")
+    return [*rows, two]
 
 
 def full() -> list[System]:

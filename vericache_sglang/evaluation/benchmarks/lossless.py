@@ -9,9 +9,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vericache_sglang.evaluation.benchmark import DEMO, RESULTS, Benchmark
 from vericache_sglang.evaluation.lossless import compare, run, tokens, waves
-from vericache_sglang.evaluation.matrix import COVERING, PLAIN, full, methods
+from vericache_sglang.evaluation.matrix import (
+    COVERING,
+    PLAIN,
+    drafters,
+    full,
+    methods,
+)
 from vericache_sglang.evaluation.server import ServerError
 from vericache_sglang.evaluation.workload import load_tokenizer
+from vericache_sglang.observability.counters import AGREED_KEYS, PROPOSED_KEYS
 
 if TYPE_CHECKING:
     import argparse
@@ -26,6 +33,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     systems = list(COVERING) if options.covering else full()
     if options.compressors:
         systems = methods()
+    if options.drafters:
+        systems = drafters()
     if options.rows:
         systems = [system for system in systems if system.name in options.rows]
     plain = run(PLAIN, options.model, requests)
@@ -64,6 +73,8 @@ def _row(
         "compressions": ours["state"]["compressions"],
         "mean_accepted": ours["state"]["mean_accepted"],
         "mixed_share": ours["state"]["mixed_share"],
+        "proposed": sum(ours["state"][key] for key in PROPOSED_KEYS.values()),
+        "agreed": sum(ours["state"][key] for key in AGREED_KEYS.values()),
         "seconds": sum(ours["seconds"]),
     }
 
@@ -78,9 +89,10 @@ LOSSLESS = Benchmark(
         "longest": (8000, "prompt tokens"),
         "covering": (False, "only what the test suite runs"),
         "compressors": (False, "every compressor: host, slow link and device"),
+        "drafters": (False, "every inner drafter: host, device, retracted, alone"),
         "rows": ([str], "names of settings; all by default"),
     },
     measure=_measure,
     out=RESULTS / "lossless.json",
-    selecting=("covering", "compressors", "rows"),
+    selecting=("covering", "compressors", "drafters", "rows"),
 )
