@@ -1,12 +1,14 @@
 """The memory ledger: what fits, what is subtracted, what a user is told."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.config.schema import VeriCacheConfig
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.hardware import GPUS
 from vericache_sglang.planning.memory import (
     MIB,
@@ -26,6 +28,13 @@ def default_flags(name, gpu, **flags):
     known = GPUS[gpu]
     model = find_model(name)
     return planned(model, VeriCacheConfig(), known.memory_mib, known.capability, flags)
+
+
+def drafting(**flags):
+    """Return the server of a model with a small model as its inner drafter."""
+    known, config = GPUS["h200"], VeriCacheConfig(inner="model")
+    model = find_model("qwen3-32b")
+    return planned(model, config, known.memory_mib, known.capability, flags)
 
 
 AUDITED = [
@@ -76,6 +85,32 @@ def test_a_larger_budget_never_leaves_fewer_bytes_for_kv(budget, more, running):
     at = replace(AUDITED[0], running=running)
     left = budget - subtracted_bytes(at, budget)
     assert budget + more - subtracted_bytes(at, budget + more) >= left - at.slot_bytes
+
+
+def test_a_small_model_takes_its_weights_and_rings():
+    name = str(Path(__file__).parents[2] / "configs" / "demo-model-draft")
+    with_one = drafting(speculative_draft_model_path=name)
+    without = default_flags("qwen3-32b", "h200")
+    assert with_one.draft == find_model(name)
+    assert ledger(with_one).slots < ledger(without).slots
+    rows = {row.name: size for row, size in ledger(with_one).sizes.items()}
+    assert rows["weights of the small model"] == with_one.draft.weight_bytes
+    assert rows["KV of the small model"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--vericache-inner model needs --speculative-draft-model-path"),
+        (
+            {"speculative_draft_model_path": "/nothing"},
+            "--speculative-draft-model-path '/nothing' is neither a folder",
+        ),
+    ],
+)
+def test_a_small_model_that_is_unknown_is_named(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        drafting(**flags)
 
 
 def test_subtracted_are_the_rows_that_are_allocated_after_the_pool():

@@ -82,8 +82,11 @@ CATALOGUE: Mapping[str, Mapping[str, object]] = {
 """Shapes from each model's published config.json."""
 
 
-def find_model(name: str) -> ModelShape:
+def find_model(name: str, flag: str = "--model") -> ModelShape:
     """Return the model of a folder with a config.json, or of the catalogue.
+
+    Args:
+        flag: Given by the user, for the error message.
 
     Raises:
         ConfigError: ``name`` is neither, or the config.json lacks a field.
@@ -95,7 +98,7 @@ def find_model(name: str) -> ModelShape:
     if name.lower() in CATALOGUE:
         return shape_of(CATALOGUE[name.lower()], name.lower())
     raise ConfigError(
-        f"--model {name!r} is neither a folder with a {CONFIG} nor a known name; "
+        f"{flag} {name!r} is neither a folder with a {CONFIG} nor a known name; "
         f"known: {', '.join(CATALOGUE)}"
     )
 

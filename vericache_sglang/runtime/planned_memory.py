@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.planning.models import ModelShape
 
+DRAFT_MODEL = "--speculative-draft-model-path"
+
 FLAGS: Mapping[str, type] = {
     "context_length": int,
     "max_running_requests": int,
@@ -108,11 +110,12 @@ def planned(
     captured = prefill_graph_sizes(chunk)
     if given.get("disable_cuda_graph"):
         most = captured = 0
-    small = given.get("speculative_draft_model_path", "")
-    if config.inner == "model" and not small:
-        raise ConfigError(
-            "--vericache-inner model needs --speculative-draft-model-path"
-        )
+    draft = None
+    if config.inner == "model":
+        small = given.get("speculative_draft_model_path")
+        if not small:
+            raise ConfigError(f"--vericache-inner model needs {DRAFT_MODEL}")
+        draft = find_model(small, DRAFT_MODEL)
     fraction = fraction_static(gpu_mib, ranks, chunk, most, captured)
     # Observed phases run outside graphs (runtime/cuda_arguments.py).
     observed = needs.q_tail or needs.q_stream or needs.hidden or needs.probes
@@ -132,6 +135,6 @@ def planned(
         ranks=ranks,
         page=given.get("page_size", TRTLLM_PAGE if backend == "trtllm_mha" else 1),
         most_slots=given.get("max_total_tokens"),
-        draft=find_model(small) if config.inner == "model" else None,
+        draft=draft,
         **compression(config),
     )
