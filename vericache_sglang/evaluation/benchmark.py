@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "configs" / "demo-model"
 DEMO_LONG = REPOSITORY / "configs" / "demo-model-long"
+DEMO_DRAFT = REPOSITORY / "configs" / "demo-model-draft"
 RESULTS = REPOSITORY / "scripts" / "results"
 
 

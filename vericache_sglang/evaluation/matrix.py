@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.evaluation.altered import GUESSES
+from vericache_sglang.evaluation.benchmark import DEMO, DEMO_DRAFT
 from vericache_sglang.evaluation.systems import described
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from vericache_sglang.evaluation.systems import System
 
-FILES = Path(__file__).parents[2] / "configs" / "demo-model"
-TABLES = FILES / "calibration"
+TABLES = DEMO / "calibration"
 """Calibration files of the demo model."""
 
 SMALL: dict[str, Any] = {
@@ -137,9 +137,9 @@ METHODS = (
     "observed",
     "kvzip",
     "kvzip:plus=true",
-    f"kvzap:weights={FILES}/kvzap-linear",
-    f"kvzap:weights={FILES}/kvzap-mlp",
-    f"kvzap:weights={FILES}/kvzap-mlp,threshold=-6",
+    f"kvzap:weights={DEMO}/kvzap-linear",
+    f"kvzap:weights={DEMO}/kvzap-mlp",
+    f"kvzap:weights={DEMO}/kvzap-mlp,threshold=-6",
     "kivi:bits=2",
     "kivi:bits=4",
     f"kvquant:tables={TABLES}/kvquant-2bit.safetensors",
@@ -188,7 +188,7 @@ def methods(
     places = PLACES if place is None else PLACES[place : place + 1]
     return [
         system(
-            f"{line.replace(f'{FILES}/', '')}, {where}",
+            f"{line.replace(f'{DEMO}/', '')}, {where}",
             compressor=line,
             engine=engine,
             **settings,
@@ -207,12 +207,12 @@ DRAFTERS: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "random tokens": ({"inner": "ngram"}, {}, GUESSES),
     "a small model": (
         {"inner": "model"},
-        _small_model(FILES.with_name("demo-model-draft")),
+        _small_model(DEMO_DRAFT),
         "",
     ),
     "the model itself": (
         {"inner": "model", "inner_window": 4096},
-        _small_model(FILES),
+        _small_model(DEMO),
         "",
     ),
 }

@@ -17,12 +17,12 @@ import numpy as np
 from vericache_sglang.config.schema import flag
 from vericache_sglang.demo_records import multi_request, prompt_text
 from vericache_sglang.evaluation.altered import GUESSES
-from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmark import DEMO_DRAFT, DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.benchmarks.paired import engine_for
 from vericache_sglang.evaluation.figures import growth, per_token, per_verify
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import answer, differing, greedy
-from vericache_sglang.evaluation.systems import BUILT_IN, described
+from vericache_sglang.evaluation.systems import BUILT_IN, System, described
 from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_prompts
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from vericache_sglang.evaluation.benchmark import Results
     from vericache_sglang.evaluation.server import Server
-    from vericache_sglang.evaluation.systems import System
 
 PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
 """The servers of a row, by their role."""
@@ -45,6 +44,15 @@ VARIANTS: Mapping[str, System] = {
         WITH_NGRAM, flags=(*WITH_NGRAM.flags, flag("inner_corpus"), "0")
     ),
     DRAFTER_ALONE: BUILT_IN[DRAFTER_ALONE],
+    "vericache+model": System(
+        name="vericache+model",
+        flags=(
+            flag("inner"),
+            "model",
+            "--speculative-draft-model-path",
+            str(DEMO_DRAFT),
+        ),
+    ),
     "vericache+random": replace(WITH_NGRAM, alteration=GUESSES),
 }
 """Servers with an inner drafter by the name of the row, with the flags in which they
