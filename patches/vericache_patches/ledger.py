@@ -194,6 +194,13 @@ WRITES: tuple[Write, ...] = (
         remove_when="The hook goes.",
     ),
     Write(
+        owner=RUNNER,
+        names=("page_size", "req_to_token_pool", "token_to_kv_pool"),
+        files=("draft_model.py",),
+        reason="A small model's KV is a ring per request, which no allocator sees.",
+        remove_when="SGLang's runner takes pools that a spec worker has made.",
+    ),
+    Write(
         owner="sglang.srt.entrypoints.openai.protocol.UsageInfo",
         names=("vericache",),
         files=("entrypoints_openai_usage_processor.py",),
