@@ -208,7 +208,7 @@ def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],

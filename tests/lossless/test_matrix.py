@@ -139,11 +139,11 @@ def test_requests_with_one_prompt_share_its_residual(requests, plain):
 
 @pytest.mark.extended
 def test_more_requests_than_memory_all_finish(requests):
-    """Forty requests, a pool of a quarter of what eight at once would take."""
+    """Twenty requests, a pool of a quarter of what eight at once would take."""
     texts = sorted(requests[0]["prompts"], key=len)[-10:]
     wave = {
-        "prompts": [f"{text}{i}" for i in range(4) for text in texts],
-        "params": [{"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}] * 40,
+        "prompts": [f"{text}{i}" for i in range(2) for text in texts],
+        "params": [{"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}] * 20,
     }
     wide = run(PLAIN, MODEL, [wave])
     tokenizer = load_tokenizer(MODEL)
@@ -174,16 +174,16 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     tokenizer = load_tokenizer(MODEL)
     length = len(tokenizer.encode(prompt, add_special_tokens=False))
     wave = {
-        "prompts": [f"{prompt}{i}" for i in range(20)],
+        "prompts": [f"{prompt}{i}" for i in range(12)],
         "params": [
-            {"temperature": 0.0, "max_new_tokens": 240, "ignore_eos": True}
-            for _ in range(20)
+            {"temperature": 0.0, "max_new_tokens": 160, "ignore_eos": True}
+            for _ in range(12)
         ],
     }
     budget = {"max_total_tokens": 3 * (length + 170)}
     full = run(described("full", None, budget), MODEL, [wave])
     settings = {
-        "compressor": "snapkv",  # who shares a complement is verified together
+        "compressor": "snapkv",  # requests with one residual KV are verified together
         "keep": 0.2,
         "draft_length": 4,
         "max_verifies": 2,
