@@ -183,8 +183,8 @@ class Decoding:
             self.placement.host_slots, prefetches.progress()
         )
         arrived, failed = prefetches.poll(reported.prefetches)
-        proposals = self.proposer.most if self.proposer else 0
-        unready = self.proposer.prepare() if self.proposer and proposals else ()
+        # Of no request where every text was read, which is nearly always.
+        unread = self.proposer.prepare() if self.proposer else ()
         given = SchedulerInput(
             free_slots=room(batch.tree_cache),
             host_slots=reported.host_slots,
@@ -192,10 +192,12 @@ class Decoding:
             blocked=bool(batch.batch_is_full) and rows < self.max_running,
             arrived=tuple(arrived),
             failed=tuple(failed),
-            proposals=proposals,
+            proposals=self.proposer.most if self.proposer else 0,
             unready=frozenset(
-                state.rid for state in states if state.req_pool_idx in unready
-            ),
+                state.rid for state in states if state.req_pool_idx in unread
+            )
+            if unread
+            else frozenset(),
         )
         plan = self.runtime.plan(given)
         self.tp_sync.check(given, plan)

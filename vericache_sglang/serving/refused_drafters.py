@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vericache_sglang.drafters.model import least_context, ring_of
+from vericache_sglang.runtime.planned_memory import DRAFT_MODEL
 from vericache_sglang.serving.refused_models import MODEL_RULES
 from vericache_sglang.serving.rule import Rule
 
 if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
 
-PATH = "--speculative-draft-model-path"
 _OTHER = "name a small decoder-only model with the served model's vocabulary"
 
 
@@ -67,7 +67,7 @@ def _is_head(pair: DraftPair) -> bool:
 
 def _of_the_small_model(rule: Rule) -> Rule:
     return Rule(
-        f"{PATH} ({rule.what})",
+        f"{DRAFT_MODEL} ({rule.what})",
         lambda pair: rule.broken(pair.draft),
         "its KV could not be kept in a ring",
         _OTHER,
@@ -76,7 +76,7 @@ def _of_the_small_model(rule: Rule) -> Rule:
 
 DRAFTING_RULES: tuple[Rule, ...] = (
     Rule(
-        PATH,
+        DRAFT_MODEL,
         lambda asked: asked.args.speculative_draft_model_path and not asked.by_model,
         "the served model drafts for itself",
         "leave it out, or use --vericache-inner model",
@@ -85,7 +85,7 @@ DRAFTING_RULES: tuple[Rule, ...] = (
         "--vericache-inner model",
         lambda asked: asked.by_model and not asked.args.speculative_draft_model_path,
         "it needs the weights of a small model",
-        f"give {PATH}, or use --vericache-inner ngram",
+        f"give {DRAFT_MODEL}, or use --vericache-inner ngram",
     ),
     Rule(
         "--tp-size",
@@ -116,19 +116,19 @@ DRAFTING_RULES: tuple[Rule, ...] = (
 PAIR_RULES: tuple[Rule, ...] = (
     *map(_of_the_small_model, MODEL_RULES),
     Rule(
-        PATH,
+        DRAFT_MODEL,
         _is_unknown,
         "SGLang does not serve this kind of model",
         _OTHER,
     ),
     Rule(
-        PATH,
+        DRAFT_MODEL,
         _is_head,
         "a head reads the hidden states of its target, which are not passed on",
         _OTHER,
     ),
     Rule(
-        PATH,
+        DRAFT_MODEL,
         lambda pair: pair.draft.vocab_size != pair.served.vocab_size,
         "its vocabulary has {0.draft.vocab_size} tokens, the served model's "
         "{0.served.vocab_size}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from vericache_sglang.evaluation.benchmark import DEMO, RESULTS, Benchmark
+from vericache_sglang.evaluation.benchmark import DEMO, REPOSITORY, RESULTS, Benchmark
 from vericache_sglang.evaluation.lossless import compare, run, tokens, waves
 from vericache_sglang.evaluation.matrix import (
     COVERING,
@@ -58,7 +58,7 @@ def _row(
     plain: dict[str, Any],
 ) -> dict[str, Any]:
     """Run one setting; a run that fails is a row with an error, not the end."""
-    flags = " ".join(system.flags).replace(f"{DEMO}/", "")
+    flags = " ".join(system.flags).replace(f"{REPOSITORY}/", "")
     try:
         ours = run(system, options.model, requests)
     except ServerError as error:
