@@ -268,6 +268,7 @@ def flip_a_bit_of_every_file(folder):
             file.write_bytes(data)
 
 
+@pytest.mark.extended
 def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
     tmp_path, plain, documents
 ):

@@ -80,7 +80,7 @@ def test_dice_are_fair():
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.data())
-def test_dice_on_the_board_accept_a_beginning_of_the_drafts(drafted, data):
+def test_dice_on_draft_tokens_accept_a_beginning_of_the_drafts(drafted, data):
     p = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     pool_indices = data.draw(st.permutations(range(8)))[: len(drafted)]
     tokens = torch.arange(64).reshape(8, 8)

@@ -120,7 +120,7 @@ def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, t
 @pytest.mark.parametrize(
     ("drafter", "engine", "settings"),
     [
-        ("oracle", {}, {}),
+        extended("oracle", {}, {}),
         extended("oracle", SYNCHRONOUS, {}),
         ("itself", {}, WHOLE),
         extended("itself", SYNCHRONOUS, WHOLE),
@@ -140,7 +140,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
 @pytest.mark.parametrize(
     ("drafter", "engine", "settings"),
     [
-        ("random", {"page_size": 16}, {"residency": "device"}),
+        extended("random", {"page_size": 16}, {"residency": "device"}),
         ("ngram", {}, {}),
         ("model", {"page_size": 16}, {}),
         extended("random", SYNCHRONOUS, {}),

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def requests():
-    return waves(load_tokenizer(MODEL), prompts=12, longest=3200, seed=7)
+    return waves(load_tokenizer(MODEL), prompts=8, longest=2800, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_baseline_proves_something(plain):
     """Answers differ from each other and do not repeat one token."""
     answers = [answer["ids"] for wave in plain["waves"] for answer in wave]
     long = [ids for ids in answers if len(ids) >= 16]
-    assert len(long) >= 30
+    assert len(long) >= 20
     assert len({tuple(ids) for ids in long}) >= 0.7 * len(long)
     varied = sum(len(set(ids)) >= 8 for ids in long)
     assert varied >= 0.9 * len(long)
@@ -72,7 +72,7 @@ def test_tokens_are_identical(system, requests, plain):
     assert compare(plain, ours) == []
     state = ours["state"]
     assert state["cycles"] > 20, "nothing was verified: this run proves nothing"
-    assert state["compressions"] >= 15
+    assert state["compressions"] >= 10
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def waves():
-    return sampled_waves(load_tokenizer(MODEL), each=8, longest=700, tokens=20, seed=3)
+    return sampled_waves(load_tokenizer(MODEL), each=6, longest=700, tokens=20, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def ours(waves):
 
 def test_the_baseline_proves_something(waves, plain):
     """Sampled answers are not the greedy ones, and kinds differ from each other."""
-    assert sum(len(wave["prompts"]) for wave in waves) >= 160
+    assert sum(len(wave["prompts"]) for wave in waves) >= 120
     answers = {
         wave["kind"]: [tuple(answer["ids"]) for answer in answers]
         for wave, answers in zip(waves, plain["waves"], strict=True)
@@ -60,7 +60,7 @@ def test_the_baseline_proves_something(waves, plain):
         assert sum(a != b for a, b in pairs) >= 0.6 * len(greedy), kind
     first = [ids[0] for ids in answers.values()]
     assert len(set(first)) >= 0.6 * len(first)
-    assert logprob_entries(plain) >= 2400
+    assert logprob_entries(plain) >= 1800
 
 
 def test_tokens_are_identical(plain, ours):
@@ -69,7 +69,7 @@ def test_tokens_are_identical(plain, ours):
 
 def test_it_really_drafted(ours):
     state = ours["state"]
-    assert state["drafted"] >= 1200
+    assert state["drafted"] >= 900
     assert 0.2 * state["drafted"] < state["accepted"] < 0.99 * state["drafted"]
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
@@ -93,8 +93,8 @@ def without_determinism(waves):
     free = next(wave for wave in waves if wave["kind"] == "no seed")
     same = {
         **free,
-        "prompts": [free["prompts"][0]] * 8,
-        "params": free["params"][:8],
+        "prompts": [free["prompts"][0]] * 6,
+        "params": free["params"][:6],
         "more": {"return_logprob": True},
     }
     cut = {**same, "params": [{**each, "top_p": 0.95} for each in same["params"]]}
@@ -121,7 +121,7 @@ def test_a_seed_is_kept_where_sglang_would_drop_it(waves, plain, without_determi
             for pair in zip(plain["waves"][kinds.index(kind)], answers, strict=True)
             if pair[0]["ids"][0] == pair[1]["ids"][0]
         ]
-        assert len(pairs) >= 4, kind
+        assert len(pairs) >= 3, kind
         wanted["waves"].append([a for a, _ in pairs])
         got["waves"].append([b for _, b in pairs])
     assert compare(wanted, got) == []
@@ -135,12 +135,12 @@ def in_order(waves):
 @pytest.mark.extended
 def test_without_a_seed_answers_differ(without_determinism):
     for wave in without_determinism["waves"][len(NOISY) :]:
-        assert len({tuple(answer["ids"]) for answer in wave}) >= 6
+        assert len({tuple(answer["ids"]) for answer in wave}) >= 4
         for answer in wave:
             values = [entry[0] for entry in answer["output_token_logprobs"]]
             assert len(values) == len(answer["ids"]) == 20
             assert all(value <= 0 for value in values)
-    assert without_determinism["state"]["accepted"] > 100
+    assert without_determinism["state"]["accepted"] > 75
 
 
 @pytest.mark.extended

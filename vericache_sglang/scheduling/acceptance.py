@@ -7,30 +7,39 @@ from math import expm1, log
 from vericache_sglang.errors import InvariantError
 
 PRIOR_START = 0.95
-"""Initial acceptance probability per token: the paper's acceptance rate stays above 0.8
-at 30 drafts (arXiv:2605.17613, section 4.3)."""
+"""Acceptance probability per token without evidence: the paper's acceptance rate stays
+above 0.8 at 30 drafts (arXiv:2605.17613, section 4.3)."""
 
-PRIOR_TRIALS = 80.0
-"""Weight of the initial probability in that of all requests, in tokens: four cycles of
-twenty."""
+PRIOR_TRIALS = 16.0
+"""Weight of ``PRIOR_START`` in the acceptance of all requests, in tokens: some requests
+whose first drafts are all rejected end the drafting of those that follow."""
 
 PRIOR_TOKENS = 4.0
 """Weight of the prior in a request's own estimate, in tokens."""
 
-ROUND_KEEP = 1.0 - 1.0 / 8.0
+CYCLE_KEEP = 1.0 - 1.0 / 8.0
 """Decay of a request's counts per draft-verify cycle: about the last 8 cycles count."""
 
 PRIOR_KEEP = 1.0 - 1.0 / 64.0
 """Decay of the counts over all requests: about the last 64 cycles count."""
+
+ARRIVAL_KEEP = 1.0 - 1.0 / 16.0
+"""Their decay per request that arrives. Without drafts there is no new evidence: the
+old one loses its weight until a request drafts again, one in some dozens if drafts are
+still rejected."""
+
+FIRST_DRAFTS = 4
+"""Drafts of a request's first cycle; the next cycles draft up to twice what was
+accepted. A request whose drafts are all rejected loses little; one whose drafts are
+accepted has at most two or three more verifications."""
 
 
 class Prior:
     """Acceptance probability over all requests, the prior of each request's estimate.
 
     Args:
-        start: Acceptance probability per token before the first cycle, in [0, 1].
-        trials: Weight of ``start``, in tokens, > 0; it decays within some dozens of
-            cycles.
+        start: Acceptance probability per token without evidence, in [0, 1].
+        trials: Weight of ``start``, in tokens, > 0.
 
     Raises:
         InvariantError: ``start`` is outside [0, 1].
@@ -41,18 +50,24 @@ class Prior:
     ) -> None:
         if not 0.0 <= start <= 1.0:
             raise InvariantError(f"acceptance cannot start at {start}")
-        self._trials = trials
-        self._accepted = start * self._trials
+        self._start, self._weight = start, trials
+        self._accepted = self._trials = 0.0
 
     @property
     def p(self) -> float:
         """Acceptance probability per token, in [0, 1]."""
-        return self._accepted / self._trials
+        accepted = self._accepted + self._start * self._weight
+        return accepted / (self._trials + self._weight)
 
     def observe(self, accepted: int, trials: int) -> None:
         """Count one draft-verify cycle of any request; see ``Acceptance.observe``."""
         self._accepted = PRIOR_KEEP * self._accepted + accepted
         self._trials = PRIOR_KEEP * self._trials + trials
+
+    def age(self) -> None:
+        """Count the arrival of a request."""
+        self._accepted *= ARRIVAL_KEEP
+        self._trials *= ARRIVAL_KEEP
 
 
 class Acceptance:
@@ -94,9 +109,14 @@ class Acceptance:
         if not drafted:
             return
         trials = accepted + (accepted < drafted)
-        self._accepted = ROUND_KEEP * self._accepted + accepted
-        self._trials = ROUND_KEEP * self._trials + trials
+        self._accepted = CYCLE_KEEP * self._accepted + accepted
+        self._trials = CYCLE_KEEP * self._trials + trials
         self._prior.observe(accepted, trials)
+
+    @property
+    def supported(self) -> int:
+        """Most drafts of the next cycle for which there is evidence enough."""
+        return max(FIRST_DRAFTS, int(2.0 * self._accepted))
 
     def expected(self, length: int) -> float:
         """Return the expected number of accepted drafts out of ``length`` >= 0."""

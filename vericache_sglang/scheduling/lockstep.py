@@ -51,7 +51,7 @@ class LockStep:
 
     def limit(self, track: ScheduledRequest) -> int:
         """See ``Pacing.limit``: no request drafts beyond the common cycle."""
-        return min(track.length, track.cap(self._settings.draft_length))
+        return track.wanted(self._settings.draft_length)
 
     def step(self, now: int) -> PacingStep:
         """See ``Pacing.step``."""

@@ -101,7 +101,9 @@ class Runtime:
             emitted_at=self.now,
         )
         track.settled_at = track.look_at = self.now + 1 + spec.ready_in
-        if not spec.compressible:
+        if spec.compressible:
+            self.estimates.prior.age()
+        else:
             track.look_at = NEVER
         self._choose_proposals(track)
         self.tracks[spec.rid] = self._whole[spec.rid] = track
@@ -428,7 +430,9 @@ class Runtime:
             track.closed = True
             track.most = track.drafts
             self.pacing.expedite(track)
-        elif track.drafts >= track.length and track.staging_done:
+        elif track.staging_done and track.drafts >= track.wanted(
+            self.settings.draft_length
+        ):
             self.pacing.expedite(track)
 
     def _emit(self, track: ScheduledRequest, tokens: int) -> None:

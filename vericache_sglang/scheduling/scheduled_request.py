@@ -138,3 +138,7 @@ class ScheduledRequest:
         if self.closed:
             return self.drafts
         return max(0, min(draft_length, self.spec.longest, self.remaining - 1))
+
+    def wanted(self, draft_length: int) -> int:
+        """Drafts after which a cycle is verified if nothing delays it."""
+        return min(self.length, self.acceptance.supported, self.cap(draft_length))

@@ -152,7 +152,7 @@ class Staggered:
 
     def _admit(self, track: ScheduledRequest) -> bool:
         """Reserve a cycle; False leaves it at the head of the queue."""
-        drafts = min(track.length, track.cap(self._settings.draft_length))
+        drafts = track.wanted(self._settings.draft_length)
         anchor = max(1, ceil(drafts / track.proposals.pace))
         reservation = self._follow(track, anchor)
         if reservation is None:

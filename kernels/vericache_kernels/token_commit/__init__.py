@@ -99,14 +99,19 @@ def check(
         or draft_tokens.most < 1
     ):
         raise ValueError(
-            f"board.tokens must be [R, x + 2], is {tuple(draft_tokens.tokens.shape)}"
+            "draft_tokens.tokens must be [R, x + 2], is "
+            f"{tuple(draft_tokens.tokens.shape)}"
         )
     pool_indices, count = len(draft_tokens.tokens), len(rows.pool_idx)
     wide, whole = (torch.int64,), (torch.int32, torch.int64)
     wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        "board.tokens": (draft_tokens.tokens, tuple(draft_tokens.tokens.shape), wide),
-        "board.drafted": (draft_tokens.drafted, (pool_indices,), (torch.int32,)),
-        "board.verified": (draft_tokens.verified, (pool_indices,), wide),
+        "draft_tokens.tokens": (
+            draft_tokens.tokens,
+            tuple(draft_tokens.tokens.shape),
+            wide,
+        ),
+        "draft_tokens.drafted": (draft_tokens.drafted, (pool_indices,), (torch.int32,)),
+        "draft_tokens.verified": (draft_tokens.verified, (pool_indices,), wide),
         "target": (target, (target.numel(),), wide),
     }
     for name, vector in rows.vectors().items():

@@ -35,12 +35,12 @@ TOKENS = st.lists(
 @given(st.lists(st.tuples(TOKENS, st.booleans()), min_size=1, max_size=4))
 def test_drafts_and_proposals_are_accepted_as_on_the_device(given_rows):
     """A draft row begins with its last draft; behind it are proposals."""
-    board = torch.zeros(len(given_rows), MOST + 1, dtype=torch.int64)
+    draft_tokens = torch.zeros(len(given_rows), MOST + 1, dtype=torch.int64)
     drafted, rows, read, target, first = [], [], [], [], [0]
     for i, (tokens, emits) in enumerate(given_rows):
         inputs, outputs = zip(*tokens, strict=True)
         start = 0 if emits else MOST - len(inputs)
-        board[i, start : start + len(inputs)] = torch.tensor(inputs)
+        draft_tokens[i, start : start + len(inputs)] = torch.tensor(inputs)
         drafted.append(start)
         state = SimpleNamespace(profile=GREEDY_FAST)
         queries = tuple(
@@ -61,7 +61,7 @@ def test_drafts_and_proposals_are_accepted_as_on_the_device(given_rows):
     )
     emission = token_commit(
         DraftTokens(
-            board,
+            draft_tokens,
             torch.tensor(drafted, dtype=torch.int32),
             torch.zeros(len(rows), dtype=torch.int64),
         ),

@@ -7,12 +7,16 @@ timed apart.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.client import closed_loop
 from vericache_sglang.evaluation.figures import (
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     import argparse
 
     from vericache_sglang.evaluation.benchmark import Results
-    from vericache_sglang.evaluation.server import Server
+    from vericache_sglang.evaluation.server import OwnServer, Server
 
 WRONG_KIND = "wrong drafts"
 WRONG = {"compressor": "random", "keep": 0.02}
@@ -98,36 +102,56 @@ def requests_of(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]
 
 
 def compare(
-    plain: Server, ours: Server, asked: list[dict[str, Any]], passes: int
+    plain: OwnServer, ours: OwnServer, asked: list[dict[str, Any]], passes: int
 ) -> dict[str, Any]:
-    """Have two servers answer the same requests by turns, without cached prefixes.
+    """Have two servers answer the same requests at once, without cached prefixes.
 
+    Each has half of the cores, and they change places after every pass: what other
+    work a machine has varies more from one second to the next than the systems differ.
     Every pass begins its prompts with another number, so nothing has to be flushed.
 
     Args:
         asked: Requests of a pass, sent at once.
-        passes: Timed passes of each server.
+        passes: Timed passes; an even number.
 
     Returns:
         Ratios of plain SGLang's time to ours: of whole passes, to the first token, and
         per later token where there are any.
     """
-    for server in (plain, ours):
+    both = (plain, ours)
+    for server in both:
         server.flush()  # other points have the same prompts
     different, before = 0, ours.counters()
-    spent: dict[Server, Counter[str]] = {plain: Counter(), ours: Counter()}
-    for i in range(passes):
-        order = (plain, ours) if i % 2 == 0 else (ours, plain)
-        answers = {server: _pass(server, asked, i + 1) for server in order}
-        different += mismatches(answers[plain], answers[ours])
-        for server, done in answers.items():
-            spent[server].update(_times(done))
-    theirs, own = spent.values()
+    spent: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    halves = _halves()
+    with ThreadPoolExecutor(2) as pool:
+        for i in range(passes):
+            for server, cores in zip(both, halves, strict=True):
+                server.pin(cores)
+            halves = halves[::-1]
+            done = list(pool.map(_pass, both, repeat(asked), repeat(i + 1)))
+            different += mismatches(*done)
+            for total, each in zip(spent, done, strict=True):
+                total.update(_times(each))
+    theirs, own = spent
     return {
         "ratios": {key: theirs[key] / own[key] for key in own if own[key]},
         "mismatched_requests": different,
         "counters": growth(before, ours.counters()),
     }
+
+
+def _halves() -> tuple[set[int], set[int]]:
+    """Return the cores of this process in two sets of one size.
+
+    Raises:
+        ConfigError: There is one core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if not half:
+        raise ConfigError("two systems at once need two cores")
+    return set(cores[:half]), set(cores[half : 2 * half])
 
 
 def _pass(server: Server, asked: list[dict[str, Any]], number: int) -> Any:
@@ -163,36 +187,32 @@ def _fresh_servers(options: argparse.Namespace, ours_first: bool) -> dict[str, A
     """Measure every point, on servers of their own.
 
     A process is up to 10 % faster or slower than another of the same kind as long as it
-    lives, and the one that started first is faster more often. A pass varies as much on
-    a shared machine, so a point has two, in either order. What a server learns about a
-    kind of requests, it learns in them.
+    lives, and the one that started first is faster more often. What a server learns
+    about a kind of requests, it learns in the timed passes.
     """
     cases = [case for case in CASES if not options.kinds or case.kind in options.kinds]
     slots = max(2 * case.requests * (case.context + 700) for case in cases)
     engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
+    settings = {"ours": {}, WRONG_KIND: WRONG}
+    system_of = {case: case.kind if case.kind in settings else "ours" for case in cases}
+    names = ["plain", *dict.fromkeys(system_of.values())]
+    if ours_first:
+        names.reverse()
     points: dict[str, dict[str, Any]] = {}
-    for wrong, settings in ((False, {}), (True, WRONG)):
-        chosen = [each for each in cases if (each.kind == WRONG_KIND) is wrong]
-        if not chosen:
-            continue
-        systems = [
-            described("plain", None, engine),
-            described("ours", settings, engine),
-        ]
-        if ours_first:
-            systems.reverse()
-        with ExitStack() as running:
-            servers = {
-                system.name: running.enter_context(served(system, options.model))
-                for system in systems
-            }
-            asked = {case.name: requests_of(options, case) for case in chosen}
-            for server in servers.values():
-                _pass(server, asked[chosen[0].name], 0)
-            for name, requests in asked.items():
-                points[name] = compare(
-                    servers["plain"], servers["ours"], requests, options.passes
-                )
+    with ExitStack() as running:
+        servers = {
+            name: running.enter_context(
+                served(described(name, settings.get(name), engine), options.model)
+            )
+            for name in names
+        }
+        asked = {case: requests_of(options, case) for case in cases}
+        for server in servers.values():
+            _pass(server, asked[cases[0]], 0)
+        for case, requests in asked.items():
+            points[case.name] = compare(
+                servers["plain"], servers[system_of[case]], requests, options.passes
+            )
     return {"points": points}
 
 
@@ -230,7 +250,7 @@ HARDEST = Benchmark(
     options={
         "kinds": ([str], "kinds of requests; by default all"),
         "pairs": (7, "pairs of fresh servers"),
-        "passes": (2, "timed passes of each server at a point"),
+        "passes": (2, "timed passes at a point, an even number"),
         "floor": (0.97, "least median ratio that does not fail"),
     },
     measure=_hardest,

@@ -20,7 +20,7 @@ KIND, TEXTS = "VERICACHE_TEST_DRAFTER", "VERICACHE_TEST_TEXTS"
 RESTLESS = "VERICACHE_TEST_RESTLESS"
 
 
-class Told(Drafter):
+class Informed(Drafter):
     """Proposes nothing and learns nothing.
 
     Args:
@@ -35,7 +35,7 @@ class Told(Drafter):
         return self.proposed(wanted)
 
 
-class Oracle(Told):
+class Oracle(Informed):
     """Proposes what plain SGLang said, as long as the text is part of that."""
 
     def __init__(self, texts):
@@ -54,7 +54,7 @@ class Oracle(Told):
         return torch.tensor(found)
 
 
-class Random(Told):
+class Random(Informed):
     """Proposes anything, also what is no token id."""
 
     def proposed(self, wanted):

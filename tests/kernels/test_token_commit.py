@@ -1,4 +1,4 @@
-"""Drafting and accepting on the board: by plain loops, by the engine, by the kernel.
+"""Drafting and accepting: by plain loops, by the engine, by the kernel.
 
 The kernel runs in a process of its own, see ``kernel_device``: this file as a script.
 """
@@ -24,12 +24,12 @@ from vericache_sglang.sampling.accept import accepted_tokens
 
 KINDS = st.sampled_from([DRAFT, EMIT])
 FAR = 10**6
-"""A seat that no board has."""
+"""A row that no block table has."""
 
 
 @st.composite
 def forwards(draw):
-    """Draw a board, rows and their tokens; few token ids, so that drafts agree.
+    """Draw draft tokens, rows and their tokens; few token ids, so that drafts agree.
 
     Rows without queries name a seat of another row, or none there is.
     """
@@ -62,7 +62,7 @@ def forwards(draw):
 
 
 def by_hand(draft_tokens, rows, target):
-    """Row by row and token by token: the board's tensors, tokens and counts of rows."""
+    """Row by row and token by token: the tensors left, tokens and counts of rows."""
     tokens, drafted, verified = (
         getattr(draft_tokens, field.name).tolist()
         for field in dataclasses.fields(draft_tokens)
@@ -95,11 +95,11 @@ def by_hand(draft_tokens, rows, target):
 @given(forward=forwards())
 def test_a_forward_leaves_what_the_oracle_does(forward):
     draft_tokens, _, target = forward
-    board, out, counts = by_hand(*forward)
+    wanted, out, counts = by_hand(*forward)
     emission = token_commit(*forward)
-    assert draft_tokens.tokens.tolist() == board[0]
-    assert draft_tokens.drafted.tolist() == board[1]
-    assert draft_tokens.verified.tolist() == board[2]
+    assert draft_tokens.tokens.tolist() == wanted[0]
+    assert draft_tokens.drafted.tolist() == wanted[1]
+    assert draft_tokens.verified.tolist() == wanted[2]
     assert emission.tokens.tolist() == out
     assert emission.counts.tolist() == counts
     assert emission.counts.dtype == torch.int32
@@ -117,31 +117,33 @@ def test_drafts_with_proposals_are_those_without_and_are_verified(
     said, proposed, extra
 ):
     """The model says ``said`` whatever is proposed; then all drafts are verified."""
-    board = DraftTokens(
+    draft_tokens = DraftTokens(
         torch.full((3, 20), 7),
         torch.zeros(3, dtype=torch.int32),
         torch.full((3,), 40),
     )
     pool_idx, drafts = torch.tensor([1]), 0
     for guess in proposed:
-        board.tokens[1, drafts + 1 : drafts + 1 + len(guess)] = torch.tensor(guess)
+        draft_tokens.tokens[1, drafts + 1 : drafts + 1 + len(guess)] = torch.tensor(
+            guess
+        )
         rows = DraftTokenRows(
             pool_idx, torch.tensor([0, 1 + len(guess)]), torch.tensor([DRAFT])
         )
         target = torch.tensor(said[drafts : drafts + 1 + len(guess)])
-        drafted = token_commit(board, rows, target)
+        drafted = token_commit(draft_tokens, rows, target)
         assert drafted.counts.tolist() == [0]
         new = [token for token in drafted.tokens[0].tolist() if token >= 0]
         assert new == said[drafts : drafts + len(new)]
         drafts += len(new)
-        assert int(board.drafted[1]) == drafts
-    assert board.tokens[1, 1 : drafts + 1].tolist() == said[:drafts]
+        assert int(draft_tokens.drafted[1]) == drafts
+    assert draft_tokens.tokens[1, 1 : drafts + 1].tolist() == said[:drafts]
     # The host may not know how many there are, and verifies columns behind them.
     target = extra[: drafts + 3]
     ends = torch.tensor([0, len(target)])
-    behind = board.tokens[1, drafts + 1 : len(target)].tolist()
+    behind = draft_tokens.tokens[1, drafts + 1 : len(target)].tolist()
     emission = token_commit(
-        board,
+        draft_tokens,
         DraftTokenRows(pool_idx, ends, torch.tensor([EMIT])),
         torch.tensor(target),
     )
@@ -149,10 +151,10 @@ def test_drafts_with_proposals_are_those_without_and_are_verified(
     count = int(emission.counts)
     assert emission.tokens[0, :count].tolist() == expected
     assert emission.tokens[0, count:].eq(-1).all()
-    assert int(board.tokens[1, 0]) == expected[-1]
-    assert board.verified.tolist() == [40, 40 + count, 40]
-    assert board.drafted.tolist() == [0, 0, 0]
-    assert (board.tokens[[0, 2]] == 7).all()
+    assert int(draft_tokens.tokens[1, 0]) == expected[-1]
+    assert draft_tokens.verified.tolist() == [40, 40 + count, 40]
+    assert draft_tokens.drafted.tolist() == [0, 0, 0]
+    assert (draft_tokens.tokens[[0, 2]] == 7).all()
 
 
 def test_a_draft_behind_the_last_column_is_dropped():
@@ -214,13 +216,22 @@ def _of(changes, record):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": torch.zeros(4).long()}, r"board.tokens must be \[R, x \+ 2\]"),
-        ({"tokens": torch.zeros(4, 1).long()}, r"board.tokens must be \[R, x \+ 2\]"),
-        ({"tokens": torch.zeros(4, 7).int()}, "board.tokens must be one of"),
-        ({"tokens": torch.zeros(7, 4).long().t()}, r"board.tokens must be \[4, 7\]"),
-        ({"drafted": torch.zeros(3).int()}, r"board.drafted must be \[4\]"),
-        ({"drafted": torch.zeros(4).long()}, "board.drafted must be one of"),
-        ({"verified": torch.zeros(4).int()}, "board.verified must be one of"),
+        (
+            {"tokens": torch.zeros(4).long()},
+            r"draft_tokens.tokens must be \[R, x \+ 2\]",
+        ),
+        (
+            {"tokens": torch.zeros(4, 1).long()},
+            r"draft_tokens.tokens must be \[R, x \+ 2\]",
+        ),
+        ({"tokens": torch.zeros(4, 7).int()}, "draft_tokens.tokens must be one of"),
+        (
+            {"tokens": torch.zeros(7, 4).long().t()},
+            r"draft_tokens.tokens must be \[4, 7\]",
+        ),
+        ({"drafted": torch.zeros(3).int()}, r"draft_tokens.drafted must be \[4\]"),
+        ({"drafted": torch.zeros(4).long()}, "draft_tokens.drafted must be one of"),
+        ({"verified": torch.zeros(4).int()}, "draft_tokens.verified must be one of"),
         ({"first": torch.zeros(2).int()}, r"rows.first must be \[3\]"),
         ({"kind": torch.zeros(2)}, "rows.kind must be one of"),
         ({"kind": torch.zeros(4).int()[::2]}, r"rows.kind must be \[2\], contig"),
