@@ -34,7 +34,13 @@ def test_answers_are_found_where_they_are_complete():
     assert train.spans(row, answered, end=6) == [(1, 4)]
 
 
-@pytest.mark.parametrize("source", [[], ["--continue-from"]], ids=["new", "continued"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param([], id="new", marks=pytest.mark.extended),
+        pytest.param(["--continue-from"], id="continued"),
+    ],
+)
 def test_the_command_trains_and_exports(source, tmp_path, capsys, request):
     if source:
         source = [*source, str(request.config.rootpath / "configs" / "demo-model")]

@@ -1,6 +1,7 @@
 """The chi-square test of answers: right ones pass, wrong ones do not."""
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -43,9 +44,11 @@ def test_a_distribution_by_hand():
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_right_answers_pass_and_those_of_another_model_do_not(kind):
+    @cache
     def exact(prefix):
         return exact_distribution(following(prefix), PARAMS[kind])
 
+    @cache
     def other(prefix):
         return exact_distribution(following(prefix)[::-1], PARAMS[kind])
 
@@ -56,9 +59,11 @@ def test_right_answers_pass_and_those_of_another_model_do_not(kind):
 
 
 def test_one_wrong_answer_in_five_is_found():
+    @cache
     def exact(prefix):
         return exact_distribution(following(prefix), PARAMS["temperature"])
 
+    @cache
     def other(prefix):
         return exact_distribution(following(prefix)[::-1], PARAMS["temperature"])
 

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.sglang
 
 
 def rows():
-    """Yield every scenario; of a selector with a codec the first codec is enough."""
+    """Yield every scenario; the first pair and the first that joins are usual."""
     pairs = [name for name in SCENARIOS if name.startswith("pair ")]
-    kept = pairs[0].partition(":")[0]
+    joining = [name for name in SCENARIOS if name.endswith(", joining")]
+    usual = pairs[0].partition(":")[0]
     for name in SCENARIOS:
-        more = name in pairs and not name.startswith(kept)
+        more = (name in pairs and not name.startswith(usual)) or name in joining[1:]
         yield pytest.param(name, marks=pytest.mark.extended if more else ())
 
 

@@ -33,7 +33,7 @@ from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.scheduling.plan import Residency
 
 DIM, EXACT, WHOLE, LAYER, POSITIONS = 32, 9, 45, 1, 900
-CODED, FEW = {0: 544, 3: 96}, {0: 64, 3: 32}
+CODED, FEW = {0: 544, 2: 32}, {0: 64, 2: 32}
 """Row -> packed tokens; those of the first row are two segments."""
 FIRST_CODES = 150
 """Codes lie in slots from here on."""
@@ -159,15 +159,15 @@ def error(out, wanted):
 def main():
     found = {}
     for name, codec in CODECS.items():
-        case = Coded(codec, [1, 5, 1, 1], CODED if name == "kivi" else FEW)
+        case = Coded(codec, [1, 3, 1], CODED if name == "kivi" else FEW)
         out = case.found()
         found[name] = error(out, case.expected(case.packed))
         assert case.drafts.in_kernel is (name != "turboquant")
     without = {i: (n, lambda _: []) for i, (n, _) in case.packed.items()}
     found["without-codes"] = error(out, case.expected(without))
-    case = Coded(CODECS["kvquant"], [1, 2, 1, 1], {0: 40, 2: 7}, alike=True)
+    case = Coded(CODECS["kvquant"], [1, 2, 1], {0: 40, 2: 7}, alike=True)
     found["heads-alike"] = error(case.found(), case.expected(case.packed))
-    case = Coded(CODECS["kivi"], [1, 6, 2], {})
+    case = Coded(CODECS["kivi"], [1, 4, 2], {})
     assert case.batch.spec_info.coded is None
     found["mixed"] = error(case.found(), case.expected({}))
     print(json.dumps(found))

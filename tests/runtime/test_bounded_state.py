@@ -85,7 +85,7 @@ def test_requests_of_an_engine_leave_nothing_behind(to):
         assert lengths[0] == lengths[1]
 
 
-def test_10000_requests_of_the_scheduler_leave_nothing_behind():
+def test_3000_requests_of_the_scheduler_leave_nothing_behind():
     costs = Costs(
         memory_bytes=3 * GB,
         weight_bytes=GB,
@@ -99,10 +99,10 @@ def test_10000_requests_of_the_scheduler_leave_nothing_behind():
         link_latency_s=0.0,
     )
     mix = RequestMix(contexts=(100, 300), output=7, accept=0.8, spread=0.2, share=2)
-    setup = Setup(costs=costs, workload=closed_loop(mix, 10_000, concurrency=16))
+    setup = Setup(costs=costs, workload=closed_loop(mix, 3_000, concurrency=16))
     server = SimulatedServer(setup, policies(0.25)["staggered"])
     server.run()
-    assert server.counters.finished == 10_000
+    assert server.counters.finished == 3_000
     left = tables(server.runtime)
     assert ".tracks" in left
     # The rings have a place for each window, whatever is reserved.

@@ -7,7 +7,7 @@ attention itself is played (``fa3_rows.py``).
 import pytest
 
 pytest.importorskip("sglang")
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.extended]
 
 from own_process import printed  # noqa: E402
 

@@ -10,7 +10,7 @@ new requests are admitted.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vericache_sglang.scheduling.plan import (
     Compress,
@@ -72,6 +72,22 @@ SETTLED = 2
 """Iterations without an emission after which no result of a row is pending."""
 
 
+class PricedBatch(NamedTuple):
+    """The running requests.
+
+    Attributes:
+        total: Sum of their shares of an iteration.
+        slots: Device slots they hold.
+        count: How many they are.
+        link_s: Link time of one prefetch of each that is on the host, in seconds.
+    """
+
+    total: Share
+    slots: int
+    count: int
+    link_s: float
+
+
 class ResidencyPolicy:
     """Chooses the KV moves of one iteration.
 
@@ -109,7 +125,9 @@ class ResidencyPolicy:
         if spare < 0 or given.blocked:
             if spare >= 0 and not self._helped and now % RELIEF_EVERY:
                 return ()  # KV compressed on the device would be offloaded again
-            relief = self._freeing_move(tracks, now, given, short=spare < 0)
+            relief = self._freeing_move(
+                tracks, now, given, link_load_s, short=spare < 0
+            )
             self._helped = relief is not None
             if relief is not None:
                 return (relief,)
@@ -223,6 +241,7 @@ class ResidencyPolicy:
         tracks: Mapping[str, ScheduledRequest],
         now: int,
         given: SchedulerInput,
+        link_load_s: float,
         *,
         short: bool,
     ) -> Move | None:
@@ -238,10 +257,11 @@ class ResidencyPolicy:
         movable.sort(key=lambda track: -track.spec.dropped)
         if movable:
             total, slots = self._priced(tracks)
+            batch = PricedBatch(total, slots, len(tracks), link_load_s)
             before = self._throughput.rate((total,))
-            after, track = max(
+            (after, _), track = max(
                 (
-                    (self._rate_after_offload(track, total, len(tracks), slots), track)
+                    (self._after_offload(track, batch), track)
                     for track in movable[:CONSIDERED]
                 ),
                 key=lambda priced: priced[0],
@@ -292,36 +312,35 @@ class ResidencyPolicy:
         return track.share
 
     def _best_share(
-        self, track: ScheduledRequest, residency: Residency, count: int
+        self, track: ScheduledRequest, residency: Residency, batch: PricedBatch
     ) -> Share:
         """Return a drafting request's share at its best length for ``residency``."""
-        length = self._throughput.best(track, residency, count).length
+        others_s = batch.link_s if residency is Residency.HOST else 0.0
+        length = self._throughput.best(track, residency, batch.count, others_s).length
         return self._throughput.drafting(track, residency, length)
 
-    def _rate_after_offload(
-        self, track: ScheduledRequest, total: Share, count: int, slots: int
-    ) -> float:
-        """Return tokens/s with ``track`` offloaded and its slots given to new requests.
+    def _after_offload(
+        self, track: ScheduledRequest, batch: PricedBatch
+    ) -> tuple[float, float]:
+        """Return how good it is to offload ``track``: tokens/s, then less link time.
 
-        Args:
-            track: The request to offload.
-            total: Sum of all shares.
-            count: Requests in the batch.
-            slots: Device slots they hold. The freed slots are assumed to be filled with
-                average requests of the batch.
+        The freed slots are assumed to be filled with average requests of the batch.
         """
-        grown = 1.0 + track.spec.dropped / max(1, slots)
-        then = self._best_share(track, Residency.HOST, count)
+        total = batch.total
+        grown = 1.0 + track.spec.dropped / max(1, batch.slots)
+        then = self._best_share(track, Residency.HOST, batch)
         now = self._throughput.plain(track)
         if track.split:
-            now = self._best_share(track, Residency.DEVICE, count)
-        batch = Share(total.seconds * grown, total.tokens * grown, total.link_s * grown)
+            now = self._best_share(track, Residency.DEVICE, batch)
+        others = Share(
+            total.seconds * grown, total.tokens * grown, total.link_s * grown
+        )
         moved = Share(
             then.seconds - now.seconds,
             then.tokens - now.tokens,
             then.link_s - now.link_s,
         )
-        return self._throughput.rate((batch, moved))
+        return self._throughput.rate((others, moved)), -moved.link_s
 
     def _swap_out(
         self, tracks: Mapping[str, ScheduledRequest], now: int, given: SchedulerInput

@@ -140,5 +140,11 @@ class ScheduledRequest:
         return max(0, min(draft_length, self.spec.longest, self.remaining - 1))
 
     def wanted(self, draft_length: int) -> int:
-        """Drafts after which a cycle is verified if nothing delays it."""
-        return min(self.length, self.acceptance.supported, self.cap(draft_length))
+        """Drafts after which a cycle is verified if nothing delays it.
+
+        First drafts are few only where verifying them needs no prefetch.
+        """
+        longest = min(self.length, self.cap(draft_length))
+        if self.residency is Residency.DEVICE:
+            return min(longest, self.acceptance.supported)
+        return longest

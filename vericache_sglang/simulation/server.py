@@ -155,7 +155,10 @@ class SimulatedServer:
     # -- admission --------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
-        while (head := self._head()) is not None and self._may_enter():
+        while self._below_limit() and not self._swapped():
+            head = self._head()
+            if head is None:
+                break
             self._check_fits_alone(head)
             event = self.machine.next_event()
             if not self._fits(head):
@@ -179,10 +182,9 @@ class SimulatedServer:
             return None
         return self._new_state(request)
 
-    def _may_enter(self) -> bool:
+    def _below_limit(self) -> bool:
         limit = self.setup.workload.concurrency
-        free = limit is None or len(self.running) < limit
-        return free and not self._swapped()
+        return limit is None or len(self.running) < limit
 
     def _swapped(self) -> int:
         return sum(
@@ -295,7 +297,8 @@ class SimulatedServer:
         # Run the events of this moment first: an arrival now is in time.
         self.machine.advance(self.machine.now)
         arrived, self.offloader.arrived = tuple(self.offloader.arrived), []
-        head = self._head()
+        # Memory that is freed admits no request beyond the limit.
+        head = self._head() if self._below_limit() else None
         return self.runtime.plan(
             SchedulerInput(
                 free_slots=self.machine.pool.free,

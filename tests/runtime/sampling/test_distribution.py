@@ -50,7 +50,7 @@ def kinds():
 @pytest.mark.parametrize(("kind", "rejection"), kinds())
 def test_output_is_distributed_as_the_full_kvs(kind, rejection):
     toy = Toy(FULL, BAD, rejection=rejection, count=400, **PARAMS[kind])
-    while toy.emitted < 20_000:
+    while toy.emitted < 12_000:
         toy.round()
     drafted = toy.rounds * DRAFTS
     assert 0.05 * drafted < toy.accepted < 0.8 * drafted, "drafts of both sorts"
@@ -60,7 +60,7 @@ def test_output_is_distributed_as_the_full_kvs(kind, rejection):
 @BOTH_RULES
 def test_drafts_that_were_not_verified_are_found(rejection):
     toy = Toy(FULL, BAD, rejection=rejection, count=400, temperature=0.9)
-    while toy.emitted < 20_000:
+    while toy.emitted < 12_000:
         toy.draft()
         toy.trust()
     assert probability(toy.pairs(), exact(FULL, toy.params)) < 1e-6
@@ -70,7 +70,7 @@ def test_drafts_that_were_not_verified_are_found(rejection):
 def test_one_round_in_ten_that_was_not_verified_is_found():
     toy = Toy(FULL, BAD, rejection=False, count=400, temperature=0.9)
     rounds = 0
-    while toy.emitted < 20_000:
+    while toy.emitted < 12_000:
         for _ in range(DRAFTS):
             toy.draft()
         if rounds % 10 == 0:
