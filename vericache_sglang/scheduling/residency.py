@@ -77,14 +77,17 @@ class PricedBatch(NamedTuple):
 
     Attributes:
         total: Sum of their shares of an iteration.
+        longest: The same if those on the host drafted as long as they may, as they will
+            once more of them share the link.
         slots: Device slots they hold.
-        count: How many they are.
+        requests: How many they are.
         link_s: Link time of one prefetch of each that is on the host, in seconds.
     """
 
     total: Share
+    longest: Share
     slots: int
-    count: int
+    requests: int
     link_s: float
 
 
@@ -256,9 +259,8 @@ class ResidencyPolicy:
         ]
         movable.sort(key=lambda track: -track.spec.dropped)
         if movable:
-            total, slots = self._priced(tracks)
-            batch = PricedBatch(total, slots, len(tracks), link_load_s)
-            before = self._throughput.rate((total,))
+            batch = self._priced(tracks, link_load_s)
+            before = self._throughput.rate((batch.total,))
             (after, _), track = max(
                 (
                     (self._after_offload(track, batch), track)
@@ -266,7 +268,7 @@ class ResidencyPolicy:
                 ),
                 key=lambda priced: priced[0],
             )
-            room = track.spec.dropped / max(1, slots)
+            room = track.spec.dropped / max(1, batch.slots)
             if short or after >= before * (1.0 + RELIEF_GAIN * room):
                 return self._offload(track)
         return self._swap_out(tracks, now, given) if short else None
@@ -288,17 +290,26 @@ class ResidencyPolicy:
             return Offload(track.rid)
         return Compress(track.rid, Residency.HOST)
 
-    def _priced(self, tracks: Mapping[str, ScheduledRequest]) -> tuple[Share, int]:
-        """Return the batch's share of an iteration and its KV slots, from a sample."""
+    def _priced(
+        self, tracks: Mapping[str, ScheduledRequest], link_load_s: float
+    ) -> PricedBatch:
+        """Price the running requests, from a sample of them."""
         sample = list(islice(tracks.values(), SAMPLED))
-        shares = [self._share(track) for track in sample]
         scale = len(tracks) / len(sample)
-        total = Share(
-            scale * sum(share.seconds for share in shares),
-            scale * sum(share.tokens for share in shares),
-            scale * sum(share.link_s for share in shares),
+        shares = [self._share(track) for track in sample]
+        host = Residency.HOST
+        longest = [
+            self._longest(track) if track.residency is host else share
+            for track, share in zip(sample, shares, strict=True)
+        ]
+        slots = int(scale * sum(track.slots for track in sample))
+        return PricedBatch(
+            _total(shares, scale),
+            _total(longest, scale),
+            slots,
+            len(tracks),
+            link_load_s,
         )
-        return total, int(scale * sum(track.slots for track in sample))
 
     def _share(self, track: ScheduledRequest) -> Share:
         if track.residency is Residency.SWAPPED:
@@ -311,12 +322,19 @@ class ResidencyPolicy:
             )
         return track.share
 
+    def _longest(self, track: ScheduledRequest) -> Share:
+        """Return a request's share on the host with drafts as long as they may be."""
+        length = min(self._settings.draft_length, track.spec.longest)
+        return self._throughput.drafting(track, Residency.HOST, length)
+
     def _best_share(
         self, track: ScheduledRequest, residency: Residency, batch: PricedBatch
     ) -> Share:
         """Return a drafting request's share at its best length for ``residency``."""
         others_s = batch.link_s if residency is Residency.HOST else 0.0
-        length = self._throughput.best(track, residency, batch.count, others_s).length
+        length = self._throughput.best(
+            track, residency, batch.requests, others_s
+        ).length
         return self._throughput.drafting(track, residency, length)
 
     def _after_offload(
@@ -326,12 +344,20 @@ class ResidencyPolicy:
 
         The freed slots are assumed to be filled with average requests of the batch.
         """
-        total = batch.total
         grown = 1.0 + track.spec.dropped / max(1, batch.slots)
-        then = self._best_share(track, Residency.HOST, batch)
         now = self._throughput.plain(track)
         if track.split:
             now = self._best_share(track, Residency.DEVICE, batch)
+        best = self._best_share(track, Residency.HOST, batch)
+        return max(
+            self._grown(batch.total, grown, best, now),
+            self._grown(batch.longest, grown, self._longest(track), now),
+        )
+
+    def _grown(
+        self, total: Share, grown: float, then: Share, now: Share
+    ) -> tuple[float, float]:
+        """Return tokens/s with one share replaced, then minus the further link time."""
         others = Share(
             total.seconds * grown, total.tokens * grown, total.link_s * grown
         )
@@ -392,3 +418,13 @@ class ResidencyPolicy:
             ):
                 return Load(track.rid)
         return None
+
+
+def _total(shares: Iterable[Share], scale: float) -> Share:
+    """Return the sum of shares, each counted ``scale`` times."""
+    seconds = tokens = link_s = 0.0
+    for share in shares:
+        seconds += share.seconds
+        tokens += share.tokens
+        link_s += share.link_s
+    return Share(scale * seconds, scale * tokens, scale * link_s)

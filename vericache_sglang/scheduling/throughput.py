@@ -70,8 +70,10 @@ class Throughput:
         base = model.base_s / max(1, rows)
         prefetch_s = 0.0
         if residency is Residency.HOST:
-            # The link serves all rows while the device does.
-            prefetch_s = (self.prefetch_s(track) + link_s) / max(1, rows)
+            prefetch_s = self.prefetch_s(track) + link_s
+            if self._settings.pacing == "staggered":
+                # All rows share the time of the link, as they share the device's.
+                prefetch_s /= max(1, rows)
         return RoundCost(
             plain_s=self._token_s(track, base, whole),
             draft_s=self._token_s(track, base, self._draft_slots(track)),
