@@ -260,7 +260,8 @@ class ResidencyPolicy:
         movable.sort(key=lambda track: -track.spec.dropped)
         if movable:
             batch = self._priced(tracks, link_load_s)
-            before = self._throughput.rate((batch.total,))
+            rate = self._throughput.rate
+            before = max(rate((batch.total,)), rate((batch.longest,)))
             (after, _), track = max(
                 (
                     (self._after_offload(track, batch), track)
