@@ -16,13 +16,16 @@ LAST_WAIT = 1024
 class RoundCost:
     """Time that one draft-verify cycle of a request takes.
 
+    What the rows of a batch share, the device's fixed cost and the link, counts with
+    one row's share.
+
     Attributes:
         plain_s: One token decoded autoregressively, in seconds, > 0.
         draft_s: One drafted token, in seconds, > 0.
         verify_s: Fixed part of a verification, in seconds, >= 0.
         verify_token_s: Part of a verification per token, in seconds, >= 0.
-        prefetch_s: Link time of one prefetch, in seconds, >= 0, a lower bound of the
-            cycle. 0 when the residual KV is on the device.
+        prefetch_s: Link time, in seconds, >= 0, a lower bound of the cycle. 0 when the
+            residual KV is on the device.
 
     Raises:
         InvariantError: A value is out of bounds.
