@@ -120,6 +120,7 @@ class Asked:
 
     def __init__(self, server, prompts, **params):
         self.server = server
+        self.cycles = server.counters()["cycles"]
         self.answers = [None] * len(prompts)
         self.threads = [
             threading.Thread(target=self._ask, args=(i, prompt, params), daemon=True)
@@ -135,19 +136,18 @@ class Asked:
     def rid(self, i):
         return f"{id(self)}-{i}"
 
+    def drafting(self, cycles=6):
+        """Return these requests when so many of their drafts have been verified."""
+        deadline = time.monotonic() + 120
+        while self.server.counters()["cycles"] < self.cycles + cycles:
+            assert time.monotonic() < deadline, "nothing is drafted"
+            time.sleep(0.02)
+        return self
+
     def result(self):
         for thread in self.threads:
             thread.join(120)
         return self.answers
-
-
-def when_drafting(server, rounds=12):
-    """Wait until requests of our server have been verified ``rounds`` times more."""
-    start = server.counters()["cycles"]
-    deadline = time.monotonic() + 120
-    while server.counters()["cycles"] < start + rounds:
-        assert time.monotonic() < deadline, "nothing is drafted"
-        time.sleep(0.02)
 
 
 def expect_nothing_held(server):
@@ -158,8 +158,7 @@ def expect_nothing_held(server):
 def test_aborted_requests_give_everything_back(pair, prompts, wanted):
     """By id, by all, while drafting or queued; the others go on."""
     ours, _ = pair
-    asked = Asked(ours, prompts, **LONG)
-    when_drafting(ours)
+    asked = Asked(ours, prompts, **LONG).drafting()
     for i in (1, 3):
         ours.post("/abort_request", {"rid": asked.rid(i)})
     answers = asked.result()
@@ -168,8 +167,7 @@ def test_aborted_requests_give_everything_back(pair, prompts, wanted):
         assert answer["meta_info"]["finish_reason"]["type"] == kind
         got = answer["output_ids"]
         assert got == wanted[i][: len(got)]
-    asked = Asked(ours, prompts, **LONG)
-    when_drafting(ours)
+    asked = Asked(ours, prompts, **LONG).drafting()
     ours.post("/abort_request", {"rid": "", "abort_all": True})
     for answer in asked.result():
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -187,8 +185,7 @@ def test_aborted_requests_give_everything_back(pair, prompts, wanted):
 )
 def test_paused_requests_go_on_as_if_nothing_was(pair, prompts, wanted, mode):
     ours, _ = pair
-    asked = Asked(ours, prompts, **LONG)
-    when_drafting(ours)
+    asked = Asked(ours, prompts, **LONG).drafting()
     ours.post("/pause_generation", {"mode": mode})
     running = ours.counters()["running"]
     assert bool(running) == (mode == "in_place")
@@ -205,8 +202,7 @@ def test_paused_requests_go_on_as_if_nothing_was(pair, prompts, wanted, mode):
 def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
     ours, _ = pair
     for mode in ("in_place", "retract"):
-        asked = Asked(ours, prompts, **LONG)
-        when_drafting(ours)
+        asked = Asked(ours, prompts, **LONG).drafting()
         ours.post("/pause_generation", {"mode": mode})
         ours.post("/abort_request", {"rid": "", "abort_all": True})
         ours.post("/continue_generation", {})
@@ -219,8 +215,7 @@ def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
 def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
     """Urgent requests take the seats of drafting ones, of which one may have ended."""
     ours, _ = pair
-    low = Asked(ours, prompts[:4], **LONG, more={"priority": 0})
-    when_drafting(ours)
+    low = Asked(ours, prompts[:4], **LONG, more={"priority": 0}).drafting()
     high = Asked(ours, prompts[4:], **LONG, more={"priority": 100})
     answers = low.result()
     assert ids(high.result()) == wanted[4:]
@@ -247,8 +242,7 @@ def own_weights(pair):
 def test_new_weights_forget_all_kv(pair, prompts, wanted, models):
     """The update waits for what runs; then no kept part or complement is left."""
     ours, plain = pair
-    asked = Asked(ours, prompts, **LONG)
-    when_drafting(ours)
+    asked = Asked(ours, prompts, **LONG).drafting()
     update(ours, models["all"])
     assert ids(asked.result()) == wanted
     expect_nothing_held(ours)
@@ -272,8 +266,7 @@ def test_weights_changed_while_requests_are_paused(pair, prompts, wanted, models
     too; with it plain SGLang can be asked how an answer would have gone on.
     """
     (ours, plain), (mode, name, flush) = pair, case
-    asked = Asked(ours, prompts[:4], **LONG)
-    when_drafting(ours)
+    asked = Asked(ours, prompts[:4], **LONG).drafting()
     ours.post("/pause_generation", {"mode": mode})
     update(ours, models[name], flush_cache=flush)
     ours.post("/continue_generation", {})
