@@ -92,10 +92,16 @@ install_cpu_torch() {
 if [[ "$device" == cpu ]]; then
   step "installing torch for CPU" install_cpu_torch
 fi
-# The locks are complete, so there is nothing to resolve.
-install=("${pip[@]}" install --no-compile --no-deps --require-hashes -r)
-step "installing the other packages (1 to 2 minutes; CUDA's: several)" \
-  "${install[@]}" "$requirements" -r "$test_requirements"
+# The locks are complete, so there is nothing to resolve. uv installs in seconds what takes
+# pip a minute; it does not read pip's settings (an index, a proxy), so pip has the last try.
+install_locked() {
+  local locked=(--no-deps --require-hashes -r "$requirements" -r "$test_requirements")
+  "${pip[@]}" install --no-compile --no-deps --require-hashes \
+    -r <(sed -n '/^uv==/,/[^\\]$/p' "$test_requirements") &&
+    "$venv/bin/uv" pip install --python "$venv/bin/python" "${locked[@]}" ||
+    "${pip[@]}" install --no-compile "${locked[@]}"
+}
+step "installing the other packages (CUDA's: several minutes)" install_locked
 step "installing this project" \
   "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
 step "compiling what a server imports" env PYTHONPATH="$root/scripts" "$venv/bin/python" -c "

@@ -1,6 +1,8 @@
 """Settings of every test process, and which tests come first."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,8 +46,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_configure(config):
     """Have what the tests start end with this process, which may be interrupted."""
+    gc.disable()  # until all is collected, which allocates and frees little
     if not hasattr(config, "workerinput"):  # the processes of xdist are started by it
         config.add_cleanup(ProcessGuard().close)
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what was imported: millions of objects."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    """Spare it what is left too: pytest collects five times before it ends."""
+    gc.freeze()
 
 
 COMPLETE = (
@@ -101,3 +115,10 @@ def _values(row):
 def _turn(item):
     folder = item.path.relative_to(Path(__file__).parent).parent.as_posix()
     return LONGEST.index(folder) if folder in LONGEST else len(LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def slow_compressors_are_waited_for(monkeypatch):
+    """A busy machine is slow, not hanging; the guard's own tests set their limit."""
+    if guard := sys.modules.get("vericache_sglang.compression.guard"):
+        monkeypatch.setattr(guard, "LONGEST_S", 600.0)
