@@ -8,10 +8,11 @@ timed apart.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import repeat
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -102,7 +103,7 @@ def requests_of(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]
 
 
 def compare(
-    plain: OwnServer, ours: OwnServer, asked: list[dict[str, Any]], passes: int
+    plain: OwnServer, ours: OwnServer, asked: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
     """Have two servers answer the same requests at once, without cached prefixes.
 
@@ -112,7 +113,7 @@ def compare(
 
     Args:
         asked: Requests of a pass, sent at once.
-        passes: Timed passes; an even number.
+        seconds: Pairs of passes are begun until so much time is over.
 
     Returns:
         Ratios of plain SGLang's time to ours: of whole passes, to the first token, and
@@ -124,15 +125,18 @@ def compare(
     different, before = 0, ours.counters()
     spent: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     halves = _halves()
+    end = time.monotonic() + seconds
     with ThreadPoolExecutor(2) as pool:
-        for i in range(passes):
+        for number in count(1):
             for server, cores in zip(both, halves, strict=True):
                 server.pin(cores)
             halves = halves[::-1]
-            done = list(pool.map(_pass, both, repeat(asked), repeat(i + 1)))
+            done = list(pool.map(_pass, both, repeat(asked), repeat(number)))
             different += mismatches(*done)
             for total, each in zip(spent, done, strict=True):
                 total.update(_times(each))
+            if number % 2 == 0 and time.monotonic() > end:
+                break
     theirs, own = spent
     return {
         "ratios": {key: theirs[key] / own[key] for key in own if own[key]},
@@ -211,7 +215,7 @@ def _fresh_servers(options: argparse.Namespace, ours_first: bool) -> dict[str, A
             _pass(server, asked[cases[0]], 0)
         for case, requests in asked.items():
             points[case.name] = compare(
-                servers["plain"], servers[system_of[case]], requests, options.passes
+                servers["plain"], servers[system_of[case]], requests, options.seconds
             )
     return {"points": points}
 
@@ -250,7 +254,7 @@ HARDEST = Benchmark(
     options={
         "kinds": ([str], "kinds of requests; by default all"),
         "pairs": (7, "pairs of fresh servers"),
-        "passes": (2, "timed passes at a point, an even number"),
+        "seconds": (8.0, "time of the passes at a point; two passes at least"),
         "floor": (0.97, "least median ratio that does not fail"),
     },
     measure=_hardest,
