@@ -103,6 +103,7 @@ def test_a_shared_document_has_one_draft_part_and_one_residual(roomy, plain, doc
     assert tiers["store"]["hit_tokens"] == 0
 
 
+@pytest.mark.extended
 def test_questions_about_a_document_share_its_copy_on_the_host(
     tmp_path, plain, documents
 ):

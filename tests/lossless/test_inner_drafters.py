@@ -36,7 +36,7 @@ pytestmark = pytest.mark.server
 def waves():
     """Two waves; the second one repeats prompts and ends where answers end."""
     tokenizer = load_tokenizer(MODEL)
-    texts = record_prompts(tokenizer, spread(5, 200, 2500), 11)
+    texts = record_prompts(tokenizer, spread(5, 200, 1800), 11)
     texts += code_prompts(tokenizer, spread(2, 200, 1200), 11)
     lengths = [60 + i % 3 * 20 for i in range(len(texts))]
     return [
@@ -120,9 +120,9 @@ def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, t
 @pytest.mark.parametrize(
     ("drafter", "engine", "settings"),
     [
-        extended("oracle", {}, {}),
+        ("oracle", {}, {}),
         extended("oracle", SYNCHRONOUS, {}),
-        ("itself", {}, WHOLE),
+        extended("itself", {}, WHOLE),
         extended("itself", SYNCHRONOUS, WHOLE),
     ],
 )

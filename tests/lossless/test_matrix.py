@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def requests():
-    return waves(load_tokenizer(MODEL), prompts=8, longest=2800, seed=7)
+    return waves(load_tokenizer(MODEL), prompts=8, longest=2000, seed=7)
 
 
 @pytest.fixture(scope="module")

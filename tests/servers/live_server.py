@@ -87,6 +87,9 @@ class LiveServer(OwnServer):
         super().wait(seconds)
         return self
 
+    def close(self, *, at_once=True):
+        super().close(at_once=at_once)
+
     def get(self, path):
         return self.post(path, None)
 
