@@ -61,9 +61,12 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
     """Spare it what is left too: pytest collects five times before it ends."""
-    gc.freeze()
+    if hasattr(session.config, "workerinput"):
+        gc.freeze()
+    else:
+        gc.unfreeze()  # what is frozen as an interpreter ends is reported as leaked
 
 
 COMPLETE = (

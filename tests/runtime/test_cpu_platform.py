@@ -103,3 +103,39 @@ def test_a_core_is_left_free_unless_the_user_says_otherwise(monkeypatch):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+FAULTS_OF_A_FORWARD = """
+import resource
+import sglang.srt.platforms  # first: it makes the platform
+import torch
+from vericache_sglang.platforms.cpu.device import VeriCacheCpuPlatform
+VeriCacheCpuPlatform().init_backend()
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(6 << 20) for _ in range(3)]
+    del held
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.extended),
+    ],
+    ids=["ours", "the user's"],
+)
+def test_memory_that_a_forward_freed_is_there_for_the_next(own):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_A_FORWARD],
+        env=environment | own,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    faults = int(done.stdout.split()[-1])
+    assert faults > 10000 if own else faults < 1000
