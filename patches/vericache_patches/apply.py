@@ -65,7 +65,8 @@ def register(pairs: Iterable[tuple[Patch, Hook]]) -> None:
 
     pairs = tuple(pairs)
     site = sglang_site()
-    for symbol in (*RELIED, *(patch for patch, _ in pairs)):
+    needed = (*RELIED, *(patch for patch, _ in pairs))
+    for symbol in sorted(needed, key=lambda symbol: symbol.target):
         symbol.check(site)
     for patch, hook in pairs:
         known = HookRegistry._hooks.get(patch.target, ())  # no public view in 0.5.21

@@ -6,6 +6,7 @@ import ast
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def find_function(site: Path, target: str) -> tuple[str, Function]:
     """
     file, names = _split(site, target)
     source = file.read_text(encoding="utf-8")
-    body = ast.parse(source).body
+    body = _parsed(source)
     for name in names[:-1]:
         body = _defined(body, name, target, ast.ClassDef).body
     function = _defined(body, names[-1], target, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -112,6 +113,11 @@ def body_hash(source: str, function: Function) -> str:
     lines = source.splitlines()[statements[0].lineno - 1 : last]
     code = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=1)  # a tree is large, and records are checked file by file
+def _parsed(source: str) -> list[ast.stmt]:
+    return ast.parse(source).body
 
 
 def _split(site: Path, target: str) -> tuple[Path, list[str]]:
