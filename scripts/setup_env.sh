@@ -93,12 +93,14 @@ if [[ "$device" == cpu ]]; then
   step "installing torch for CPU" install_cpu_torch
 fi
 # The locks are complete, so there is nothing to resolve. uv installs in seconds what takes
-# pip a minute; it does not read pip's settings (an index, a proxy), so pip has the last try.
+# pip a minute; of pip's settings it gets the index, and pip itself has the last try.
 install_locked() {
-  local locked=(--no-deps --require-hashes -r "$requirements" -r "$test_requirements")
+  local locked=(--no-deps --require-hashes -r "$requirements" -r "$test_requirements") index
+  index="${PIP_INDEX_URL:-$("${pip[@]}" config get global.index-url 2>/dev/null || true)}"
   "${pip[@]}" install --no-compile --no-deps --require-hashes \
     -r <(sed -n '/^uv==/,/[^\\]$/p' "$test_requirements") &&
-    "$venv/bin/uv" pip install --python "$venv/bin/python" "${locked[@]}" ||
+    env ${index:+"UV_DEFAULT_INDEX=$index"} \
+      "$venv/bin/uv" pip install --python "$venv/bin/python" "${locked[@]}" ||
     "${pip[@]}" install --no-compile "${locked[@]}"
 }
 step "installing the other packages (CUDA's: several minutes)" install_locked
