@@ -116,22 +116,21 @@ def ids(answers):
 
 
 class Asked:
-    """Requests of one client each, on their way."""
+    """Requests of one client, on their way: they arrive together."""
 
     def __init__(self, server, prompts, **params):
         self.server = server
         self.cycles = server.counters()["cycles"]
-        self.answers = [None] * len(prompts)
-        self.threads = [
-            threading.Thread(target=self._ask, args=(i, prompt, params), daemon=True)
-            for i, prompt in enumerate(prompts)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.answers = None
+        self.thread = threading.Thread(
+            target=self._ask, args=(prompts, params), daemon=True
+        )
+        self.thread.start()
 
-    def _ask(self, i, prompt, params):
-        more = {"rid": f"{id(self)}-{i}", **params.get("more", {})}
-        self.answers[i] = self.server.generate(prompt, **{**params, "more": more})
+    def _ask(self, prompts, params):
+        rids = [self.rid(i) for i in range(len(prompts))]
+        more = {"rid": rids, **params.get("more", {})}
+        self.answers = self.server.generate(prompts, **{**params, "more": more})
 
     def rid(self, i):
         return f"{id(self)}-{i}"
@@ -145,8 +144,7 @@ class Asked:
         return self
 
     def result(self):
-        for thread in self.threads:
-            thread.join(120)
+        self.thread.join(240)
         return self.answers
 
 

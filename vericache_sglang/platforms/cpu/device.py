@@ -42,9 +42,9 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def _keep_freed_memory(self) -> None:
         """Spare forwards the page faults of memory that the last one has freed.
 
-        With glibc's own limits up to 90 MB were given back and faulted in again by a
-        prefill of 3,000 tokens, a tenth of its time. glibc's environment variables take
-        precedence; other allocators ignore the call or lack it.
+        With glibc's own limits a prefill of 3,000 tokens faulted in again up to 90 MB
+        that had been returned to the system, a tenth of its time. glibc's environment
+        variables take precedence; other allocators ignore the call or lack it.
         """
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
