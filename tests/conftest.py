@@ -49,7 +49,7 @@ def pytest_configure(config):
     """Have what the tests start end with this process, which may be interrupted."""
     gc.disable()  # until all is collected, which allocates and frees little
     if hasattr(config, "workerinput"):
-        # Interpreters take half a minute to give back what they need no more.
+        # An interpreter that ends frees its memory object by object, for half a minute.
         atexit.register(os._exit, 0)
     else:  # it starts the processes of xdist
         config.add_cleanup(ProcessGuard().close)
