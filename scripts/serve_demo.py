@@ -32,7 +32,7 @@ BOOT_SECONDS = 300.0
 LONGEST = 512
 """Most tokens of an answer."""
 
-WARM = 16
+WARM = 64
 """Tokens of the answers that are not timed."""
 
 TICK_SECONDS = 10.0
@@ -65,7 +65,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=ROOT / "configs/demo-model-long")
     parser.add_argument("--settings", type=Path, default=ROOT / "configs/demo.yaml")
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
-    parser.add_argument("--prompt-tokens", type=int, default=16000)
+    parser.add_argument("--prompt-tokens", type=int, default=20000)
     parser.add_argument("--requests", type=int, default=6, help="questions at once")
     parser.add_argument("--calls", type=int, default=5, help="tool calls a question")
     parser.add_argument("--png", type=Path, default=Path("demo.png"))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sglang
 TOKENS, HEADS, KV_HEADS, DIM = 3, 4, 2, 8
 
 
-def asked(answer, keys=True):
+def asked(answer, keys=True, wanted=True):
     """Attend under an observer that answers so; return result, calls, shown."""
     calls, shown = [], []
 
@@ -36,7 +36,8 @@ def asked(answer, keys=True):
     )
     q = torch.randn(TOKENS, HEADS * DIM)
     k = torch.randn(TOKENS, KV_HEADS * DIM, dtype=torch.bfloat16) if keys else None
-    result = observed(layer, observer)(q, k, k, "batch", save_kv_cache=True)
+    forward = observed(layer, lambda batch: wanted, observer)
+    result = forward(q, k, k, "batch", save_kv_cache=True)
     return result, calls, shown
 
 
@@ -59,6 +60,9 @@ def test_attention_that_nobody_reads_is_left_out():
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_a_layer_that_shares_another_ones_keys_is_not_shown(answer):
-    result, calls, shown = asked(answer, keys=False)
+@pytest.mark.parametrize("more", [{"keys": False}, {"wanted": False}])
+def test_a_layer_with_another_ones_keys_or_an_unwanted_forward_is_not_shown(
+    answer, more
+):
+    result, calls, shown = asked(answer, **more)
     assert (result, len(calls), shown) == ("attended", 1, [])

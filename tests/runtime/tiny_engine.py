@@ -276,6 +276,8 @@ class TinyEngine:
             out_cache_loc=slots,
         )
         scores = scores.to(self.device)
+        if not self.placement.observer.observes(batch):
+            return
         for layer in range(LAYERS):
             queries = scores[layer].t()[..., None]
             self.placement.observer.observe(layer, queries, queries, batch)

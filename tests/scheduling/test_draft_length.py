@@ -116,6 +116,20 @@ def test_the_first_drafts_of_a_request_are_few():
     assert lengths == [4, 8, 23, 66]
 
 
+def test_first_drafts_are_as_many_as_recent_requests_had_accepted():
+    prior = Prior()
+    for _ in range(3):
+        Acceptance(prior).observe(32, 16)
+    newcomer = Acceptance(prior)
+    # 16 a cycle, and one cycle of nothing among them: twice 48 / 4, but for the decay.
+    assert newcomer.supported == 23
+    newcomer.observe(23, 0)
+    assert newcomer.supported == 4
+    for _ in range(100):
+        prior.age()
+    assert Acceptance(prior).supported == 4
+
+
 @given(st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1)), max_size=40))
 def test_an_estimate_is_a_probability(rounds):
     estimate = Acceptance(Prior())

@@ -67,11 +67,19 @@ class PrefillObserver:
         if not (needs.q_tail or needs.q_stream or needs.hidden or needs.probes):
             return
         for layer, parent in attention_parents(model):
-            layer.forward = observed(layer, self.observe)
+            layer.forward = observed(layer, self.observes, self.observe)
             if needs.hidden:
                 parent.register_forward_pre_hook(
                     self._input_of(layer.layer_id), with_kwargs=True
                 )
+
+    def observes(self, batch: Any) -> bool:
+        """Return whether ``observe`` has to be called for the layers of a forward."""
+        return self.probe is not None or (
+            self._selector is not None
+            and batch.rids is not None
+            and (self._selector.needs.hidden or _is_prefill(batch.forward_mode))
+        )
 
     def observe(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, batch: Any
@@ -82,8 +90,7 @@ class PrefillObserver:
             layer: Layer index.
             queries: [N, Hq, D] post-RoPE, the new tokens of all requests, concatenated.
             keys: [N, H, D], as ``queries``.
-            batch: SGLang's ``ForwardBatch``; one without request ids (a warm-up) is
-                ignored.
+            batch: SGLang's ``ForwardBatch``, of which ``observes`` was True.
 
         Returns:
             False where the attention output of the layer is not needed and may be
@@ -92,10 +99,7 @@ class PrefillObserver:
         hidden = self._hidden.pop(layer, None)
         if self.probe is not None:
             return self.probe(layer, queries, keys, hidden)
-        if self._selector is None or batch.rids is None:
-            return True
-        mode, needs = batch.forward_mode, self._selector.needs
-        prefill = mode.is_extend() and not mode.is_target_verify()
+        needs, prefill = self._require().needs, _is_prefill(batch.forward_mode)
         if prefill and needs.q_tail:
             self.tails.observe(layer, queries, batch)
         if hidden is not None or (prefill and needs.q_stream):
@@ -203,7 +207,9 @@ class PrefillObserver:
         return self._noted
 
 
-def observed(layer: Any, observe: Callable[..., bool]) -> Callable[..., Any]:
+def observed(
+    layer: Any, observes: Callable[[Any], bool], observe: Callable[..., bool]
+) -> Callable[..., Any]:
     """Return ``layer.forward``, which first shows ``observe`` queries and keys.
 
     A layer without keys, one that shares another layer's KV, is not shown. Where
@@ -211,6 +217,7 @@ def observed(layer: Any, observe: Callable[..., bool]) -> Callable[..., Any]:
 
     Args:
         layer: SGLang's ``RadixAttention``.
+        observes: See ``PrefillObserver.observes``; asked at every forward.
         observe: See ``PrefillObserver.observe``.
     """
     attend = layer.forward
@@ -218,7 +225,7 @@ def observed(layer: Any, observe: Callable[..., bool]) -> Callable[..., Any]:
     def forward(
         q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if k is not None:
+        if k is not None and observes(forward_batch):
             queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
             if not observe(layer.layer_id, queries, keys, forward_batch):
@@ -237,6 +244,10 @@ def attention_parents(model: torch.nn.Module) -> list[tuple[Any, torch.nn.Module
         for child in module.children()
         if child in layers
     ]
+
+
+def _is_prefill(mode: Any) -> bool:
+    return bool(mode.is_extend() and not mode.is_target_verify())
 
 
 def _prefilled(batch: Any) -> tuple[list[int], list[int | None]]:

@@ -68,11 +68,10 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
     ) -> FutureMap:
         """Build the overlap relay (called by ``Scheduler``).
 
-        Lengths are copied to the host only if the host is the device. Otherwise the
-        copy would wait for the running forward; our worker builds its own lists.
+        Lengths are not copied to the host: the copy would wait for the running forward,
+        and our worker builds its own lists.
         """
-        here = str(device).startswith("cpu")
-        return EmptyRelay(device, self, pool, here, needs_confidence_relay)
+        return EmptyRelay(device, self, pool, False, needs_confidence_relay)
 
     def supports_ragged_verify(self) -> bool:
         """Return True: verified rows differ in length (``graph_runner.py``)."""

@@ -29,9 +29,10 @@ old one loses its weight until a request drafts again, one in some dozens if dra
 still rejected."""
 
 FIRST_DRAFTS = 4
-"""Drafts of a request's first cycle; the next cycles draft up to twice what was
-accepted. A request whose drafts are all rejected loses little; one whose drafts are
-accepted has at most two or three more verifications."""
+"""Least drafts of a request's first cycle. It drafts up to twice what a cycle of recent
+requests had accepted, the next ones up to twice what its own cycles had. A request
+whose drafts are all rejected loses little; one whose drafts are accepted after others'
+were rejected has at most two or three more verifications."""
 
 
 class Prior:
@@ -51,7 +52,7 @@ class Prior:
         if not 0.0 <= start <= 1.0:
             raise InvariantError(f"acceptance cannot start at {start}")
         self._start, self._weight = start, trials
-        self._accepted = self._trials = 0.0
+        self._accepted = self._trials = self._cycles = 0.0
 
     @property
     def p(self) -> float:
@@ -59,15 +60,22 @@ class Prior:
         accepted = self._accepted + self._start * self._weight
         return accepted / (self._trials + self._weight)
 
+    @property
+    def accepted_per_cycle(self) -> float:
+        """Mean accepted drafts of recent cycles, and of one more without any."""
+        return self._accepted / (self._cycles + 1.0)
+
     def observe(self, accepted: int, trials: int) -> None:
         """Count one draft-verify cycle of any request; see ``Acceptance.observe``."""
         self._accepted = PRIOR_KEEP * self._accepted + accepted
         self._trials = PRIOR_KEEP * self._trials + trials
+        self._cycles = PRIOR_KEEP * self._cycles + 1.0
 
     def age(self) -> None:
         """Count the arrival of a request."""
         self._accepted *= ARRIVAL_KEEP
         self._trials *= ARRIVAL_KEEP
+        self._cycles *= ARRIVAL_KEEP
 
 
 class Acceptance:
@@ -116,7 +124,9 @@ class Acceptance:
     @property
     def supported(self) -> int:
         """Most drafts of the next cycle for which there is evidence enough."""
-        return max(FIRST_DRAFTS, int(2.0 * self._accepted))
+        of_others = self._prior.accepted_per_cycle
+        accepted = self._accepted if self._trials else of_others
+        return max(FIRST_DRAFTS, int(2.0 * accepted))
 
     def expected(self, length: int) -> float:
         """Return the expected number of accepted drafts out of ``length`` >= 0."""

@@ -51,6 +51,7 @@ class DraftTokenBuffer:
             torch.zeros(pool_indices, dtype=torch.int32, device=device),
             torch.zeros(pool_indices, dtype=torch.int64, device=device),
         )
+        self._pending = self._draft_tokens.tokens[:, 0]
 
     @property
     def most(self) -> int:
@@ -63,7 +64,7 @@ class DraftTokenBuffer:
 
     def pending(self, pool_indices: torch.Tensor) -> torch.Tensor:
         """Return [n] int64, the pending tokens of ``pool_indices`` [n]."""
-        return self._draft_tokens.tokens[pool_indices, 0]
+        return self._pending.index_select(0, pool_indices)
 
     def drafted(self, pool_indices: torch.Tensor) -> torch.Tensor:
         """Return [n] int32, the exact number of drafts, reported or not."""
@@ -84,9 +85,10 @@ class DraftTokenBuffer:
             verified: [n], any integer dtype, tokens before the pending one.
         """
         verified = verified.to(torch.int64)
-        self._draft_tokens.tokens[pool_indices, 0] = tokens.to(torch.int64)
-        self._draft_tokens.drafted[pool_indices] = 0
-        self._draft_tokens.verified[pool_indices] = verified
+        # Cheaper on a CPU than assignments by an index: it is part of every token.
+        self._pending.index_copy_(0, pool_indices, tokens.to(torch.int64))
+        self._draft_tokens.drafted.index_fill_(0, pool_indices, 0)
+        self._draft_tokens.verified.index_copy_(0, pool_indices, verified)
         if self._texts is not None:
             self._texts.write(pool_indices, verified, tokens[:, None])
 
