@@ -1,4 +1,4 @@
-"""Page-locked host memory of exactly the requested size."""
+"""Host memory of exactly the requested size, page-locked where a device copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -18,6 +19,24 @@ HUGE_PAGE = 2 << 20
 
 THREADS = 8
 """Threads that touch pages at boot: a single one takes 10 s and more for 48 GiB."""
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """Return [nbytes] uint8 zeros; pages take no memory before their first write.
+
+    Huge pages where the kernel has them: there are fewer to lock and, while prompts are
+    copied in, fewer page faults (62 MB for the first time: 30 to 40 instead of 100 to
+    130 ms on a virtual machine).
+
+    Args:
+        nbytes: Size, >= 0.
+    """
+    pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork a write would go to a copy of its page.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(advice)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 
 class PinnedMemory:
@@ -41,11 +60,7 @@ class PinnedMemory:
     def __init__(self, nbytes: int) -> None:
         began = time.perf_counter()
         logger.info("VeriCache: page-locking %.1f GiB of host memory", nbytes / GIB)
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Fewer pages to lock; and after a fork a write would go to a copy of its page.
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-            pages.madvise(advice)
-        self.buffer = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        self.buffer = mapped(nbytes)
         _fill(self.buffer)  # otherwise registering does, in one thread
         cudart = torch.cuda.cudart()
         code = int(cudart.cudaHostRegister(self.buffer.data_ptr(), nbytes, 0))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vericache_sglang.device.pinned_memory import PinnedMemory
+from vericache_sglang.device.pinned_memory import PinnedMemory, mapped
 from vericache_sglang.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -207,10 +207,7 @@ class HostPagePool:
         count = nbytes // page_bytes
         size = count * page_bytes
         self._pinned = PinnedMemory(size) if pinned and size else None
-        if self._pinned is None:
-            self.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        else:
-            self.buffer = self._pinned.buffer
+        self.buffer = mapped(size) if self._pinned is None else self._pinned.buffer
         self.lock = threading.RLock()
         self._is_free = np.ones(count, dtype=bool)
         self._free = count
