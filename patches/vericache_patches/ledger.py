@@ -58,6 +58,14 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("pd_rebootstrap_forced_output_id", "pd_rebootstrap_in_progress"),
+        files=("disaggregation_decode.py",),
+        reason="A prefill server sends the KV of a retracted request again, and the "
+        "last token it had is not sampled a second time.",
+        remove_when="SGLang asks the algorithm which requests start again.",
+    ),
+    Write(
+        owner=REQ,
         names=("is_retracted",),
         files=("worker.py",),
         reason="After an error of a rank no rank prefills: SGLang ignores results of "
