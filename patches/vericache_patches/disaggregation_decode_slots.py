@@ -33,10 +33,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
         Patch(
             target=f"{QUEUE}._pre_alloc",
             kind="around",
-            args=(
-                *("self", "req", "prefix_indices", "prefix_len"),
-                "total_prefix_len",
-            ),
+            args=("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
             reason="A compressed prompt's slots are freed once their copy to the host "
             "was launched: later forwards of this device wait for it, the network "
             "does not.",

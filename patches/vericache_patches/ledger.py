@@ -57,11 +57,11 @@ WRITES: tuple[Write, ...] = (
         remove_when="SGLang lets a worker retract a request.",
     ),
     Write(
-        owner=REQ,
+        owner="sglang.srt.disaggregation.decode.DecodePreallocQueue",
         names=("pd_rebootstrap_forced_output_id", "pd_rebootstrap_in_progress"),
         files=("disaggregation_decode.py",),
-        reason="A prefill server sends the KV of a retracted request again, and the "
-        "last token it had is not sampled a second time.",
+        reason="On its requests, as it does itself: their KV is sent again, and the "
+        "last token they had is not sampled a second time.",
         remove_when="SGLang asks the algorithm which requests start again.",
     ),
     Write(

@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 
 import pytest
 from live_server import run
-from pair import WIRE, Pair
+from server_pair import WIRE, Pair
 
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.lossless import compare, greedy

@@ -94,7 +94,7 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
             last_tokens_tensor: [n] int64, their last tokens, without KV.
             future_map: Relay between iterations under overlap.
         """
-        batch.req_to_token_pool.on_seated(batch, last_tokens_tensor)
+        batch.req_to_token_pool.on_arrival(batch, last_tokens_tensor)
         relay = VeriCacheSpecInput(len(batch.reqs))
         if batch.enable_overlap:
             relay.future_indices = batch.req_pool_indices

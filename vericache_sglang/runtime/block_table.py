@@ -37,7 +37,7 @@ class BlockTablePool(ReqToTokenPool):
 
     Attributes:
         shape: Total rows and columns.
-        on_seated: Called with a batch of requests whose KV has arrived, and their first
+        on_arrival: Called with a batch of requests whose KV has arrived, and their first
             tokens [n] int64. Set by the worker.
         on_free: Called with the request whose row was freed because it finished, was
             aborted or was retracted. Set by the worker.
@@ -60,7 +60,7 @@ class BlockTablePool(ReqToTokenPool):
         self.pre_alloc_size = arriving
         self.max_context_len = max_context_len
         self.clear()
-        self.on_seated: Callable[[Any, torch.Tensor], None] | None = None
+        self.on_arrival: Callable[[Any, torch.Tensor], None] | None = None
         self.on_free: Callable[[Any], None] | None = None
         self.segments: Any = None
 

@@ -201,7 +201,7 @@ class VeriCacheWorker(BaseSpecWorker):
             proposer=self._proposer,
         )
         req_to_token_pool.segments = self.placement.segments
-        req_to_token_pool.on_seated = self.seat
+        req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
 
     def _open_draft_tokens(self, requests: int) -> None:
@@ -288,7 +288,7 @@ class VeriCacheWorker(BaseSpecWorker):
         if not known:  # the contents of its block-table row
             req.skip_radix_cache_insert = True
 
-    def seat(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
+    def receive(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
         """Create the states of requests whose prompt was prefilled by another server.
 
         Args:

@@ -5,15 +5,14 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from urllib.error import HTTPError
 
-from live_server import PATHS, LiveServer
+from live_server import PATHS, ROOT, LiveServer
 
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.server import free_port
 
-WIRE = Path(__file__).parent / "wire"
+WIRE = ROOT / "tests" / "disaggregation" / "wire"
 QUIET = ("--skip-server-warmup", "--sleep-on-idle", "--max-total-tokens", "40000")
 SENT = ("--disaggregation-transfer-backend", "mooncake_tcp")
 
