@@ -130,3 +130,27 @@ def test_a_failed_transfer_costs_its_request_alone(greedy_waves, plain, tmp_path
     assert 0 < len(failed) < len(got) / 2
     assert [i for i, ids in enumerate(got) if ids != wanted[i] and ids != 500] == []
     assert held(state) == NOTHING
+
+
+@pytest.mark.extended
+def test_an_abort_ends_a_request_that_waits_for_kv_alone(greedy_waves, plain, tmp_path):
+    """The KV of one never comes; its id begins the other's, and SGLang's next one's."""
+    (wave,) = greedy_waves
+    body, wanted = lossless.bodies(wave)[0], plain["waves"][0][0]["ids"]
+    with Pair(tmp_path, *KEYNORM, *ON_HOST) as pair, ThreadPoolExecutor(2) as clients:
+
+        def alone():
+            room = {**pair.address, "bootstrap_room": next(pair.rooms)}
+            with pytest.raises(HTTPError) as caught:
+                pair.decode.post("/generate", {**body, **room, "rid": "a"})
+            return caught.value.code
+
+        waiting = clients.submit(alone)
+        answered = clients.submit(pair.generate, {**body, "rid": "ab"})
+        assert answered.result()["output_ids"] == wanted
+        second = clients.submit(pair.generate, {**body, "rid": "ac"})
+        while not waiting.done():
+            pair.decode.post("/abort_request", {"rid": "a"})
+        assert waiting.result() == 500
+        assert second.result()["output_ids"] == wanted
+        assert held(pair.decode.settle()) == NOTHING

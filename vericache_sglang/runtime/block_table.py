@@ -37,7 +37,7 @@ class BlockTablePool(ReqToTokenPool):
 
     Attributes:
         shape: Total rows and columns.
-        on_arrival: Called with a batch of requests whose KV has arrived, and their first
+        on_arrival: Called with a batch of requests whose KV has arrived, and their last
             tokens [n] int64. Set by the worker.
         on_free: Called with the request whose row was freed because it finished, was
             aborted or was retracted. Set by the worker.
