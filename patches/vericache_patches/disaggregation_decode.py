@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from vericache_patches.record import Hook, Patch
@@ -25,6 +26,8 @@ def add(
         # Its KV is made by the decode that follows, as with every last token.
         req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
         req.pd_rebootstrap_in_progress = True
+        # The prefill server may not have cleared the old room yet.
+        req.bootstrap_room = random.randrange(1, 1 << 63)
     original(queue, req, is_retracted, is_rebootstrap)
 
 

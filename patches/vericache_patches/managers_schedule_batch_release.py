@@ -1,4 +1,4 @@
-"""Hook on ``sglang/srt/managers/schedule_batch.py``: no copies of retracted rows."""
+"""Hooks on ``sglang/srt/managers/schedule_batch.py``: requests that are retracted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def release_req(original: Hook, **of: Any) -> bool:
     return released
 
 
+def build_rebootstrap_payload(original: Hook, req: Any) -> dict[str, Any]:
+    """Ask by another id: the prefill server may not have ended the first request."""
+    return {**original(req), "rid": f"{req.rid}-{req.bootstrap_room}"}
+
+
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
@@ -33,5 +38,16 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             body="a0f85cccb76b",
         ),
         release_req,
+    ),
+    (
+        Patch(
+            target="sglang.srt.managers.schedule_batch.Req.build_rebootstrap_payload",
+            kind="around",
+            args=("self",),
+            reason="An id is refused while a request has it, and SGLang asks only "
+            "between a pause and new weights.",
+            remove_when="SGLang asks for the KV of retracted requests again.",
+        ),
+        build_rebootstrap_payload,
     ),
 )

@@ -100,7 +100,11 @@ def test_greedy_answers_are_those_of_one_server(line, greedy_waves, plain, tmp_p
 
 @pytest.mark.extended
 def test_retracted_requests_are_sent_again(greedy_waves, plain, tmp_path):
-    often = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+    often = {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "12",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "100",
+    }
     with Pair(tmp_path, *KEYNORM, *ON_HOST, environment=often) as pair:
         ours = pair.run(greedy_waves)
         log = pair.decode.output()
