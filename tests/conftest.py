@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-LONGEST = ("lossless", "faults", "end_to_end/kits", "end_to_end")
+LONGEST = ("lossless", "faults", "disaggregation", "end_to_end/kits", "end_to_end")
 """Folders whose tests start servers: begun first, so that no process ends up alone."""
 
 

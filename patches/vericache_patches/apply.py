@@ -35,6 +35,9 @@ HOOKED = (
     "managers_tokenizer_manager_checks",
     "entrypoints_openai_usage_processor",
     "managers_scheduler_retraction",
+    "managers_schedule_batch_release",
+    "disaggregation_decode",
+    "disaggregation_decode_slots",
     "speculative_eagle_utils",
 )
 """Names of the sibling modules that define ``HOOKS``, in order of use."""

@@ -57,6 +57,17 @@ WRITES: tuple[Write, ...] = (
         remove_when="SGLang lets a worker retract a request.",
     ),
     Write(
+        owner="sglang.srt.disaggregation.decode.DecodePreallocQueue",
+        names=(
+            *("pd_rebootstrap_forced_output_id", "pd_rebootstrap_in_progress"),
+            "bootstrap_room",
+        ),
+        files=("disaggregation_decode.py",),
+        reason="On its requests, the first two as it does itself: their KV is sent "
+        "again, and the last token they had is not sampled a second time.",
+        remove_when="SGLang asks the algorithm which requests start again.",
+    ),
+    Write(
         owner=REQ,
         names=("is_retracted",),
         files=("worker.py",),

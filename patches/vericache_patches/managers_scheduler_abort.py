@@ -37,6 +37,9 @@ def _requests(scheduler: Any) -> list[Any]:
     ]
     if scheduler.chunked_req is not None:
         found.append(scheduler.chunked_req)
+    if (moving := scheduler.disagg_decode_transfer_queue) is not None:
+        waiting = scheduler.disagg_decode_prealloc_queue
+        found += [arriving.req for arriving in (*waiting.queue, *moving.queue)]
     return list({id(req): req for req in found}.values())
 
 

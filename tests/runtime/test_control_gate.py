@@ -108,6 +108,7 @@ def test_replays_are_aborted_through_the_hook_that_compares_whole_ids(gate):
         """A scheduler with SGLang's comparison below our hook."""
 
         draft_worker, chunked_req = object(), None
+        disagg_decode_prealloc_queue = disagg_decode_transfer_queue = None
 
         def abort_request(self, given):
             abort_request(Hooked.compare, self, given)

@@ -12,6 +12,7 @@ from vericache_sglang.serving import refusals
 from vericache_sglang.serving.launch import check_draft_path
 from vericache_sglang.serving.refusals import (
     SGLANG_VERSION,
+    check_decode_server,
     check_drafter,
     check_model,
     check_server_args,
@@ -48,7 +49,6 @@ REFUSED_FLAGS = [
     {"dllm_algorithm": "LowConfidence"},
     {"is_embedding": True},
     {"disaggregation_mode": "prefill"},
-    {"disaggregation_mode": "decode"},
     {"encoder_only": True},
     {"language_only": True},
     {"enable_streaming_session": True},
@@ -97,8 +97,36 @@ ALLOWED_FLAGS = [
     {"enable_lora": True},
     {"disable_radix_cache": True},
     {"tp_size": 2},
+    {"disaggregation_mode": "decode"},
     {"enable_deterministic_inference": True},
 ]
+
+REFUSED_DECODING = [
+    ({"compressor": "snapkv"}, {}, "--vericache-compressor"),
+    ({"compressor": "expected-attention"}, {}, "--vericache-compressor"),
+    ({"compressor": "observed+kivi"}, {}, "--vericache-compressor"),
+    ({"compressor": "kvzap"}, {}, "--vericache-compressor"),
+    ({"inner": "model"}, {}, "--vericache-inner model"),
+    ({"consistency_check_rate": 0.1}, {}, "--vericache-consistency-check-rate"),
+    *(
+        ({}, {field: given}, f"--{field.replace('_', '-')}")
+        for field, given in {
+            "disaggregation_decode_enable_radix_cache": True,
+            "disaggregation_decode_enable_offload_kvcache": True,
+            "disaggregation_decode_host_receive_threshold": 0.5,
+            "disaggregation_enable_kv_checksum": True,
+            "disaggregation_transfer_backend": "fake",
+            "enable_pd_role_switch": True,
+            "enable_lora": True,
+            "hicache_storage_backend": "file",
+            "tp_size": 2,
+        }.items()
+    ),
+]
+"""Settings and fields of a decode server, and what the message names."""
+
+DECODING = ("keynorm", "recency", "random", "kvzip", "kvzip:plus=true", "keynorm+kivi")
+"""Compressors of decode servers."""
 
 BY_MODEL = {"speculative_draft_model_path": "some/model"}
 
@@ -315,6 +343,21 @@ def test_flags_of_a_refused_inner_drafter_are_named(server_args, inner, fields, 
     config = VeriCacheConfig(inner=inner)
     with pytest.raises(UnsupportedError, match=rf"inner drafter:\s+{named}"):
         check_drafter(config, server_args(**fields), None)
+
+
+@pytest.mark.parametrize(("settings", "fields", "named"), REFUSED_DECODING)
+def test_what_a_decode_server_refuses_is_named(server_args, settings, fields, named):
+    config = VeriCacheConfig(**{"compressor": "keynorm", **settings})
+    check_decode_server(config, server_args(**fields))
+    decoding = server_args(disaggregation_mode="decode", **fields)
+    with pytest.raises(UnsupportedError, match=rf"decode server:\s+{named}: "):
+        check_decode_server(config, decoding)
+
+
+@pytest.mark.parametrize("compressor", DECODING)
+def test_compressors_of_a_decode_server(server_args, compressor):
+    config = VeriCacheConfig(compressor=compressor)
+    check_decode_server(config, server_args(disaggregation_mode="decode"))
 
 
 def test_a_server_without_a_small_model_looks_for_none(server_args):

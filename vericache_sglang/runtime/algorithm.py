@@ -12,10 +12,12 @@ from vericache_sglang.config.files import active_config, is_disabled
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.prefix_cache import tiered_cache
 from vericache_sglang.runtime import cuda_arguments
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 NAME = "VERICACHE"
@@ -81,6 +83,23 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         """Return False: drafts use the request's own slots, not a second pool."""
         return False
 
+    def build_disagg_draft_input(
+        self, batch: ScheduleBatch, last_tokens_tensor: torch.Tensor, future_map: Any
+    ) -> VeriCacheSpecInput:
+        """Admit requests whose prompt KV has arrived (``process_prebuilt``).
+
+        Args:
+            batch: Their PREBUILT batch, which runs no forward.
+            last_tokens_tensor: [n] int64, their last tokens, without KV.
+            future_map: Relay between iterations under overlap.
+        """
+        batch.req_to_token_pool.on_arrival(batch, last_tokens_tensor)
+        relay = VeriCacheSpecInput(len(batch.reqs))
+        if batch.enable_overlap:
+            relay.future_indices = batch.req_pool_indices
+            future_map.publish(batch.req_pool_indices, batch.seq_lens)
+        return relay
+
     def handle_server_args(self, server_args: Any) -> None:
         """Refuse unsupported arguments and set SGLang's verification width.
 
@@ -95,6 +114,9 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         type(self).refuse(server_args)
         if not server_args.disable_radix_cache:
             server_args.radix_cache_backend = tiered_cache.NAME
+        if server_args.disaggregation_mode == "decode":
+            # Unused (patches: disaggregation_decode), but a host pool is allocated.
+            server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
         server_args.speculative_num_steps = self.most_drafts
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = self.most_drafts + 1

@@ -1,4 +1,4 @@
-"""Creates the state of a request when its prefill is launched."""
+"""Creates the state of a request when its prefill is launched, or its KV arrived."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ class RequestStateFactory:
         self._overlap = overlap
         self._deterministic = deterministic
 
-    def state_of(self, req: Req, length: int, fits: bool) -> RequestState:
-        """Return the state of a request whose prefill was launched.
-
-        Its first token is counted but has not been reported to the host.
+    def state_of(
+        self, req: Req, length: int, fits: bool, unreported: int
+    ) -> RequestState:
+        """Return the state of a request.
 
         Args:
             req: SGLang's request; its ``customized_info`` receives the statistics.
             length: Tokens prefilled.
             fits: The prompt is long enough to be compressed.
+            unreported: 1 if the prefill was launched, and the host does not know its
+                token yet; 0 if it ran elsewhere, and its token is the last output.
         """
         options = read_options(req.sampling_params.custom_params, self._config)
         longest = options.draft_length
@@ -96,7 +98,7 @@ class RequestStateFactory:
             penalties=self._penalties(req, outputs),
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
             asynchronous=coupled and not looks_at_tokens(req),
-            committed_in_flight=1,
+            committed_in_flight=unreported,
         )
 
     def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:

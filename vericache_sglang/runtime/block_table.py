@@ -14,6 +14,8 @@ from vericache_sglang.runtime.algorithm import served_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
 
@@ -30,9 +32,13 @@ class BlockTablePool(ReqToTokenPool):
         max_context_len: Columns SGLang asked for, in KV slots.
         device: Where the table is.
         enable_memory_saver: As in ``ReqToTokenPool``.
+        arriving: Rows, among those of ``shape.requests``, for requests whose KV is
+            arriving from a prefill server (``DecodeReqToTokenPool``).
 
     Attributes:
         shape: Total rows and columns.
+        on_arrival: Called with a batch of requests whose KV has arrived, and their last
+            tokens [n] int64. Set by the worker.
         on_free: Called with the request whose row was freed because it finished, was
             aborted or was retracted. Set by the worker.
         segments: Cached prompt segments, for the radix cache (``TieredCache``). Set by
@@ -45,13 +51,16 @@ class BlockTablePool(ReqToTokenPool):
         max_context_len: int,
         device: str,
         enable_memory_saver: bool,
+        arriving: int = 0,
     ) -> None:
         # SGLang's pool adds the padding row itself.
         super().__init__(shape.rows - 1, shape.width, device, enable_memory_saver)
         self.shape = shape
-        self.size, self._alloc_size = shape.requests, shape.requests + 1
+        self.size, self._alloc_size = shape.requests - arriving, shape.requests + 1
+        self.pre_alloc_size = arriving
         self.max_context_len = max_context_len
         self.clear()
+        self.on_arrival: Callable[[Any, torch.Tensor], None] | None = None
         self.on_free: Callable[[Any], None] | None = None
         self.segments: Any = None
 
@@ -62,12 +71,15 @@ class BlockTablePool(ReqToTokenPool):
             self.on_free(req)
 
 
-def block_table_pool(requests: int, max_context_len: int, **options: Any) -> Any:
+def block_table_pool(
+    requests: int, max_context_len: int, *, arriving: int = 0, **options: Any
+) -> Any:
     """Build the pool for ``KVCacheConfigurator``; None if VeriCache is off.
 
     Args:
         requests: Maximum running requests.
         max_context_len: Columns SGLang asks for, in KV slots.
+        arriving: Maximum requests beyond these whose KV is arriving.
         options: ``device`` and ``enable_memory_saver``.
     """
     from sglang.srt.runtime_context import get_schedule
@@ -75,10 +87,9 @@ def block_table_pool(requests: int, max_context_len: int, **options: Any) -> Any
     config = served_config()
     if config is None:
         return None
-    shape = block_table_shape(
-        config, requests, max_context_len, get_schedule().page_size, most_kept(config)
-    )
-    return BlockTablePool(shape, max_context_len, **options)
+    rows, page = requests + arriving, get_schedule().page_size
+    shape = block_table_shape(config, rows, max_context_len, page, most_kept(config))
+    return BlockTablePool(shape, max_context_len, arriving=arriving, **options)
 
 
 def most_kept(config: VeriCacheConfig) -> float:

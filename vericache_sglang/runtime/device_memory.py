@@ -51,6 +51,8 @@ def deployment(
     """
     model = model_config_of(args)
     running = args.max_running_requests or DEFAULT_RUNNING
+    if args.disaggregation_mode == "decode":  # requests whose KV is arriving
+        running += args.disaggregation_decode_extra_slots or 0
     graphs = args.cuda_graph_config
     rows = 0
     if graphs.decode.backend != Backend.DISABLED:

@@ -201,6 +201,7 @@ class VeriCacheWorker(BaseSpecWorker):
             proposer=self._proposer,
         )
         req_to_token_pool.segments = self.placement.segments
+        req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
 
     def _open_draft_tokens(self, requests: int) -> None:
@@ -287,6 +288,21 @@ class VeriCacheWorker(BaseSpecWorker):
         if not known:  # the contents of its block-table row
             req.skip_radix_cache_insert = True
 
+    def receive(self, batch: ScheduleBatch, tokens: torch.Tensor) -> None:
+        """Create the states of requests whose prompt was prefilled by another server.
+
+        Args:
+            batch: SGLang's PREBUILT batch; row lengths are those of the arrived KV.
+            tokens: [n] int64, their last tokens, which have no KV.
+        """
+        self._tree_cache = batch.tree_cache
+        with self._recovery.of_all():
+            self._draft_tokens.start(batch.req_pool_indices, tokens, batch.seq_lens)
+            lengths = batch.seq_lens_cpu.tolist()
+            for req, length in zip(batch.reqs, lengths, strict=True):
+                with self._recovery.of_arrival(req):
+                    self._arrive(req, length, unreported=0)
+
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
         each_of = self._recovery.each_of
@@ -326,6 +342,8 @@ class VeriCacheWorker(BaseSpecWorker):
         """
         error = self._recovery.sync_errors()
         if error is not None:
+            if scheduler.disagg_decode_transfer_queue is not None:
+                raise error  # other servers write to slots that would be freed
             self._reset_requests(scheduler, error)
         doubts = self._recovery.doubtful or self.placement.segments.abandoned
         if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
@@ -457,7 +475,7 @@ class VeriCacheWorker(BaseSpecWorker):
                     zip(batch.reqs, lengths, strict=True)
                 ):
                     with self._recovery.of_arrival(req):
-                        state = self._arrive(req, length)
+                        state = self._arrive(req, length, unreported=1)
                         rows.append(PendingRow(state, i, state.drafts))
                 self._in_flight.launch(InFlightForward(result, 1, rows, decode=False))
                 if not all(row.state.asynchronous for row in rows):
@@ -477,16 +495,17 @@ class VeriCacheWorker(BaseSpecWorker):
             ),
         )
 
-    def _arrive(self, req: Req, length: int) -> RequestState:
+    def _arrive(self, req: Req, length: int, unreported: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
         fits = self.placement.compressor.budget(length) is not None
         fits = fits and not self.placement.guard.off
-        state = self._state_factory.state_of(req, length, fits)
+        state = self._state_factory.state_of(req, length, fits, unreported)
         self._tp_sync.same_noise(state)
         self._states[req.rid] = state
         req.vericache_room, req.vericache_lost = self.placement.plain_room, False
         req.vericache_swapped_slots = 0
-        whole = length >= len(req.origin_input_ids) + len(req.output_ids)
+        known = len(req.origin_input_ids) + len(req.output_ids)
+        whole = length + 1 - unreported >= known
         if self._texts is not None and state.stats.proposals:
             text = [*req.origin_input_ids, *req.output_ids]
             self._texts.put(state.req_pool_idx, text[:length])

@@ -10,6 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import UnsupportedError
+from vericache_sglang.serving.refused_disaggregation import (
+    DECODE_RULES,
+    DecodeServer,
+)
 from vericache_sglang.serving.refused_drafters import (
     DRAFTING_RULES,
     PAIR_RULES,
@@ -107,6 +111,20 @@ def check_drafter(config: VeriCacheConfig, server_args: Any, model_config: Any) 
 
         pair = DraftPair(config, model_config, draft_model_config(server_args))
         _refuse("inner drafter", PAIR_RULES, pair)
+
+
+def check_decode_server(config: VeriCacheConfig, server_args: Any) -> None:
+    """Confirm that a decode server of a prefill/decode pair can serve as asked.
+
+    Args:
+        config: Settings of VeriCache.
+        server_args: As in ``check_server_args``; other servers pass.
+
+    Raises:
+        UnsupportedError: It cannot; the message lists every reason.
+    """
+    if server_args.disaggregation_mode == "decode":
+        _refuse("decode server", DECODE_RULES, DecodeServer(config, server_args))
 
 
 def _refuse(

@@ -154,8 +154,9 @@ _VALUES = (
     ),
     _other_than(
         "disaggregation_mode",
-        "null",
-        reason="KV is sent by token position, and no part of it may be missing",
+        *("null", "decode"),
+        reason="a prefill server has nothing to draft",
+        remedy="start it without VeriCache: --disable-vericache",
     ),
     _other_than(
         "enable_streaming_session",

@@ -14,6 +14,10 @@ from sglang.srt.platforms.interface import SRTPlatform
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 """SGLang's environment variable with each rank's cores, ranks separated by "|"."""
 
+EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+"""SGLang's environment variable: a prefill server sends a cached prefix's KV before it
+prefills the rest, behind a CUDA event (0.5.21)."""
+
 KEPT = {-1: 1 << 28, -3: 1 << 25}
 """Bytes by parameter of mallopt(3): M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at its most.
 Freed memory up to so much stays with the process."""
@@ -62,8 +66,9 @@ class VeriCacheCpuPlatform(CpuDeviceMixin, SRTPlatform):
         the user's choice is read from the record's copy of the raw arguments.
 
         SGLang requires a NUMA node per rank unless ``CORES`` is set. Only sgl_kernel
-        binds threads to these cores.
+        binds threads to these cores. A prefill server does without ``EARLY``.
         """
+        os.environ.setdefault(EARLY, "0")
         given = server_args._raw_input
         if given.get("attention_backend") is None:
             server_args.attention_backend = self.get_default_attention_backend()

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
     """Return whether SGLang's batch-wide sampling is correct for every request.
 
-    It counts one token per step for penalties, which is wrong after a verification.
+    It counts one token per step for penalties, which is wrong after a verification, and
+    under overlap counts the first token of another server's prefill twice.
     In a batch of mixed sampling kinds a seed yields different tokens than alone
     (``Group``). The batch's flags outlive the request that set them, so they are
     checked too.
@@ -33,7 +34,10 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
         states: The batch's requests.
         info: The batch's sampling state.
     """
-    if any(state.penalties and state.stats.cycles for state in states):
+    if any(
+        state.penalties and (state.stats.cycles or state.req.bootstrap_room is not None)
+        for state in states
+    ):
         return False
     kinds = {(state.profile.rule, state.profile.filtered) for state in states}
     if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):

@@ -1,0 +1,177 @@
+"""The promise for a prefill/decode pair: the answers of one plain SGLang server.
+
+SGLang's own tests know the first token's ``token_ids_logprob`` to be missing from a
+pair, so the waves do not ask for it.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from live_server import run
+from server_pair import WIRE, Pair
+
+from vericache_sglang.evaluation import lossless
+from vericache_sglang.evaluation.lossless import compare, greedy
+from vericache_sglang.evaluation.matrix import PLAIN
+from vericache_sglang.evaluation.sampled import logprob_gap, sampled_waves
+from vericache_sglang.evaluation.server import free_port
+from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts, spread
+
+GAP = 5e-4
+"""As in lossless/test_sampling.py."""
+
+MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
+SEEDED = ("--enable-deterministic-inference", "--enable-custom-logit-processor")
+SMALL = ("--vericache-min-prompt", "64", "--vericache-draft-length", "6")
+KEYNORM = (*SMALL, "--vericache-compressor", "keynorm", "--vericache-keep", "0.25")
+ON_HOST = ("--vericache-residency", "host")
+COMPRESSED_BY = (*SMALL, *ON_HOST, "--vericache-compressor")
+HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
+NOTHING = dict.fromkeys(HELD, 0)
+
+pytestmark = pytest.mark.server
+
+
+def held(state):
+    return {name: state[name] for name in HELD}
+
+
+@pytest.fixture(scope="module")
+def waves():
+    drawn = sampled_waves(load_tokenizer(MODEL), each=3, longest=500, tokens=14, seed=3)
+    for wave in drawn:
+        wave["more"] = {
+            name: given
+            for name, given in wave.get("more", {}).items()
+            if name != "token_ids_logprob"
+        }
+    return drawn
+
+
+def test_every_kind_of_request_is_answered_as_by_one_server(waves, tmp_path):
+    engine = {name[2:].replace("-", "_"): True for name in SEEDED}
+    plain = run(described("plain", None, engine), MODEL, waves)
+    with Pair(tmp_path, *KEYNORM, *ON_HOST, engine=SEEDED) as pair:
+        ours = pair.run(waves)
+    assert compare(plain, ours) == []
+    assert logprob_gap(plain, ours) < GAP
+    state = ours["state"]
+    assert state["drafted"] >= 200
+    assert 0 < state["accepted"] < state["drafted"]
+    assert held(state) == NOTHING
+
+
+@pytest.fixture(scope="module")
+def greedy_waves():
+    texts = record_prompts(load_tokenizer(MODEL), spread(12, 200, 1500), 11)
+    return [{"prompts": texts, "params": [greedy(60, ignore_eos=True)] * len(texts)}]
+
+
+@pytest.fixture(scope="module")
+def plain(greedy_waves):
+    return run(PLAIN, MODEL, greedy_waves)
+
+
+LINES = {
+    "mooncake's own wire": (KEYNORM, None),
+    "residual KV on the device": ((*KEYNORM, "--vericache-residency", "device"), WIRE),
+    "no overlap": ((*KEYNORM, *ON_HOST, "--disable-overlap-schedule"), WIRE),
+    "kvzip, which probes": ((*COMPRESSED_BY, "kvzip"), WIRE),
+    "a codec": ((*COMPRESSED_BY, "kivi:bits=4"), WIRE),
+    "prompt lookup": ((*KEYNORM, *ON_HOST, "--vericache-inner", "ngram"), WIRE),
+    "the latest tokens": ((*COMPRESSED_BY, "recency"), WIRE),
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("line", LINES)
+def test_greedy_answers_are_those_of_one_server(line, greedy_waves, plain, tmp_path):
+    flags, wire = LINES[line]
+    if wire is None and find_spec("mooncake") is None:
+        pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
+    with Pair(tmp_path, *flags, wire=wire) as pair:
+        ours = pair.run(greedy_waves)
+    assert compare(plain, ours) == []
+    assert ours["state"]["drafted"] > 0
+    assert held(ours["state"]) == NOTHING
+
+
+@pytest.mark.extended
+def test_retracted_requests_are_sent_again(greedy_waves, plain, tmp_path):
+    often = {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "12",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "100",
+    }
+    with Pair(tmp_path, *KEYNORM, *ON_HOST, environment=often) as pair:
+        ours = pair.run(greedy_waves)
+        log = pair.decode.output()
+    assert log.count("Testing retraction") >= 2
+    assert compare(plain, ours) == []
+    assert held(ours["state"]) == NOTHING
+
+
+@pytest.mark.extended
+def test_a_failed_transfer_costs_its_request_alone(greedy_waves, plain, tmp_path):
+    """SGLang lets each look at a waiting request fail at this rate."""
+    failing = {"SGLANG_TEST_DISAGG_FAILURE_PROB": "0.001"}
+    bodies = lossless.bodies(greedy_waves[0])
+    wanted = [answer["ids"] for answer in plain["waves"][0]]
+    answered = failed = rounds = 0
+    with Pair(tmp_path, *KEYNORM, *ON_HOST, environment=failing) as pair:
+
+        def ask(body):
+            try:
+                return pair.generate(body)["output_ids"]
+            except HTTPError as error:
+                return error.code
+
+        while not (answered and failed) and rounds < 8:
+            rounds += 1
+            with ThreadPoolExecutor(len(bodies)) as clients:
+                got = list(clients.map(ask, bodies))
+            right = [ids == want for ids, want in zip(got, wanted, strict=True)]
+            wrong = [ids for ids, ok in zip(got, right, strict=True) if not ok]
+            assert set(wrong) <= {500}
+            answered += right.count(True)
+            failed += right.count(False)
+        state = pair.decode.settle()
+    assert answered
+    assert failed
+    assert held(state) == NOTHING
+
+
+@pytest.mark.extended
+def test_an_abort_ends_one_request_wherever_it_is(greedy_waves, plain, tmp_path):
+    """Aborted ids begin those of others, which SGLang alone would end too."""
+    body, wanted = lossless.bodies(greedy_waves[0])[0], plain["waves"][0][0]["ids"]
+    with Pair(tmp_path, *KEYNORM, *ON_HOST) as pair, ThreadPoolExecutor(4) as clients:
+
+        def alone(rid, **address):
+            room = {**pair.address, "bootstrap_room": next(pair.rooms), **address}
+            with pytest.raises(HTTPError) as caught:
+                pair.decode.post("/generate", {**body, **room, "rid": rid})
+            return caught.value.code
+
+        # No prefill server is there, none knows the request, and one that decodes.
+        waiting = {
+            "a": clients.submit(alone, "a", bootstrap_port=free_port()),
+            "b": clients.submit(alone, "b"),
+        }
+        long = {**body, "rid": "c", "sampling_params": greedy(8000, ignore_eos=True)}
+        decoding = clients.submit(pair.generate, long)
+        while not pair.decode.counters()["running"]:
+            assert not decoding.done()
+        others = [clients.submit(pair.generate, {**body, "rid": "ab"})]
+        for rid, asked in [*waiting.items(), ("c", decoding)]:
+            others.append(clients.submit(pair.generate, {**body, "rid": f"{rid}c"}))
+            while not asked.done():
+                pair.decode.post("/abort_request", {"rid": rid})
+        assert [asked.result() for asked in waiting.values()] == [500, 500]
+        assert decoding.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert [other.result()["output_ids"] for other in others] == [wanted] * 4
+        assert held(pair.decode.settle()) == NOTHING

@@ -1,0 +1,1 @@
+"""Stands for the Mooncake package, which the tests' environment does not have."""
