@@ -66,6 +66,14 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("vericache_path", "vericache_guest"),
+        files=("relay.py", "hosting.py"),
+        reason="The hook on the streamer counts tokens of requests that a verifier "
+        "decodes, and streams nothing of a guest.",
+        remove_when="SGLang lets a worker say how a request is streamed.",
+    ),
+    Write(
+        owner=REQ,
         names=("vericache_names",),
         files=("tiered_cache.py",),
         reason="The names of a prompt's segments are hashed once.",
@@ -74,7 +82,7 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=("customized_info",),
-        files=("arrival.py",),
+        files=("arrival.py", "relay.py"),
         reason="Carries the statistics of a request to meta_info; made for workers.",
         remove_when="SGLang takes per-request values from a spec worker.",
     ),

@@ -56,10 +56,8 @@ class Verifier:
 
     def step(self):
         """Compute some tokens of every guest; lose one now and then."""
-        for guest in list(self.guests._guests.values()):
-            tokens = self.running.get((guest.drafter, guest.rid))
-            if tokens is None:
-                continue  # finished
+        for guest in self.guests.running():
+            tokens = self.running[guest.drafter, guest.rid]
             if self._dice.random() < self.loses:
                 del self.running[guest.drafter, guest.rid]
                 self.guests.lose(guest)

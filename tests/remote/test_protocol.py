@@ -40,7 +40,13 @@ def test_random_histories_commit_the_right_tokens_and_leave_no_guest():
     for seed in range(SOME):
         history = History(seed).run()
         counted = [history.counters, *(each.counters for each in history.verifiers)]
-        for key in ("resends", "failovers", "stale", "relayed_tokens", "lease_expiries"):
+        for key in (
+            "resends",
+            "failovers",
+            "stale",
+            "relayed_tokens",
+            "lease_expiries",
+        ):
             seen[key] += sum(getattr(each, f"remote_{key}") for each in counted)
         seen["restarts"] += history.restarts
     assert min(seen.values()) > SOME // 10, seen
@@ -126,7 +132,9 @@ def test_a_request_that_cannot_begin_is_malformed():
     assert host.started == [(1, 1)]
 
 
-@pytest.mark.parametrize("field", [n for n in HELLO.__struct_fields__ if n != "instance"])
+@pytest.mark.parametrize(
+    "field", [n for n in HELLO.__struct_fields__ if n != "instance"]
+)
 def test_an_altered_hello_is_refused_and_logged_on_both_sides(field, caplog):
     logging.disable(logging.NOTSET)
     altered = 2 if isinstance(getattr(HELLO, field), int) else "other"
@@ -194,7 +202,7 @@ def test_the_ladder_asks_again_then_moves_then_returns_with_all_tokens():
 
 
 def test_a_verifier_that_keeps_forgetting_is_left_at_last():
-    owner, request, _ = drafting(0)
+    owner, _, _ = drafting(0)
     for epoch in range(1, MOST_EPOCHS + 1):
         assert owner.returned == []
         owner.receive(0, Unknown(1, epoch), 0.1)

@@ -1,13 +1,10 @@
 """A verifier's process without SGLang: answers with ``histories.truth``.
 
-    python verifying.py ENDPOINT KEY_FILE_OR_off
+python verifying.py ENDPOINT KEY_FILE_OR_off
 """
 
 import sys
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from histories import HELLO, LEASE_S, truth
 
@@ -36,7 +33,7 @@ def main(endpoint, key):
         transport.wait(0.005)
         for connection, message, at in transport.drain():
             guests.receive(connection, message, at)
-        for guest in list(guests._guests.values()):
+        for guest in guests.running():
             tokens = running[guest.rid]
             tokens.append(truth(guest.rid, len(tokens)))
             guests.advance(guest, tokens, finished=False)

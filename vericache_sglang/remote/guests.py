@@ -19,7 +19,6 @@ from vericache_sglang.remote.messages import (
     Hello,
     Open,
     Refuse,
-    Resend,
     Unknown,
     Verdict,
     Welcome,
@@ -126,7 +125,11 @@ class Guests:
 
     def __len__(self) -> int:
         """Return the number of unfinished guests."""
-        return sum(not guest.finished for guest in self._guests.values())
+        return len(self.running())
+
+    def running(self) -> list[Guest]:
+        """Return the unfinished guests."""
+        return [guest for guest in self._guests.values() if not guest.finished]
 
     def beats(self) -> dict[bytes, Message]:
         """Return, for every connection, what to send now and again."""

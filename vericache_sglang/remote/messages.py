@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -32,7 +32,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=LONGEST)]
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A message; subclasses add a tag and fields."""
 
 
@@ -154,9 +154,8 @@ ToVerifier = Hello | Open | Close | Resend | Heartbeat
 ToDrafter = Welcome | Refuse | Busy | Verdict | Unknown | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {
-    kinds: msgspec.msgpack.Decoder(kinds) for kinds in (ToVerifier, ToDrafter)
-}
+_TO_VERIFIER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToVerifier)
+_TO_DRAFTER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToDrafter)
 
 
 def encode(message: Message) -> bytes:
@@ -170,7 +169,7 @@ def decode_to_verifier(data: bytes) -> ToVerifier:
     Raises:
         MessageError: It is none that a verifier gets.
     """
-    found: ToVerifier = _decode(data, ToVerifier)
+    found: ToVerifier = _decode(data, _TO_VERIFIER)
     return found
 
 
@@ -180,13 +179,13 @@ def decode_to_drafter(data: bytes) -> ToDrafter:
     Raises:
         MessageError: It is none that a drafter gets.
     """
-    found: ToDrafter = _decode(data, ToDrafter)
+    found: ToDrafter = _decode(data, _TO_DRAFTER)
     return found
 
 
-def _decode(data: bytes, kinds: object) -> object:
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     try:
-        return _DECODERS[kinds].decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(str(error)) from error
 
@@ -200,7 +199,7 @@ def pack(tokens: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> array[int]:
-    """Return the tokens of ``pack``.
+    """Return the tokens of ``pack``, in an array of the kind that SGLang has.
 
     Raises:
         MessageError: The length is no multiple of 4.
@@ -210,4 +209,4 @@ def unpack(data: bytes) -> array[int]:
     ids = array("I", data)
     if sys.byteorder == "big":
         ids.byteswap()
-    return ids
+    return array("q", ids)

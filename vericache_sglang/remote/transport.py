@@ -12,6 +12,7 @@ import os
 import select
 import time
 from collections import deque
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -123,7 +124,7 @@ class Transport(Generic[Peer, Received]):
         due = time.monotonic()
         while not self._closing:
             left = max(0.0, due - time.monotonic())
-            for found, _ in self._poller.poll(1000 * left):
+            for found, _ in self._poller.poll(int(1000 * left)):
                 if found == self._posted:
                     os.eventfd_read(self._posted)
                 else:
@@ -208,10 +209,8 @@ class DrafterTransport(Transport[int, Received]):
         self._accept(self._sockets.index(found), frames)
 
     def _deliver(self, peer: int, data: bytes) -> None:
-        try:
+        with suppress(zmq.Again):  # not connected, or its queue is full: lost
             self._sockets[peer].send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # not connected, or its queue is full: lost
 
 
 class VerifierTransport(Transport[bytes, Received]):
@@ -257,9 +256,5 @@ class VerifierTransport(Transport[bytes, Received]):
         self._door.send_multipart([b"1.0", request, status, b"", b"drafter", b""])
 
     def _deliver(self, peer: bytes, data: bytes) -> None:
-        try:
+        with suppress(zmq.ZMQError):  # it has left, or its queue is full: lost
             self._router.send_multipart([peer, data], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            pass  # it has left, or its queue is full: lost
-
-

@@ -43,6 +43,7 @@ from vericache_sglang.runtime.model_services import ModelServices
 from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.probing import Probing
 from vericache_sglang.runtime.recovery import Recovery
+from vericache_sglang.runtime.remote_role import STANDALONE, open_role
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.runtime.scheduler_settings import runtime_settings
 from vericache_sglang.runtime.tp_sync import open_tp_sync
@@ -199,6 +200,10 @@ class VeriCacheWorker(BaseSpecWorker):
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
+        )
+        vocabulary = self.model_runner.model_config.vocab_size
+        self.role = open_role(
+            self._config, self._server_args, self.placement, vocabulary
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_free = self.release
@@ -422,6 +427,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 "answer_epoch": self.control_gate.epoch,
                 "kv_read_bytes_per_s": self._read_rate(),
                 "running": len(self._states),
+                **(STANDALONE if self.role is None else self.role.figures()),
             }
         )
 

@@ -16,6 +16,7 @@ from vericache_sglang.runtime.device_memory import deployment, known_weights
 from vericache_sglang.serving.refusals import (
     check_drafter,
     check_model,
+    check_role,
     check_server_args,
     check_sglang_version,
 )
@@ -42,6 +43,7 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
     check_sglang_version()
     create_compressor(config.compressor, config.seed)
     check_server_args(server_args)
+    check_role(config, server_args)
     model = model_config_of(server_args)
     check_model(model)
     check_drafter(config, server_args, model)

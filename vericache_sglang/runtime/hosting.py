@@ -1,0 +1,191 @@
+"""A verifier's guests: ordinary requests in its scheduler that drafters own.
+
+They are admitted, batched, drafted for, retracted and cached like any other request;
+only their output goes to the drafter instead of a client (``remote.guests``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from vericache_sglang.errors import MessageError
+from vericache_sglang.remote.guests import Guest, Guests
+from vericache_sglang.remote.messages import unpack
+from vericache_sglang.remote.verifiers import BEAT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sglang.srt.managers.schedule_batch import Req
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.observability.counters import Counters
+    from vericache_sglang.remote.messages import Hello, Open, ToVerifier
+    from vericache_sglang.remote.transport import VerifierTransport
+
+
+class Hosting:
+    """See ``remote_role.Role``: the role of a verifier.
+
+    Args:
+        config: Frozen settings.
+        hello: What drafters must be like.
+        transport: Its connections.
+        counters: Counts expired leases.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        hello: Hello,
+        transport: VerifierTransport[ToVerifier],
+        counters: Counters,
+    ) -> None:
+        self._vocabulary = hello.vocabulary
+        self._transport = transport
+        self._guests = Guests(
+            *(hello, config.max_guests, config.lease_s, counters),
+            start=self._start,
+            stop=self._stop,
+        )
+        self._scheduler: Any = None
+        self._committed: dict[str, Sequence[int]] = {}
+        self._requests: dict[str, Req] = {}
+        self._beat_at = 0.0
+        self.ready = transport.ready
+        self.in_flight: Iterable[Req] = ()
+
+    def take(self, scheduler: Any, req: Req) -> bool:
+        """Note a guest on its way to the waiting queue; return False: it goes there."""
+        committed = self._committed.pop(req.rid, None)
+        if committed is not None:
+            req.output_ids.extend(committed)
+            req.vericache_guest = True
+            self._requests[req.rid] = req
+        return False
+
+    def exchange(self, scheduler: Any) -> None:
+        """Send and receive. Called once per scheduler iteration."""
+        self._scheduler = scheduler
+        for connection, message, at in self._transport.drain():
+            try:
+                self._guests.receive(connection, message, at)
+            except MessageError as error:
+                self._transport.blame(connection, error)
+        now = time.monotonic()
+        beats = now - self._beat_at >= BEAT_S
+        queued = self._queued() if beats else None
+        for guest in self._guests.running():
+            self._advance(guest, queued)
+        self._guests.tick(now)
+        for peer, said in self._guests.outbox:
+            self._transport.send(peer, said)
+        self._guests.outbox.clear()
+        if beats:
+            self._beat_at = now
+            self._transport.repeat(self._guests.beats())
+
+    def _advance(self, guest: Guest, queued: set[str] | None) -> None:
+        """Report a guest's new tokens, or that it is gone.
+
+        Args:
+            queued: Ids of all requests of the scheduler; None: not looked up now.
+        """
+        rid = _rid(guest.drafter, guest.rid, guest.epoch)
+        req = self._requests[rid]
+        aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        gone = queued is not None and rid not in queued and not req.finished()
+        if aborted or gone:
+            self._guests.lose(guest)
+        else:
+            self._guests.advance(guest, req.output_ids_through_stop, req.finished())
+        if aborted or gone or req.finished():
+            del self._requests[rid]
+
+    def _queued(self) -> set[str]:
+        """Return the ids of all requests that the scheduler has."""
+        scheduler = self._scheduler
+        found = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
+        if scheduler.chunked_req is not None:
+            found.append(scheduler.chunked_req)
+        return {req.rid for req in found}
+
+    def _start(self, drafter: bytes, message: Open) -> Sequence[int]:
+        """Give a guest to the scheduler.
+
+        Raises:
+            MessageError: It is not what a drafter of this model would send.
+        """
+        prompt, committed = unpack(message.prompt), unpack(message.committed)
+        largest = max(max(prompt, default=self._vocabulary), max(committed, default=0))
+        if largest >= self._vocabulary:
+            raise MessageError("no prompt, or a token that is not in the vocabulary")
+        rid = _rid(drafter, message.rid, message.epoch)
+        self._committed[rid] = committed
+        self._scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text=None,
+                input_ids=prompt,
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=self._params(message.params),
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+        tokens: Sequence[int] = self._requests[rid].output_ids
+        return tokens
+
+    def _params(self, data: bytes) -> SamplingParams:
+        """Decode sampling parameters, and check them as SGLang's HTTP server does.
+
+        Raises:
+            MessageError: They are malformed.
+        """
+        try:
+            params = msgspec.msgpack.decode(data, type=SamplingParams)
+            params.verify(self._vocabulary)
+        except (ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise MessageError(f"sampling parameters: {error}") from error
+        usual = params.is_normalized and params.beam_width in (None, 1)
+        if not usual or _needs_grammar(params):
+            raise MessageError("sampling parameters that do not travel")
+        return params
+
+    def _stop(self, guest: Guest) -> None:
+        """Abort a guest's request."""
+        rid = _rid(guest.drafter, guest.rid, guest.epoch)
+        del self._requests[rid]
+        self._scheduler.abort_request(AbortReq(rid=rid))
+
+    def figures(self) -> dict[str, int]:
+        """Return present figures, for the worker's report."""
+        return {
+            "remote_malformed": self._transport.malformed,
+            "remote_verifiers": 0,
+            "remote_guests": len(self._guests),
+        }
+
+    def close(self) -> None:
+        """Close the socket; at exit."""
+        self._transport.close()
+
+
+def _rid(drafter: bytes, rid: int, epoch: int) -> str:
+    """Return a guest's id in the scheduler; no client can guess it."""
+    return f"vericache-guest-{drafter.hex()}-{rid}-{epoch}"
+
+
+def _needs_grammar(params: SamplingParams) -> bool:
+    return any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
