@@ -239,6 +239,13 @@ class Guests:
                 self._send(connection, guest, guest.sent)
             guest.sent = len(tokens)
 
+    def change(self, hello: Hello) -> None:
+        """Become another verifier, of other weights: everything before ends."""
+        self._hello = hello
+        for guest in list(self._guests.values()):
+            self._end(guest)
+        self._drafters.clear()
+
     def lose(self, guest: Guest) -> None:
         """Drop a guest that the verifier has ended by itself."""
         for connection in self._connections(guest.drafter):

@@ -23,6 +23,9 @@ PROTOCOL = 1
 LONGEST = 16 << 20
 """Most bytes of a message."""
 
+CHANGED = "weights that were changed while serving"
+"""Fingerprint after new weights; differs from every drafter's and verifier's."""
+
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -126,6 +126,11 @@ class Owner:
         if request is not None and request.epoch:
             self.outbox.append((request.verifier, Close(rid, request.epoch)))
 
+    def change(self, hello: Hello) -> None:
+        """Become a drafter of other weights: requests return at the next tick."""
+        for each in self.verifiers:
+            each.change(hello)
+
     def beats(self) -> list[Message]:
         """Return, for every verifier, what to send now and again."""
         live: list[list[int]] = [[] for _ in self.verifiers]

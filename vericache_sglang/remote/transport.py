@@ -89,9 +89,8 @@ class Transport(Generic[Peer, Received]):
 
     def drain(self) -> list[tuple[Peer, Received, float]]:
         """Return (peer, message, ``time.monotonic()`` of its arrival), oldest first."""
-        if not self._inbox:
-            return []
-        os.eventfd_read(self.ready)  # first: what arrives now makes it readable again
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.ready)  # first: later arrivals make it readable again
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def wait(self, seconds: float) -> None:

@@ -64,6 +64,10 @@ class KnownVerifier:
                 logger.error("VeriCache: %s refuses: %s", self.endpoint, message.reason)
             self.state = State.REFUSING
 
+    def change(self, hello: Hello) -> None:
+        """Introduce a drafter that has other weights than before."""
+        self._hello, self.state = hello, State.UNKNOWN
+
     def tick(self, now: float) -> None:
         """Note its silence."""
         if self.state is State.SERVING and now - self._received > DEAD_S:

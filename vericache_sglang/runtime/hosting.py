@@ -10,13 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from vericache_sglang.errors import MessageError
 from vericache_sglang.remote.guests import Guest, Guests
-from vericache_sglang.remote.messages import unpack
+from vericache_sglang.remote.messages import CHANGED, unpack
 from vericache_sglang.remote.verifiers import BEAT_S
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Hosting:
         transport: VerifierTransport[ToVerifier],
         counters: Counters,
     ) -> None:
-        self._vocabulary = hello.vocabulary
+        self._hello = hello
         self._transport = transport
         self._guests = Guests(
             *(hello, config.max_guests, config.lease_s, counters),
@@ -123,8 +124,8 @@ class Hosting:
             MessageError: It is not what a drafter of this model would send.
         """
         prompt, committed = unpack(message.prompt), unpack(message.committed)
-        largest = max(max(prompt, default=self._vocabulary), max(committed, default=0))
-        if largest >= self._vocabulary:
+        known = self._hello.vocabulary
+        if max(max(prompt, default=known), max(committed, default=0)) >= known:
             raise MessageError("no prompt, or a token that is not in the vocabulary")
         rid = _rid(drafter, message.rid, message.epoch)
         self._committed[rid] = committed
@@ -155,7 +156,7 @@ class Hosting:
         """
         try:
             params = msgspec.msgpack.decode(data, type=SamplingParams)
-            params.verify(self._vocabulary)
+            params.verify(self._hello.vocabulary)
         except (ValueError, TypeError, msgspec.MsgspecError) as error:
             raise MessageError(f"sampling parameters: {error}") from error
         usual = params.is_normalized and params.beam_width in (None, 1)
@@ -168,6 +169,11 @@ class Hosting:
         rid = _rid(guest.drafter, guest.rid, guest.epoch)
         del self._requests[rid]
         self._scheduler.abort_request(AbortReq(rid=rid))
+
+    def change(self) -> None:
+        """See ``Role``: guests end, and drafters are refused from now on."""
+        self._hello = replace(self._hello, fingerprint=CHANGED)
+        self._guests.change(self._hello)
 
     def figures(self) -> dict[str, int]:
         """Return present figures, for the worker's report."""

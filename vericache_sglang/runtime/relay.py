@@ -11,11 +11,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
 from vericache_sglang.errors import MessageError
 from vericache_sglang.observability.request_stats import KEY, RequestStats
-from vericache_sglang.remote.messages import pack
+from vericache_sglang.remote.messages import CHANGED, pack
 from vericache_sglang.remote.owner import OwnedRequest, Owner
 from vericache_sglang.remote.verifiers import BEAT_S, State
 from vericache_sglang.runtime.eligibility import travels
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import ToDrafter
+    from vericache_sglang.remote.messages import Hello, ToDrafter
     from vericache_sglang.remote.transport import DrafterTransport
 
 IDLE_WAIT_S = 0.002
@@ -40,6 +41,7 @@ class Relay:
 
     Args:
         config: Frozen settings.
+        hello: Introduces this drafter.
         owner: The protocol.
         transport: Its connections.
         counters: Counts requests by path.
@@ -48,11 +50,13 @@ class Relay:
     def __init__(
         self,
         config: VeriCacheConfig,
+        hello: Hello,
         owner: Owner,
         transport: DrafterTransport[ToDrafter],
         counters: Counters,
     ) -> None:
         self._config = config
+        self._hello = hello
         self._owner = owner
         self._transport = transport
         self._counters = counters
@@ -78,7 +82,7 @@ class Relay:
 
     def _open(self, req: Req) -> bool:
         options = read_options(req.sampling_params.custom_params, self._config)
-        sent = msgspec.structs.replace(
+        sent = replace(
             req.sampling_params,
             custom_params={KEY: {"enabled": options.enabled}},
         )
@@ -152,6 +156,11 @@ class Relay:
         req.vericache_path = "local"
         # As a retracted one: it is not offered to verifiers again.
         scheduler._add_request_to_queue(req, is_retracted=True)
+
+    def change(self) -> None:
+        """See ``Role``: requests at verifiers return, and later ones stay here."""
+        self._hello = replace(self._hello, fingerprint=CHANGED)
+        self._owner.change(self._hello)
 
     def figures(self) -> dict[str, int]:
         """Return present figures, for the worker's report."""

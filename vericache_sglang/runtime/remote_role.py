@@ -55,6 +55,9 @@ class Role(Protocol):
     def exchange(self, scheduler: Any) -> None:
         """Send and receive. Called once per scheduler iteration."""
 
+    def change(self) -> None:
+        """Note that the model gets other weights: peers no longer have the same."""
+
     def figures(self) -> dict[str, int]:
         """Return present figures, for the worker's report."""
 
@@ -96,6 +99,6 @@ def open_role(
         counters = placement.counters
         owner = Owner(addresses, hello, config.lease_s, vocabulary, counters)
         links = DrafterTransport(addresses, decode_to_drafter, keys)
-        role = Relay(config, owner, links, counters)
+        role = Relay(config, hello, owner, links, counters)
     atexit.register(role.close)
     return role

@@ -397,8 +397,10 @@ class VeriCacheWorker(BaseSpecWorker):
         self._recovery.complete()
 
     def _new_weights(self) -> None:
-        """Stop using the store, because its KV is of the previous weights."""
+        """Leave the store and other servers, which have the previous weights."""
         self.placement.segments.leave_store()
+        if self.role is not None:
+            self.role.change()
 
     def clear_cache_pool(self) -> None:
         """Reset everything; SGLang has flushed its caches and no request runs."""
