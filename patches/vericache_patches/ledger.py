@@ -173,11 +173,12 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=(
-            *("grammar", "finished_len", "reasoning_tokens"),
+            *("grammar", "finished_len", "reasoning_tokens", "finished_output"),
             *("spec_verify_ct", "spec_num_correct_drafts", "decode_batch_idx", "rid"),
         ),
         files=(
             *("managers_schedule_batch.py", "acceptance_counts.py"),
+            "managers_output_streamer.py",
             *("speculative_eagle_utils.py", "managers_scheduler_abort.py"),
         ),
         reason="Hooks correct figures, or hide a value while the original runs.",

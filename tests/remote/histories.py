@@ -52,7 +52,7 @@ class Verifier:
         assert unpack(message.prompt)[0] == message.rid
         committed = list(unpack(message.committed))
         self.running[instance, message.rid] = committed
-        return committed
+        return "", committed
 
     def step(self):
         """Compute some tokens of every guest; lose one now and then."""

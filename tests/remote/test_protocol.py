@@ -74,7 +74,7 @@ class Host:
         if message.params:
             raise MessageError("bad parameters")
         self.started.append((message.rid, message.epoch))
-        return [7, 8]
+        return "name", [7, 8]
 
     def _stop(self, guest):
         self.stopped.append((guest.rid, guest.epoch))

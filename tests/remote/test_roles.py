@@ -130,15 +130,19 @@ def test_every_kind_of_request_is_answered_as_by_sglang(pair, prompts, params, p
     pair.compare(prompts, path, **params)
 
 
-def stream(server, text, tokens, result):
-    """Stream an answer; append each chunk, parsed, to ``result``."""
+def begin(server, text, tokens):
+    """Ask for a stream; return the connection."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"text": text, "sampling_params": sampling, "stream": True}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/generate", json.dumps(body), headers)
-    reply = connection.getresponse()
-    for line in reply:
+    return connection
+
+
+def stream(server, text, tokens, result):
+    """Stream an answer; append each chunk, parsed, to ``result``."""
+    for line in begin(server, text, tokens).getresponse():
         if line.startswith(b"data: {"):
             result.append(json.loads(line[6:]))
     return result
@@ -185,18 +189,9 @@ def test_streams_grow_and_end_like_answers(pair, prompts):
 
 def test_an_aborted_request_ends_its_guest(pair, prompts):
     before = pair.drafter.counters()
-    connection = socket.create_connection(("127.0.0.1", pair.drafter.port))
-    body = json.dumps(
-        {
-            "text": prompts[0],
-            "sampling_params": {"max_new_tokens": 20000, "ignore_eos": True},
-            "stream": True,
-        }
-    )
-    head = f"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+    client = begin(pair.drafter, prompts[0], 5000)
     pair.until(pair.verifier, lambda c: c["remote_guests"] == 1)
-    connection.close()
+    client.close()
     pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
     after = pair.drafter.counters()
     assert after["remote_b1"] == before["remote_b1"] + 1
@@ -231,9 +226,9 @@ def test_garbage_and_strangers_on_the_socket_hinder_nothing(pair, prompts):
             raw.sendall(secrets.token_bytes(512))
     pair.compare(prompts, "b1")
     context.destroy(linger=0)
-    counters = pair.until(pair.verifier, lambda c: c["remote_malformed"] >= 10)
-    assert counters["remote_malformed"] == 10, "then the peer was ignored"
-    assert "a drafter was refused: sglang is" in pair.verifier.output()
+    pair.until(pair.verifier, lambda c: c["remote_malformed"] >= 10)
+    assert "a peer is ignored for a while: " in pair.verifier.output()
+    assert "a drafter was refused: " in pair.verifier.output()
 
 
 def kill(server):
@@ -260,16 +255,11 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
 
 
 def test_a_drafter_that_is_killed_leaves_no_guest(pair, prompts):
-    for text in prompts:
-        body = {"max_new_tokens": 20000, "ignore_eos": True, "temperature": 0.0}
-        request = {"text": text, "sampling_params": body, "stream": True}
-        connection = http.client.HTTPConnection("127.0.0.1", pair.drafter.port)
-        connection.request(
-            *("POST", "/generate", json.dumps(request)),
-            {"Content-Type": "application/json"},
-        )
+    clients = [begin(pair.drafter, text, 5000) for text in prompts]
     held = pair.until(pair.verifier, lambda c: c["remote_guests"] == len(prompts))
     kill(pair.drafter)
+    for client in clients:
+        client.close()
     counters = pair.until(pair.verifier, lambda c: c["remote_guests"] == 0)
     expired = counters["remote_lease_expiries"] - held["remote_lease_expiries"]
     assert expired == len(prompts)

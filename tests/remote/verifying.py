@@ -21,7 +21,7 @@ def main(endpoint, key):
 
     def start(_, message):
         running[message.rid] = list(unpack(message.committed))
-        return running[message.rid]
+        return "", running[message.rid]
 
     guests = Guests(
         *(HELLO, 64, LEASE_S, Counters()),

@@ -49,6 +49,7 @@ class Guest:
         drafter: The owner's process.
         rid: Its number there.
         epoch: The owner's attempt.
+        name: The verifier's own name for it.
         tokens: Output tokens, the committed ones included; the verifier's own list.
         sent: How many of them were sent, or had been committed.
         finished: There will be no more tokens.
@@ -58,6 +59,7 @@ class Guest:
     drafter: bytes
     rid: int
     epoch: int
+    name: str
     tokens: Sequence[int]
     sent: int
     finished: bool = False
@@ -71,7 +73,7 @@ class Guest:
 
 
 @dataclass(slots=True)
-class Drafter:
+class ServedDrafter:
     """A drafter that is served.
 
     Attributes:
@@ -93,8 +95,8 @@ class Guests:
         most: Guests at once, unfinished ones.
         lease_s: Silence of a drafter after which its guests end, in seconds.
         counters: Counts expired leases.
-        start: Begins to compute a request; returns the list its output tokens will be
-            in, which holds those committed; raises ``MessageError`` if it cannot.
+        start: Begins to compute a request of a drafter; returns a new name, and the
+            output tokens so far; raises ``MessageError`` if it cannot.
         stop: Ends a guest that is not finished.
 
     Attributes:
@@ -108,7 +110,7 @@ class Guests:
         lease_s: float,
         counters: Counters,
         *,
-        start: Callable[[bytes, Open], Sequence[int]],
+        start: Callable[[bytes, Open], tuple[str, Sequence[int]]],
         stop: Callable[[Guest], None],
     ) -> None:
         self._hello = hello
@@ -117,7 +119,7 @@ class Guests:
         self._counters = counters
         self._start = start
         self._stop = stop
-        self._drafters: dict[bytes, Drafter] = {}
+        self._drafters: dict[bytes, ServedDrafter] = {}
         self._guests: dict[tuple[bytes, int], Guest] = {}
         self._refused: dict[bytes, str] = {}
         self._sequence = 0
@@ -187,12 +189,12 @@ class Guests:
             logger.info("VeriCache: a drafter connected")
             for other in self._connections(hello.instance):
                 del self._drafters[other]  # it has connected anew
-            self._drafters[connection] = Drafter(hello.instance, at)
+            self._drafters[connection] = ServedDrafter(hello.instance, at)
         else:
             known.received = max(at, known.received)
         self.outbox.append((connection, Welcome()))
 
-    def _note_live(self, drafter: Drafter, beat: Heartbeat) -> None:
+    def _note_live(self, drafter: ServedDrafter, beat: Heartbeat) -> None:
         """End the guests that their owner no longer names."""
         if beat.sequence <= drafter.sequence:
             return
@@ -205,7 +207,11 @@ class Guests:
                 self._end(guest)
 
     def _open(
-        self, connection: bytes, drafter: Drafter, message: Open, guest: Guest | None
+        self,
+        connection: bytes,
+        drafter: ServedDrafter,
+        message: Open,
+        guest: Guest | None,
     ) -> None:
         """Begin a guest, unless it is here already or there is no place for it."""
         rid, epoch = message.rid, message.epoch
@@ -218,12 +224,12 @@ class Guests:
             self.outbox.append((connection, busy))
             return
         try:
-            tokens = self._start(drafter.instance, message)
+            name, tokens = self._start(drafter.instance, message)
         except MessageError as error:
             busy = Busy(rid, epoch, 0, str(error)[:1000])
             self.outbox.append((connection, busy))
             raise
-        guest = Guest(drafter.instance, rid, epoch, tokens, len(tokens))
+        guest = Guest(drafter.instance, rid, epoch, name, tokens, len(tokens))
         self._guests[drafter.instance, rid] = guest
 
     def advance(self, guest: Guest, tokens: Sequence[int], finished: bool) -> None:

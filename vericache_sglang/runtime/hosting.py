@@ -58,6 +58,7 @@ class Hosting:
         self._scheduler: Any = None
         self._committed: dict[str, Sequence[int]] = {}
         self._requests: dict[str, Req] = {}
+        self._numbered = 0
         self._beat_at = 0.0
         self.ready = transport.ready
         self.in_flight: Iterable[Req] = ()
@@ -98,16 +99,15 @@ class Hosting:
         Args:
             queued: Ids of all requests of the scheduler; None: not looked up now.
         """
-        rid = _rid(guest.drafter, guest.rid, guest.epoch)
-        req = self._requests[rid]
+        req = self._requests[guest.name]
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
-        gone = queued is not None and rid not in queued and not req.finished()
+        gone = queued is not None and req.rid not in queued and not req.finished()
         if aborted or gone:
             self._guests.lose(guest)
         else:
             self._guests.advance(guest, req.output_ids_through_stop, req.finished())
         if aborted or gone or req.finished():
-            del self._requests[rid]
+            del self._requests[guest.name]
 
     def _queued(self) -> set[str]:
         """Return the ids of all requests that the scheduler has."""
@@ -117,7 +117,7 @@ class Hosting:
             found.append(scheduler.chunked_req)
         return {req.rid for req in found}
 
-    def _start(self, drafter: bytes, message: Open) -> Sequence[int]:
+    def _start(self, drafter: bytes, message: Open) -> tuple[str, Sequence[int]]:
         """Give a guest to the scheduler.
 
         Raises:
@@ -127,17 +127,21 @@ class Hosting:
         known = self._hello.vocabulary
         if max(max(prompt, default=known), max(committed, default=0)) >= known:
             raise MessageError("no prompt, or a token that is not in the vocabulary")
-        rid = _rid(drafter, message.rid, message.epoch)
-        self._committed[rid] = committed
+        params = self._params(message.params)
+        # An aborted guest may still be in a batch when the next one begins, also one of
+        # the same attempt. No client can guess the drafter's number.
+        self._numbered += 1
+        name = f"vericache-guest-{drafter.hex()}-{self._numbered}"
+        self._committed[name] = committed
         self._scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
-                rid=rid,
+                rid=name,
                 input_text=None,
                 input_ids=prompt,
                 input_embeds=None,
                 mm_inputs=None,
                 token_type_ids=None,
-                sampling_params=self._params(message.params),
+                sampling_params=params,
                 return_logprob=False,
                 logprob_start_len=-1,
                 top_logprobs_num=0,
@@ -145,8 +149,7 @@ class Hosting:
                 stream=False,
             )
         )
-        tokens: Sequence[int] = self._requests[rid].output_ids
-        return tokens
+        return name, self._requests[name].output_ids
 
     def _params(self, data: bytes) -> SamplingParams:
         """Decode sampling parameters, and check them as SGLang's HTTP server does.
@@ -166,9 +169,8 @@ class Hosting:
 
     def _stop(self, guest: Guest) -> None:
         """Abort a guest's request."""
-        rid = _rid(guest.drafter, guest.rid, guest.epoch)
-        del self._requests[rid]
-        self._scheduler.abort_request(AbortReq(rid=rid))
+        del self._requests[guest.name]
+        self._scheduler.abort_request(AbortReq(rid=guest.name))
 
     def change(self) -> None:
         """See ``Role``: guests end, and drafters are refused from now on."""
@@ -186,11 +188,6 @@ class Hosting:
     def close(self) -> None:
         """Close the socket; at exit."""
         self._transport.close()
-
-
-def _rid(drafter: bytes, rid: int, epoch: int) -> str:
-    """Return a guest's id in the scheduler; no client can guess it."""
-    return f"vericache-guest-{drafter.hex()}-{rid}-{epoch}"
 
 
 def _needs_grammar(params: SamplingParams) -> bool:

@@ -10,6 +10,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from zmq import POLLIN
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.drafters.catalog import open_drafter
@@ -321,7 +322,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self._proposer.finish(state)
 
     def begin_iteration(self, scheduler: Any) -> None:
-        """Reset what an error has made unreliable, on all ranks at once.
+        """Reset what an error has made unreliable, on all ranks at once; serve peers.
 
         Called at the begin of every scheduler iteration, before it receives requests
         (patches: managers_scheduler).
@@ -336,6 +337,11 @@ class VeriCacheWorker(BaseSpecWorker):
         if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
+        if self.role is not None:
+            sleeper = scheduler.idle_sleeper
+            if sleeper is not None and self.role.ready not in sleeper.poller:
+                sleeper.poller.register(self.role.ready, POLLIN)
+            self.role.exchange(scheduler)
 
     def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
