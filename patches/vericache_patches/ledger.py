@@ -74,6 +74,13 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("vericache_known",),
+        files=("known_tokens.py",),
+        reason="A request that another server has decoded in part goes on from there.",
+        remove_when="SGLang can prefill a request with its next token known.",
+    ),
+    Write(
+        owner=REQ,
         names=("vericache_names",),
         files=("tiered_cache.py",),
         reason="The names of a prompt's segments are hashed once.",

@@ -11,6 +11,7 @@ from vericache_sglang.errors import MessageError
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.remote.guests import Guests
 from vericache_sglang.remote.messages import (
+    CHANGED,
     Busy,
     Close,
     Heartbeat,
@@ -252,6 +253,33 @@ def test_a_request_that_its_verifier_ends_too_early_returns():
     owner.committed.clear()
     owner.tick(0.1)
     assert (owner.returned, request.tokens) == ([1], [5])
+
+
+def test_new_weights_part_a_server_from_its_peers():
+    changed = replace(HELLO, fingerprint=CHANGED)
+    host = Host()
+    host.tell(opening())
+    host.guests.change(changed)
+    assert host.stopped == [(1, 1)]
+    host.tell(opening(2))
+    assert host.said() == [], "it has to say hello again"
+    host.tell(HELLO)
+    assert isinstance(host.said()[0], Refuse)
+    owner, _, _ = drafting(0)
+    owner.change(changed)
+    owner.tick(0.1)
+    assert owner.returned == [1]
+    assert owner.beats() == [changed] * 2
+
+
+def test_a_guest_that_the_verifier_has_ended_is_unknown():
+    host = Host()
+    host.tell(opening())
+    (guest,) = host.guests.running()
+    host.guests.lose(guest)
+    assert host.said() == [Unknown(1, 1)]
+    assert len(host.guests) == 0
+    assert host.stopped == []
 
 
 def test_a_lost_verifier_moves_only_its_own_prompts():

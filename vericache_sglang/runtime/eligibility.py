@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.managers.utils import is_health_check_generate_req
 
 from vericache_sglang.observability.request_stats import KEY
-from vericache_sglang.sampling.profile import penalised, rolls_back
+from vericache_sglang.sampling.profile import rolls_back
 
 
 def draftable(req: Any) -> bool:
@@ -29,9 +29,8 @@ def travels(req: Any) -> bool:
     """Return whether a verifier may decode this request for a drafter.
 
     It decodes from tokens and sampling parameters alone, and after it is lost another
-    one must go on from the tokens so far. So penalties, grammars and log-probabilities
-    stay, whose state is not in the tokens that a prefill sees, and whatever else
-    belongs to the request in this process.
+    one must go on from the tokens so far. So log-probabilities stay, grammars that
+    cannot roll back, and whatever else belongs to the request in this process.
 
     Args:
         req: SGLang's ``Req``, on its way to the waiting queue.
@@ -44,11 +43,11 @@ def travels(req: Any) -> bool:
         *(req.token_type_ids, req.extra_key, req.cache_salt, req.priority),
         *(req.require_reasoning, req.return_logprob, req.return_hidden_states),
         *(req.return_sampling_mask, req.return_routed_experts, req.return_indexer_topk),
-        *(req.grammar, req.to_finish, req.finished_reason, req.output_ids),
+        *(req.to_finish, req.finished_reason, req.output_ids),
     )
     # SGLang's own checks of health ask this server; a prefill alone has no tokens.
     here = is_health_check_generate_req(req) or params.max_new_tokens < 1
-    return not (any(own) or penalised(params) or here)
+    return not (any(own) or here) and rolls_back(req.grammar)
 
 
 def stop_tokens(req: Any) -> frozenset[int]:

@@ -19,6 +19,7 @@ from vericache_sglang.errors import MessageError
 from vericache_sglang.remote.guests import Guest, Guests
 from vericache_sglang.remote.messages import CHANGED, unpack
 from vericache_sglang.remote.verifiers import BEAT_S
+from vericache_sglang.runtime.known_tokens import know_next
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,7 +57,8 @@ class Hosting:
             stop=self._stop,
         )
         self._scheduler: Any = None
-        self._committed: dict[str, Sequence[int]] = {}
+        # On the way to the waiting queue; None: stopped while its grammar is compiled.
+        self._committed: dict[str, Sequence[int] | None] = {}
         self._requests: dict[str, Req] = {}
         self._numbered = 0
         self._beat_at = 0.0
@@ -65,12 +67,28 @@ class Hosting:
 
     def take(self, scheduler: Any, req: Req) -> bool:
         """Note a guest on its way to the waiting queue; return False: it goes there."""
-        committed = self._committed.pop(req.rid, None)
-        if committed is not None:
-            req.output_ids.extend(committed)
-            req.vericache_guest = True
-            self._requests[req.rid] = req
+        if req.rid not in self._committed:
+            return False
+        committed = self._committed.pop(req.rid)
+        req.vericache_guest = True
+        if committed is None:
+            return False
+        self._requests[req.rid] = req
+        if committed:
+            req.output_ids.extend(committed[:-1])
+            know_next(req, committed[-1])
+            self._advance_grammar(req)
         return False
+
+    @staticmethod
+    def _advance_grammar(req: Req) -> None:
+        if req.grammar is None:
+            return
+        try:
+            for token in req.output_ids:
+                req.grammar.accept_token(token)
+        except ValueError:
+            req.set_finish_with_abort("tokens that its grammar does not allow")
 
     def exchange(self, scheduler: Any) -> None:
         """Send and receive. Called once per scheduler iteration."""
@@ -99,20 +117,23 @@ class Hosting:
         Args:
             queued: Ids of all requests of the scheduler; None: not looked up now.
         """
-        req = self._requests[guest.name]
-        aborted = isinstance(req.finished_reason, FINISH_ABORT)
-        gone = queued is not None and req.rid not in queued and not req.finished()
-        if aborted or gone:
+        req = self._requests.get(guest.name)
+        finished = req is not None and req.finished()
+        lost = queued is not None and guest.name not in queued and not finished
+        if req is not None and not lost:
+            lost = isinstance(req.finished_reason, FINISH_ABORT)
+            if not lost:
+                self._guests.advance(guest, req.output_ids_through_stop, finished)
+        if lost:
             self._guests.lose(guest)
-        else:
-            self._guests.advance(guest, req.output_ids_through_stop, req.finished())
-        if aborted or gone or req.finished():
-            del self._requests[guest.name]
+        if lost or finished:
+            self._requests.pop(guest.name, None)
 
     def _queued(self) -> set[str]:
         """Return the ids of all requests that the scheduler has."""
         scheduler = self._scheduler
         found = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
+        found += scheduler.grammar_manager.grammar_queue
         if scheduler.chunked_req is not None:
             found.append(scheduler.chunked_req)
         return {req.rid for req in found}
@@ -149,7 +170,7 @@ class Hosting:
                 stream=False,
             )
         )
-        return name, self._requests[name].output_ids
+        return name, committed
 
     def _params(self, data: bytes) -> SamplingParams:
         """Decode sampling parameters, and check them as SGLang's HTTP server does.
@@ -163,13 +184,14 @@ class Hosting:
         except (ValueError, TypeError, msgspec.MsgspecError) as error:
             raise MessageError(f"sampling parameters: {error}") from error
         usual = params.is_normalized and params.beam_width in (None, 1)
-        if not usual or _needs_grammar(params):
+        if not usual:
             raise MessageError("sampling parameters that do not travel")
         return params
 
     def _stop(self, guest: Guest) -> None:
         """Abort a guest's request."""
-        del self._requests[guest.name]
+        if self._requests.pop(guest.name, None) is None:
+            self._committed[guest.name] = None
         self._scheduler.abort_request(AbortReq(rid=guest.name))
 
     def change(self) -> None:
@@ -188,7 +210,3 @@ class Hosting:
     def close(self) -> None:
         """Close the socket; at exit."""
         self._transport.close()
-
-
-def _needs_grammar(params: SamplingParams) -> bool:
-    return any((params.json_schema, params.regex, params.ebnf, params.structural_tag))

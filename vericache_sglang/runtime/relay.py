@@ -20,6 +20,7 @@ from vericache_sglang.remote.messages import CHANGED, pack
 from vericache_sglang.remote.owner import OwnedRequest, Owner
 from vericache_sglang.remote.verifiers import BEAT_S, State
 from vericache_sglang.runtime.eligibility import travels
+from vericache_sglang.runtime.known_tokens import know_next
 from vericache_sglang.runtime.request_options import read_options
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class Relay:
             if not fresh and req.to_finish is None:
                 continue
             req.time_stats.set_last_decode_finish_time()
+            if req.grammar is not None and fresh:
+                # Aborts the request if a token is not allowed.
+                scheduler.batch_result_processor._accept_grammar_tokens(
+                    req, req.output_ids[-fresh:].tolist()
+                )
             req.update_finish_state(fresh)
             if req.finished():
                 self._finish(scheduler, rid)
@@ -154,6 +160,10 @@ class Relay:
             return
         self._counters.remote_returns += 1
         req.vericache_path = "local"
+        if req.output_ids:
+            if req.grammar is not None:
+                req.grammar.rollback(1)
+            know_next(req, req.output_ids.pop())
         # As a retracted one: it is not offered to verifiers again.
         scheduler._add_request_to_queue(req, is_retracted=True)
 

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.runtime.placement import KVPlacement
 
-SAMPLING_ARGS = ("enable_deterministic_inference", "sampling_backend")
+SAMPLING_ARGS = (
+    *("enable_deterministic_inference", "sampling_backend", "grammar_backend"),
+    *("constrained_json_whitespace_pattern", "enable_strict_thinking"),
+    "constrained_json_disable_any_whitespace",
+)
 """SGLang's arguments on which a sampled token depends."""
 
 

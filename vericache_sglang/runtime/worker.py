@@ -40,6 +40,7 @@ from vericache_sglang.runtime.in_flight import (
     PendingRow,
 )
 from vericache_sglang.runtime.iteration import Decoding
+from vericache_sglang.runtime.known_tokens import put_known
 from vericache_sglang.runtime.model_services import ModelServices
 from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.probing import Probing
@@ -462,6 +463,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
+                put_known(batch, result.next_token_ids)
                 requests = batch.req_pool_indices.to(torch.int64)
                 self._draft_tokens.start(
                     requests, result.next_token_ids, batch.seq_lens
