@@ -24,6 +24,7 @@ from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.remote.messages import decode_to_drafter, encode
 
 pytestmark = pytest.mark.server
+extended = pytest.mark.extended
 
 BOTH = (
     *("--max-total-tokens", "30000", "--sleep-on-idle"),
@@ -107,15 +108,24 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 KINDS = [
     pytest.param({}, "b1", id="greedy"),
     pytest.param({"temperature": 0.8, "sampling_seed": 7}, "b1", id="seeded"),
-    pytest.param({"temperature": 0.9, "top_p": 0.8, "n": 2}, "b1", id="n of 2"),
-    pytest.param({"stop": ["0", " the"]}, "b1", id="stop strings"),
-    pytest.param({"stop_token_ids": list(range(40, 60))}, "b1", id="stop tokens"),
-    pytest.param({"logit_bias": {"20": 5.0, "40": -50.0}}, "b1", id="biased"),
     pytest.param(
-        {"custom_params": {"vericache": {"enabled": False}}}, "b1", id="not drafted"
+        {"temperature": 0.9, "top_p": 0.8, "n": 2}, "b1", id="n of 2", marks=extended
     ),
-    pytest.param({"frequency_penalty": 0.7}, "b1", id="penalties"),
-    pytest.param({"min_new_tokens": 20}, "b1", id="longer"),
+    pytest.param({"stop": ["0", " the"]}, "b1", id="stop strings", marks=extended),
+    pytest.param(
+        {"stop_token_ids": list(range(40, 60))}, "b1", id="stop tokens", marks=extended
+    ),
+    pytest.param(
+        {"logit_bias": {"20": 5.0, "40": -50.0}}, "b1", id="biased", marks=extended
+    ),
+    pytest.param(
+        {"custom_params": {"vericache": {"enabled": False}}},
+        "b1",
+        id="not drafted",
+        marks=extended,
+    ),
+    pytest.param({"frequency_penalty": 0.7}, "b1", id="penalties", marks=extended),
+    pytest.param({"min_new_tokens": 20}, "b1", id="longer", marks=extended),
     pytest.param({"json_schema": SCHEMA}, "b1", id="grammar"),
     pytest.param(
         {"more": {"return_logprob": True, "top_logprobs_num": 2}},
@@ -200,6 +210,7 @@ def test_an_aborted_request_ends_its_guest(pair, prompts):
     assert after["remote_returns"] == before["remote_returns"]
 
 
+@extended
 def test_lost_repeated_and_reordered_messages_change_no_answer(pair, prompts):
     before = pair.drafter.counters()
     pair.proxy.share = 0.05
@@ -214,6 +225,7 @@ def test_lost_repeated_and_reordered_messages_change_no_answer(pair, prompts):
     assert after["remote_resends"] > before["remote_resends"]
 
 
+@extended
 def test_garbage_and_strangers_on_the_socket_hinder_nothing(pair, prompts):
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
@@ -241,7 +253,8 @@ def kill(server):
 
 MOVED = (
     {},
-    {"temperature": 0.9, "sampling_seed": 3},
+    # Filtered: SGLang draws other noise for a seed beside greedy requests, as they are.
+    {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 3},
     {"frequency_penalty": 0.4, "presence_penalty": 0.2, "min_new_tokens": 150},
     {"regex": "[a-z0-9 ]{150}"},
 )
