@@ -41,6 +41,10 @@ class LostKVError(TransferError):
     """Some of a request's KV is lost; the request must be prefilled again."""
 
 
+class MessageError(VeriCacheError, ValueError):
+    """A message of a drafter or a verifier is malformed."""
+
+
 class StoreError(VeriCacheError, RuntimeError):
     """An object of the store is corrupt, or not the requested one.
 

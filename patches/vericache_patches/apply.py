@@ -30,6 +30,8 @@ HOOKED = (
     "managers_schedule_policy",
     "managers_scheduler",
     "managers_scheduler_abort",
+    "managers_scheduler_queue",
+    "managers_scheduler_idle",
     "managers_io_struct",
     "managers_tokenizer_manager",
     "managers_tokenizer_manager_checks",

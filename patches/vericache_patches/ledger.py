@@ -77,6 +77,21 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("vericache_path", "vericache_guest"),
+        files=("relay.py", "hosting.py"),
+        reason="The hook on the streamer counts tokens of requests that a verifier "
+        "decodes, and streams nothing of a guest.",
+        remove_when="SGLang lets a worker say how a request is streamed.",
+    ),
+    Write(
+        owner=REQ,
+        names=("vericache_known",),
+        files=("known_tokens.py",),
+        reason="A request that another server has decoded in part goes on from there.",
+        remove_when="SGLang can prefill a request with its next token known.",
+    ),
+    Write(
+        owner=REQ,
         names=("vericache_names",),
         files=("tiered_cache.py",),
         reason="The names of a prompt's segments are hashed once.",
@@ -85,7 +100,7 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=("customized_info",),
-        files=("arrival.py",),
+        files=("arrival.py", "relay.py"),
         reason="Carries the statistics of a request to meta_info; made for workers.",
         remove_when="SGLang takes per-request values from a spec worker.",
     ),
@@ -176,11 +191,12 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=(
-            *("grammar", "finished_len", "reasoning_tokens"),
+            *("grammar", "finished_len", "reasoning_tokens", "finished_output"),
             *("spec_verify_ct", "spec_num_correct_drafts", "decode_batch_idx", "rid"),
         ),
         files=(
             *("managers_schedule_batch.py", "acceptance_counts.py"),
+            "managers_output_streamer.py",
             *("speculative_eagle_utils.py", "managers_scheduler_abort.py"),
         ),
         reason="Hooks correct figures, or hide a value while the original runs.",

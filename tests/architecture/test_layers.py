@@ -34,7 +34,8 @@ ROOMS = [
         "observability",
         "kv",
     ),
-    *("prefix_cache", "simulation", "attention", "runtime", "platforms", "serving"),
+    *("prefix_cache", "simulation", "attention", "remote", "runtime", "platforms"),
+    "serving",
     "plugin",
 ]
 # The doors; and the room that looks at a server from outside.
@@ -58,7 +59,7 @@ LEAF_DOORS = dict.fromkeys(("bench.py", "divergence.py", "workload.py"), "evalua
 """Commands that lead into one of them."""
 NO_TORCH = {
     *("registry", "errors", "former_names", "demo_records", "provenance", "config"),
-    *("planning", "scheduling", "simulation", "observability"),
+    *("planning", "scheduling", "simulation", "observability", "remote"),
 }
 NO_TORCH_FILES = {
     f"prefix_cache/{name}.py"

@@ -58,6 +58,13 @@ BAD_VALUES = [
     ("consistency_check_rate", 1.5),
     ("trace", ""),
     ("trace_mb", -1),
+    ("role", "prefill"),
+    ("peer_bind", ""),
+    ("verifiers", 3),
+    ("peer_key", ""),
+    ("lease_s", 0.5),
+    ("max_guests", 0),
+    ("remote_path", "p1"),
 ]
 
 
@@ -126,7 +133,8 @@ def test_boot_line_shows_every_setting():
         "link_gbps=0.0 store_key=off store_shared_folder=off seed=0 "
         "acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
         "inner_window=512 consistency_check_rate=0.0 trace=off trace_mb=1024 "
-        "live_page=on"
+        "live_page=on role=standalone peer_bind=off verifiers=off peer_key=off "
+        "lease_s=10.0 max_guests=256 remote_path=b1"
     )
 
 

@@ -15,6 +15,7 @@ from vericache_sglang.serving.refusals import (
     check_decode_server,
     check_drafter,
     check_model,
+    check_role,
     check_server_args,
     check_sglang_version,
 )
@@ -388,6 +389,50 @@ def test_a_small_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--speculative-draft-model-path .*nothing"):
         check_draft_path({"speculative_draft_model_path": missing})
     check_draft_path({})
+
+
+VERIFIER = {"role": "verifier", "peer_bind": "tcp://127.0.0.1:31900"}
+DRAFTER = {"role": "drafter", "verifiers": "tcp://[::1]:31900, tcp://localhost:31901"}
+REFUSED_ROLES = [
+    ({"role": "verifier"}, {}, "give --vericache-peer-bind"),
+    ({"role": "drafter"}, {}, "give --vericache-verifiers"),
+    ({"peer_bind": "tcp://127.0.0.1:1"}, {}, "a standalone server is bound"),
+    ({**DRAFTER, "peer_bind": "tcp://127.0.0.1:1"}, {}, "a drafter server is bound"),
+    ({**VERIFIER, "verifiers": "tcp://127.0.0.1:1"}, {}, "a verifier server has no"),
+    ({**VERIFIER, "peer_bind": "127.0.0.1:31900"}, {}, "is not tcp://HOST:PORT"),
+    ({**DRAFTER, "verifiers": "tcp://a:99999"}, {}, "tcp://a:99999 is not tcp"),
+    ({**VERIFIER, "peer_bind": "tcp://0.0.0.0:1"}, {}, "--vericache-peer-key off"),
+    ({**VERIFIER, "peer_bind": "tcp://*:1"}, {}, "--vericache-peer-key off"),
+    ({**DRAFTER, "verifiers": "tcp://127.0.0.1:1,tcp://10.0.0.1:1"}, {}, "10.0.0.1:1"),
+    (VERIFIER, {"tp_size": 2}, "--tp-size 2 with --vericache-role"),
+    (DRAFTER, {"disaggregation_mode": "decode"}, "--disaggregation-mode with"),
+]
+
+
+@pytest.mark.parametrize(("settings", "fields", "named"), REFUSED_ROLES)
+def test_a_refused_role_says_why(settings, fields, named):
+    args = SimpleNamespace(**{"tp_size": 1, "disaggregation_mode": "null", **fields})
+    with pytest.raises(UnsupportedError) as caught:
+        check_role(VeriCacheConfig(**settings), args)
+    assert named in str(caught.value)
+    assert str(caught.value).count("\n") == 2, "one reason, and the way out"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        VERIFIER,
+        DRAFTER,
+        {**VERIFIER, "peer_bind": "tcp://0.0.0.0:1", "peer_key": "peer.key"},
+    ],
+)
+def test_roles_on_loopback_or_with_a_key_start(settings):
+    args = SimpleNamespace(tp_size=1, disaggregation_mode="null")
+    check_role(VeriCacheConfig(**settings), args)
+    args.tp_size = 2
+    if not settings:
+        check_role(VeriCacheConfig(), args)
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)

@@ -193,6 +193,50 @@ class VeriCacheConfig(BaseModel):
         "on", "whether GET /vericache, /vericache/state and /vericache/cache are served"
     )
 
+    role: Literal["standalone", "drafter", "verifier"] = _setting(
+        "standalone",
+        "what the server does with others: a verifier computes requests that drafters "
+        "own, standalone serves alone",
+    )
+    peer_bind: str = _setting(
+        "off", "address on which a verifier serves drafters, tcp://HOST:PORT", "address"
+    )
+    verifiers: str = _setting(
+        "off", "addresses of a drafter's verifiers, with commas between", "addresses"
+    )
+    peer_key: str = _setting(
+        "off",
+        "file of the key that drafters and verifiers share; off serves on loopback "
+        "addresses only, without encryption",
+        "path",
+    )
+    lease_s: float = _setting(
+        10.0,
+        "silence of a drafter after which a verifier ends its requests, and of a "
+        "verifier after which a drafter moves a request",
+        "seconds",
+        ge=1,
+        le=3600,
+    )
+    max_guests: int = _setting(
+        256,
+        "requests of drafters that a verifier computes at once",
+        "requests",
+        ge=1,
+        le=4096,
+    )
+    remote_path: Literal["b1", "local"] = _setting(
+        "b1",
+        "where a drafter has requests decoded: b1 at a verifier if one takes them, "
+        "local always here",
+    )
+
+    @property
+    def verifier_addresses(self) -> tuple[str, ...]:
+        """Addresses of the verifiers; none if ``verifiers`` is off."""
+        given = "" if self.verifiers == "off" else self.verifiers
+        return tuple(filter(None, (each.strip() for each in given.split(","))))
+
     @property
     def proposals(self) -> int:
         """Most tokens that an inner drafter proposes per row; 0 without one."""

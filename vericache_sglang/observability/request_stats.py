@@ -35,6 +35,7 @@ class RequestStats:
         staged_bytes: Bytes of its prefetches; a shared one counts for the request that
             started it.
         moves: Kind of KV move -> count.
+        path: Where a drafter has it decoded: "b1" or "local"; "" on other servers.
     """
 
     enabled: bool
@@ -49,6 +50,7 @@ class RequestStats:
     histogram: Counter[int] = field(default_factory=Counter)
     staged_bytes: int = 0
     moves: Counter[str] = field(default_factory=Counter)
+    path: str = ""
 
     def note_cycle(self, drafted: int, accepted: int) -> None:
         """Count one draft-verify cycle."""
@@ -78,6 +80,8 @@ class RequestStats:
             "kv_moves": dict(self.moves),
             "reported": self.reported,
         }
+        if self.path:
+            totals["path"] = self.path
         return with_former_names("meta_info", totals)
 
     def __getitem__(self, tokens: slice) -> list[dict[str, Any]]:

@@ -84,7 +84,8 @@ class RequestStateFactory:
         )
         inner = options.inner and exact and coupled and not depends_on_tokens(req)
         proposals = min(self._config.proposals, options.inner_length) if inner else 0
-        stats = RequestStats(enabled, longest, options.report, proposals)
+        path = "local" if self._config.role == "drafter" else ""
+        stats = RequestStats(enabled, longest, options.report, proposals, path=path)
         req.customized_info = {**(req.customized_info or {}), KEY: stats}
         outputs = list(req.output_ids)
         return RequestState(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.managers.utils import is_health_check_generate_req
+
+from vericache_sglang.observability.request_stats import KEY
 from vericache_sglang.sampling.profile import rolls_back
 
 
@@ -20,6 +23,31 @@ def draftable(req: Any) -> bool:
     # A session keeps its row in prompt order for the next turn; beams share rows.
     own_row = req.session is None and req.beam_group is None
     return tokens_only and own_row and rolls_back(req.grammar)
+
+
+def travels(req: Any) -> bool:
+    """Return whether a verifier may decode this request for a drafter.
+
+    It decodes from tokens and sampling parameters alone, and after it is lost another
+    one must go on from the tokens so far. So log-probabilities stay, grammars that
+    cannot roll back, and whatever else belongs to the request in this process.
+
+    Args:
+        req: SGLang's ``Req``, on its way to the waiting queue.
+    """
+    params = req.sampling_params
+    custom = set(params.custom_params or ()) - {KEY, "__req__"}
+    own = (
+        *(req.lora_id, req.multimodal_inputs, req.input_embeds, req.session, custom),
+        *(req.custom_logit_processor, req.positional_embed_overrides, req.beam_group),
+        *(req.token_type_ids, req.extra_key, req.cache_salt, req.priority),
+        *(req.require_reasoning, req.return_logprob, req.return_hidden_states),
+        *(req.return_sampling_mask, req.return_routed_experts, req.return_indexer_topk),
+        *(req.to_finish, req.finished_reason, req.output_ids),
+    )
+    # SGLang's own checks of health ask this server; a prefill alone has no tokens.
+    here = is_health_check_generate_req(req) or params.max_new_tokens < 1
+    return not (any(own) or here) and rolls_back(req.grammar)
 
 
 def stop_tokens(req: Any) -> frozenset[int]:

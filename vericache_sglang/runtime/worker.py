@@ -10,6 +10,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from zmq import POLLIN
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.drafters.catalog import open_drafter
@@ -39,10 +40,12 @@ from vericache_sglang.runtime.in_flight import (
     PendingRow,
 )
 from vericache_sglang.runtime.iteration import Decoding
+from vericache_sglang.runtime.known_tokens import put_known
 from vericache_sglang.runtime.model_services import ModelServices
 from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.probing import Probing
 from vericache_sglang.runtime.recovery import Recovery
+from vericache_sglang.runtime.remote_role import STANDALONE, open_role
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.runtime.scheduler_settings import runtime_settings
 from vericache_sglang.runtime.tp_sync import open_tp_sync
@@ -200,6 +203,10 @@ class VeriCacheWorker(BaseSpecWorker):
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
         )
+        vocabulary = self.model_runner.model_config.vocab_size
+        self.role = open_role(
+            self._config, self._server_args, self.placement, vocabulary
+        )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
@@ -332,7 +339,7 @@ class VeriCacheWorker(BaseSpecWorker):
             self._proposer.finish(state)
 
     def begin_iteration(self, scheduler: Any) -> None:
-        """Reset what an error has made unreliable, on all ranks at once.
+        """Reset what an error has made unreliable, on all ranks at once; serve peers.
 
         Called at the begin of every scheduler iteration, before it receives requests
         (patches: managers_scheduler).
@@ -349,6 +356,11 @@ class VeriCacheWorker(BaseSpecWorker):
         if doubts and self._tp_sync.every(scheduler.is_fully_idle()):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
+        if self.role is not None:
+            sleeper = scheduler.idle_sleeper
+            if sleeper is not None and self.role.ready not in sleeper.poller:
+                sleeper.poller.register(self.role.ready, POLLIN)
+            self.role.exchange(scheduler)
 
     def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
@@ -410,8 +422,10 @@ class VeriCacheWorker(BaseSpecWorker):
         self._recovery.complete()
 
     def _new_weights(self) -> None:
-        """Stop using the store, because its KV is of the previous weights."""
+        """Leave the store and other servers, which have the previous weights."""
         self.placement.segments.leave_store()
+        if self.role is not None:
+            self.role.change()
 
     def clear_cache_pool(self) -> None:
         """Reset everything; SGLang has flushed its caches and no request runs."""
@@ -440,6 +454,7 @@ class VeriCacheWorker(BaseSpecWorker):
                 "answer_epoch": self.control_gate.epoch,
                 "kv_read_bytes_per_s": self._read_rate(),
                 "running": len(self._states),
+                **(STANDALONE if self.role is None else self.role.figures()),
             }
         )
 
@@ -466,6 +481,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
+                put_known(batch, result.next_token_ids)
                 requests = batch.req_pool_indices.to(torch.int64)
                 self._draft_tokens.start(
                     requests, result.next_token_ids, batch.seq_lens

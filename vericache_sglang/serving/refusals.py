@@ -23,6 +23,7 @@ from vericache_sglang.serving.refused_drafters import (
 from vericache_sglang.serving.refused_flags import FLAG_RULES
 from vericache_sglang.serving.refused_machines import MACHINE_RULES
 from vericache_sglang.serving.refused_models import MODEL_RULES
+from vericache_sglang.serving.refused_roles import ROLE_RULES, AskedRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -125,6 +126,20 @@ def check_decode_server(config: VeriCacheConfig, server_args: Any) -> None:
     """
     if server_args.disaggregation_mode == "decode":
         _refuse("decode server", DECODE_RULES, DecodeServer(config, server_args))
+
+
+def check_role(config: VeriCacheConfig, server_args: Any) -> None:
+    """Confirm that a drafter or verifier has all it needs, and leaves no open door.
+
+    Args:
+        config: Settings of VeriCache.
+        server_args: As in ``check_server_args``.
+
+    Raises:
+        UnsupportedError: It does not; the message lists every reason.
+    """
+    asked = AskedRole(config, server_args)
+    _refuse(f"{config.role} server", ROLE_RULES, asked)
 
 
 def _refuse(

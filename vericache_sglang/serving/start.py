@@ -17,6 +17,7 @@ from vericache_sglang.serving.refusals import (
     check_decode_server,
     check_drafter,
     check_model,
+    check_role,
     check_server_args,
     check_sglang_version,
 )
@@ -44,6 +45,7 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
     create_compressor(config.compressor, config.seed)
     check_server_args(server_args)
     check_decode_server(config, server_args)
+    check_role(config, server_args)
     model = model_config_of(server_args)
     check_model(model)
     check_drafter(config, server_args, model)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from vericache_sglang.config.schema import flag
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.kv.segment_length import SEGMENT
 
@@ -111,16 +112,17 @@ class Seal:
         return hmac.compare_digest(self.of(data), sealed)
 
 
-def read_key(file: str) -> bytes:
-    """Read the key of ``--vericache-store-key``.
+def read_key(file: str, setting: str = "store_key") -> bytes:
+    """Read the key that a setting names.
 
     Args:
         file: A file of at least ``KEY_BYTES`` bytes that only its owner can read.
+        setting: For the messages.
 
     Raises:
         ConfigError: It cannot be read, is too short, or others can read it.
     """
-    where = f"--vericache-store-key {file}"
+    where = f"{flag(setting)} {file}"
     try:
         with Path(file).open("rb") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)

@@ -1,0 +1,30 @@
+"""Hook on ``scheduler.py``: requests that other servers decode, or own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vericache_patches.record import Hook, Patch
+
+
+def add_request_to_queue(
+    original: Hook, scheduler: Any, req: Any, is_retracted: bool = False
+) -> None:
+    """Let a drafter send a new request elsewhere; let a verifier note its guests."""
+    role = getattr(scheduler.draft_worker, "role", None)
+    if role is None or is_retracted or not role.take(scheduler, req):
+        original(scheduler, req, is_retracted)
+
+
+HOOKS: tuple[tuple[Patch, Hook], ...] = (
+    (
+        Patch(
+            target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+            kind="around",
+            args=("self", "req", "is_retracted"),
+            reason="A drafter's requests are decoded by verifiers, without a row here.",
+            remove_when="SGLang lets a spec worker take a request from the queue.",
+        ),
+        add_request_to_queue,
+    ),
+)

@@ -1,0 +1,18 @@
+"""A verifier, a drafter behind a proxy, and plain SGLang."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from live_server import MODEL
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Return prompts of 300 to 1,200 tokens."""
+    return record_prompts(load_tokenizer(MODEL), [300, 700, 1200, 500], 23)

@@ -1,0 +1,293 @@
+"""The protocol of drafters and verifiers, without sockets, SGLang or a clock."""
+
+import logging
+from collections import Counter
+
+import pytest
+from histories import ENDPOINTS, HELLO, LEASE_S, VOCABULARY, History
+from msgspec.structs import replace
+
+from vericache_sglang.errors import MessageError
+from vericache_sglang.observability.counters import Counters
+from vericache_sglang.remote.guests import Guests
+from vericache_sglang.remote.messages import (
+    CHANGED,
+    Busy,
+    Close,
+    Heartbeat,
+    Open,
+    Refuse,
+    Resend,
+    Unknown,
+    Verdict,
+    Welcome,
+    pack,
+)
+from vericache_sglang.remote.owner import MOST_EPOCHS, OwnedRequest, Owner
+from vericache_sglang.remote.verifiers import DEAD_S, rendezvous
+
+SOME, MANY = 400, 100_000
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_random_histories_commit_the_right_tokens_and_leave_no_guest():
+    seen = Counter()
+    for seed in range(SOME):
+        history = History(seed).run()
+        counted = [history.counters, *(each.counters for each in history.verifiers)]
+        for key in (
+            "resends",
+            "failovers",
+            "stale",
+            "relayed_tokens",
+            "lease_expiries",
+        ):
+            seen[key] += sum(getattr(each, f"remote_{key}") for each in counted)
+        seen["restarts"] += history.restarts
+    assert min(seen.values()) > SOME // 10, seen
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", range(10))
+def test_many_random_histories(part):
+    for seed in range(SOME + part * (MANY // 10), SOME + (part + 1) * (MANY // 10)):
+        History(seed).run()
+
+
+class Host:
+    """A verifier's side with one welcomed drafter, ``b"c"``."""
+
+    def __init__(self, most=2):
+        self.started, self.stopped = [], []
+        self.guests = Guests(
+            *(HELLO, most, LEASE_S, Counters()), start=self._start, stop=self._stop
+        )
+        self.tell(HELLO)
+        assert self.said() == [Welcome()]
+
+    def _start(self, instance, message):
+        if message.params:
+            raise MessageError("bad parameters")
+        self.started.append((message.rid, message.epoch))
+        return "name", [7, 8]
+
+    def _stop(self, guest):
+        self.stopped.append((guest.rid, guest.epoch))
+
+    def tell(self, *messages):
+        for message in messages:
+            self.guests.receive(b"c", message, 0.0)
+
+    def said(self):
+        messages = [message for _, message in self.guests.outbox]
+        self.guests.outbox.clear()
+        return messages
+
+
+def opening(rid=1, epoch=1, params=b""):
+    return Open(rid, epoch, pack([1, 2]), params, pack([7, 8]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "stopped", "said"),
+    [
+        ([opening(), opening()], [], []),
+        ([opening(epoch=2), opening(epoch=1)], [], []),
+        ([opening(), opening(epoch=2)], [(1, 1)], []),
+        ([opening(epoch=2), Close(1, 1)], [], []),
+        ([opening(), Close(1, 1), Close(1, 1)], [(1, 1)], []),
+        ([opening(), Resend(1, 1, 1)], [], [Verdict(1, 1, 1, pack([8]), False)]),
+        ([opening(), Resend(1, 1, 9)], [], [Verdict(1, 1, 2, b"", False)]),
+        ([opening(), Resend(1, 2, 0)], [], [Unknown(1, 2)]),
+        ([Resend(3, 1, 0)], [], [Unknown(3, 1)]),
+        ([opening(), *[Heartbeat(5, ())] * 5], [], []),
+        ([opening(), Heartbeat(5, ()), Heartbeat(6, (1,)), Heartbeat(7, ())], [], []),
+        ([opening(), Heartbeat(5, ()), Heartbeat(6, ())], [(1, 1)], []),
+        (
+            [opening(1), opening(2), opening(3)],
+            [],
+            [Busy(3, 1, 500, "2 guests are here")],
+        ),
+    ],
+)
+def test_what_a_verifier_does(messages, stopped, said):
+    host = Host()
+    host.tell(*messages)
+    assert (host.stopped, host.said()) == (stopped, said)
+    assert len(host.started) == len(set(host.started)), "nothing begins twice"
+    assert len(host.guests) == len(host.started) - len(stopped)
+
+
+def test_a_request_that_cannot_begin_is_malformed():
+    host = Host()
+    with pytest.raises(MessageError, match="bad parameters"):
+        host.tell(opening(params=b"x"))
+    assert host.said() == [Busy(1, 1, 0, "bad parameters")]
+    host.tell(opening())
+    assert host.started == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "field", [n for n in HELLO.__struct_fields__ if n != "instance"]
+)
+def test_an_altered_hello_is_refused_and_logged_on_both_sides(field, caplog):
+    logging.disable(logging.NOTSET)
+    altered = 2 if isinstance(getattr(HELLO, field), int) else "other"
+    hello = replace(HELLO, **{field: altered})
+    host = Host()
+    host.guests.receive(b"d", hello, 0.0)
+    host.guests.receive(b"d", hello, 0.0)
+    refusal, _ = host.said()
+    assert isinstance(refusal, Refuse)
+    assert f"{field} is {altered!r}, here {getattr(HELLO, field)!r}" in refusal.reason
+    host.guests.receive(b"d", opening(), 0.0)
+    assert host.started == []
+    owner = Owner(ENDPOINTS, hello, LEASE_S, VOCABULARY, Counters())
+    owner.receive(0, refusal, 0.0)
+    owner.receive(0, refusal, 0.1)
+    assert not owner.open(OwnedRequest(1, b"", b"", []), 0.1)
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 2, "each side says it once"
+    assert all(field in error for error in errors)
+
+
+def drafting(*serving, tokens=()):
+    """Return an owner whose verifiers serve at time 0, with request 1 open."""
+    owner = Owner(ENDPOINTS, HELLO, LEASE_S, VOCABULARY, Counters())
+    for each in serving:
+        owner.receive(each, Welcome(), 0.0)
+    request = OwnedRequest(1, pack([1, 2]), b"", list(tokens))
+    opened = owner.open(request, 0.0)
+    return owner, request, opened
+
+
+def sent(owner):
+    messages = owner.outbox[:]
+    owner.outbox.clear()
+    return messages
+
+
+def test_a_drafter_without_verifiers_computes_by_itself():
+    owner, _, opened = drafting()
+    assert not opened
+    assert owner.outbox == []
+
+
+def test_the_ladder_asks_again_then_moves_then_returns_with_all_tokens():
+    owner, request, _ = drafting(0, 1)
+    first = request.verifier
+    assert sent(owner) == [(first, Open(1, 1, pack([1, 2]), b"", b""))]
+    owner.receive(first, Verdict(1, 1, 0, pack([5, 6]), False), 0.01)
+    for now in (0.2, 0.5, 1.0, 1.9):  # the pause doubles
+        owner.tick(now)
+    asked = sent(owner)
+    assert asked[0] == (first, Resend(1, 1, 2))
+    assert 2 <= len(asked) <= 4
+    owner.receive(1 - first, Heartbeat(1, ()), 2.2)
+    owner.tick(0.01 + DEAD_S + 0.2)
+    assert sent(owner)[-1] == (
+        1 - first,
+        Open(1, 2, pack([1, 2]), b"", pack([5, 6])),
+    )
+    owner.receive(first, Verdict(1, 1, 2, pack([9]), False), 2.3)
+    assert request.tokens == [5, 6], "a verdict of the first attempt is stale"
+    owner.receive(1 - first, Busy(1, 2, 500, ""), 2.4)
+    assert owner.returned == [1]
+    assert request.tokens == [5, 6]
+
+
+def test_a_verifier_that_keeps_forgetting_is_left_at_last():
+    owner, _, _ = drafting(0)
+    for epoch in range(1, MOST_EPOCHS + 1):
+        assert owner.returned == []
+        owner.receive(0, Unknown(1, epoch), 0.1)
+    assert owner.returned == [1]
+    assert sent(owner)[-1] == (0, Close(1, MOST_EPOCHS))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "tokens"),
+    [
+        (Verdict(1, 1, 2, pack([5]), False), [3, 4, 5]),
+        (Verdict(1, 1, 0, pack([3, 4, 5]), False), [3, 4, 5]),
+        (Verdict(1, 1, 0, pack([3]), False), [3, 4]),
+        (Verdict(1, 1, 3, pack([6]), False), [3, 4]),
+        (Verdict(2, 1, 2, pack([5]), False), [3, 4]),
+    ],
+    ids=["next", "overlapping", "old", "gap", "another request"],
+)
+def test_only_tokens_behind_the_present_ones_are_committed(verdict, tokens):
+    owner, request, _ = drafting(0, tokens=[3, 4])
+    owner.receive(0, verdict, 0.1)
+    assert request.tokens == tokens
+    assert owner.committed == ({1: 1} if len(tokens) == 3 else {})
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict(1, 1, 0, b"abc", False),
+        Verdict(1, 1, 0, pack([VOCABULARY]), False),
+        Verdict(1, 2, 0, pack([5]), False),
+    ],
+    ids=["bytes", "token", "epoch"],
+)
+def test_impossible_verdicts_are_malformed(verdict):
+    owner, request, _ = drafting(0)
+    with pytest.raises(MessageError):
+        owner.receive(0, verdict, 0.1)
+    assert request.tokens == []
+
+
+def test_a_request_that_its_verifier_ends_too_early_returns():
+    owner, request, _ = drafting(0)
+    owner.receive(0, Verdict(1, 1, 0, pack([5]), True), 0.1)
+    owner.tick(0.1)
+    assert owner.returned == [], "its owner has not looked at the token yet"
+    owner.committed.clear()
+    owner.tick(0.1)
+    assert (owner.returned, request.tokens) == ([1], [5])
+
+
+def test_new_weights_part_a_server_from_its_peers():
+    changed = replace(HELLO, fingerprint=CHANGED)
+    host = Host()
+    host.tell(opening())
+    host.guests.change(changed)
+    assert host.stopped == [(1, 1)]
+    host.tell(opening(2))
+    assert host.said() == [], "it has to say hello again"
+    host.tell(HELLO)
+    assert isinstance(host.said()[0], Refuse)
+    owner, _, _ = drafting(0)
+    owner.change(changed)
+    owner.tick(0.1)
+    assert owner.returned == [1]
+    assert owner.beats() == [changed] * 2
+
+
+def test_a_guest_that_the_verifier_has_ended_is_unknown():
+    host = Host()
+    host.tell(opening())
+    (guest,) = host.guests.running()
+    host.guests.lose(guest)
+    assert host.said() == [Unknown(1, 1)]
+    assert len(host.guests) == 0
+    assert host.stopped == []
+
+
+def test_a_lost_verifier_moves_only_its_own_prompts():
+    endpoints = [f"tcp://10.0.0.{i}:1" for i in range(4)]
+    for key in (bytes([n]) for n in range(50)):
+        order = rendezvous(key, endpoints)
+        assert sorted(order) == [0, 1, 2, 3]
+        left = rendezvous(key, endpoints[:3])
+        assert left == [i for i in order if i != 3]
+    firsts = {rendezvous(bytes([n]), endpoints)[0] for n in range(50)}
+    assert firsts == {0, 1, 2, 3}

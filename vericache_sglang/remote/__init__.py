@@ -1,0 +1,1 @@
+"""Drafters and verifiers in different processes: messages, protocol and transport."""

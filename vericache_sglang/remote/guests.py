@@ -1,0 +1,288 @@
+"""The verifier's side of the protocol: guests are copies of requests that others own.
+
+A guest may be dropped at any time, as its owner has every token that it was told. It
+ends when its owner closes it, leaves it out of two heartbeats, or has been silent for
+the length of a lease. No SGLang, no sockets, no clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import MessageError, quoted
+from vericache_sglang.remote.messages import (
+    Busy,
+    Close,
+    Heartbeat,
+    Hello,
+    Open,
+    Refuse,
+    Unknown,
+    Verdict,
+    Welcome,
+    pack,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vericache_sglang.observability.counters import Counters
+    from vericache_sglang.remote.messages import Message, ToVerifier
+
+logger = logging.getLogger(__name__)
+
+RETRY_MS = 500
+"""Time for which a verifier without a free place asks to be left alone."""
+MOST_REFUSED = 1000
+"""Refused drafters that are remembered, so that each is logged once."""
+MOST_MISSED = 2
+"""Heartbeats without a guest after which it ends."""
+
+
+@dataclass(slots=True)
+class Guest:
+    """A copy of a request that a drafter owns.
+
+    Attributes:
+        drafter: The owner's process.
+        rid: Its number there.
+        epoch: The owner's attempt.
+        name: The verifier's own name for it.
+        tokens: Output tokens, the committed ones included; the verifier's own list.
+        sent: How many of them were sent, or had been committed.
+        finished: There will be no more tokens.
+        missed: Heartbeats since that did not name it.
+    """
+
+    drafter: bytes
+    rid: int
+    epoch: int
+    name: str
+    tokens: Sequence[int]
+    sent: int
+    finished: bool = False
+    missed: int = 0
+
+    def verdict(self, base: int) -> Verdict:
+        """Return all tokens from ``base`` on; none if it does not have so many."""
+        base = min(base, len(self.tokens))
+        tokens = pack(self.tokens[base:])
+        return Verdict(self.rid, self.epoch, base, tokens, self.finished)
+
+
+@dataclass(slots=True)
+class ServedDrafter:
+    """A drafter that is served.
+
+    Attributes:
+        instance: Its process.
+        received: When it last sent anything, in seconds.
+        sequence: Number of its last heartbeat.
+    """
+
+    instance: bytes
+    received: float
+    sequence: int = 0
+
+
+class Guests:
+    """All guests of a verifier.
+
+    Args:
+        hello: What a drafter's ``Hello`` must equal but for its instance.
+        most: Guests at once, unfinished ones.
+        lease_s: Silence of a drafter after which its guests end, in seconds.
+        counters: Counts expired leases.
+        start: Begins to compute a request of a drafter; returns a new name, and the
+            output tokens so far; raises ``MessageError`` if it cannot.
+        stop: Ends a guest that is not finished.
+
+    Attributes:
+        outbox: (connection, message) to send, in order; the caller empties it.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        most: int,
+        lease_s: float,
+        counters: Counters,
+        *,
+        start: Callable[[bytes, Open], tuple[str, Sequence[int]]],
+        stop: Callable[[Guest], None],
+    ) -> None:
+        self._hello = hello
+        self._most = most
+        self._lease_s = lease_s
+        self._counters = counters
+        self._start = start
+        self._stop = stop
+        self._drafters: dict[bytes, ServedDrafter] = {}
+        self._guests: dict[tuple[bytes, int], Guest] = {}
+        self._refused: dict[bytes, str] = {}
+        self._sequence = 0
+        self.outbox: list[tuple[bytes, Message]] = []
+
+    def __len__(self) -> int:
+        """Return the number of unfinished guests."""
+        return len(self.running())
+
+    def running(self) -> list[Guest]:
+        """Return the unfinished guests."""
+        return [guest for guest in self._guests.values() if not guest.finished]
+
+    def beats(self) -> dict[bytes, Message]:
+        """Return, for every connection, what to send now and again."""
+        self._sequence += 1
+        return dict.fromkeys(self._drafters, Heartbeat(self._sequence, ()))
+
+    def receive(self, connection: bytes, message: ToVerifier, at: float) -> None:
+        """Take in a message, which arrived at the time ``at`` over a connection.
+
+        Raises:
+            MessageError: It asks for what cannot be, for instance tokens that are not
+                in the vocabulary.
+        """
+        if isinstance(message, Hello):
+            self._greet(connection, message, at)
+            return
+        drafter = self._drafters.get(connection)
+        if drafter is None:
+            return  # it will notice the silence, and say hello
+        drafter.received = max(at, drafter.received)
+        if isinstance(message, Heartbeat):
+            self._note_live(drafter, message)
+            return
+        guest = self._guests.get((drafter.instance, message.rid))
+        if isinstance(message, Open):
+            self._open(connection, drafter, message, guest)
+        elif isinstance(message, Close):
+            if guest is not None and guest.epoch <= message.epoch:
+                self._end(guest)
+        elif guest is None or guest.epoch != message.epoch:
+            self.outbox.append((connection, Unknown(message.rid, message.epoch)))
+        else:
+            self._send(connection, guest, message.base)
+
+    def _greet(self, connection: bytes, hello: Hello, at: float) -> None:
+        """Welcome a drafter of the same model and versions; refuse any other."""
+        differing = [
+            f"{name} is {quoted(getattr(hello, name))}, "
+            f"here {quoted(getattr(self._hello, name))}"
+            for name in Hello.__struct_fields__
+            if name != "instance" and getattr(hello, name) != getattr(self._hello, name)
+        ]
+        if differing:
+            reason = "; ".join(differing)[:1000]
+            if self._refused.get(hello.instance) != reason:
+                logger.error("VeriCache: a drafter was refused: %s", reason)
+            if len(self._refused) >= MOST_REFUSED:
+                self._refused.clear()
+            self._refused[hello.instance] = reason
+            self._drafters.pop(connection, None)
+            self.outbox.append((connection, Refuse(reason)))
+            return
+        known = self._drafters.get(connection)
+        if known is None or known.instance != hello.instance:
+            logger.info("VeriCache: a drafter connected")
+            for other in self._connections(hello.instance):
+                del self._drafters[other]  # it has connected anew
+            self._drafters[connection] = ServedDrafter(hello.instance, at)
+        else:
+            known.received = max(at, known.received)
+        self.outbox.append((connection, Welcome()))
+
+    def _note_live(self, drafter: ServedDrafter, beat: Heartbeat) -> None:
+        """End the guests that their owner no longer names."""
+        if beat.sequence <= drafter.sequence:
+            return
+        drafter.sequence = beat.sequence
+        live = set(beat.live)
+        for guest in self._of(drafter.instance):
+            guest.missed = 0 if guest.rid in live else guest.missed + 1
+            if guest.missed >= MOST_MISSED:
+                self._counters.remote_lease_expiries += 1
+                self._end(guest)
+
+    def _open(
+        self,
+        connection: bytes,
+        drafter: ServedDrafter,
+        message: Open,
+        guest: Guest | None,
+    ) -> None:
+        """Begin a guest, unless it is here already or there is no place for it."""
+        rid, epoch = message.rid, message.epoch
+        if guest is not None:
+            if guest.epoch >= epoch:
+                return  # a repetition
+            self._end(guest)
+        if len(self) >= self._most:
+            busy = Busy(rid, epoch, RETRY_MS, f"{self._most} guests are here")
+            self.outbox.append((connection, busy))
+            return
+        try:
+            name, tokens = self._start(drafter.instance, message)
+        except MessageError as error:
+            busy = Busy(rid, epoch, 0, str(error)[:1000])
+            self.outbox.append((connection, busy))
+            raise
+        guest = Guest(drafter.instance, rid, epoch, name, tokens, len(tokens))
+        self._guests[drafter.instance, rid] = guest
+
+    def advance(self, guest: Guest, tokens: Sequence[int], finished: bool) -> None:
+        """Send what a guest has beyond what was sent.
+
+        Args:
+            tokens: Its output tokens so far, as ``Guest.tokens``.
+            finished: There will be no more.
+        """
+        guest.tokens, guest.finished = tokens, finished
+        if len(tokens) > guest.sent or finished:
+            for connection in self._connections(guest.drafter):
+                self._send(connection, guest, guest.sent)
+            guest.sent = len(tokens)
+
+    def change(self, hello: Hello) -> None:
+        """Become another verifier, of other weights: everything before ends."""
+        self._hello = hello
+        for guest in list(self._guests.values()):
+            self._end(guest)
+        self._drafters.clear()
+
+    def lose(self, guest: Guest) -> None:
+        """Drop a guest that the verifier has ended by itself."""
+        for connection in self._connections(guest.drafter):
+            self.outbox.append((connection, Unknown(guest.rid, guest.epoch)))
+        self._guests.pop((guest.drafter, guest.rid), None)
+
+    def tick(self, now: float) -> None:
+        """End the guests of drafters that are silent."""
+        for connection, drafter in list(self._drafters.items()):
+            if now - drafter.received <= self._lease_s:
+                continue
+            logger.warning("VeriCache: a drafter is silent; its guests end")
+            del self._drafters[connection]
+            for guest in self._of(drafter.instance):
+                self._counters.remote_lease_expiries += 1
+                self._end(guest)
+
+    def _send(self, connection: bytes, guest: Guest, base: int) -> None:
+        self.outbox.append((connection, guest.verdict(base)))
+
+    def _end(self, guest: Guest) -> None:
+        del self._guests[guest.drafter, guest.rid]
+        if not guest.finished:
+            self._stop(guest)
+
+    def _of(self, instance: bytes) -> list[Guest]:
+        return [guest for guest in self._guests.values() if guest.drafter == instance]
+
+    def _connections(self, instance: bytes) -> list[bytes]:
+        return [
+            connection
+            for connection, drafter in self._drafters.items()
+            if drafter.instance == instance
+        ]

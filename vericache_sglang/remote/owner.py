@@ -1,0 +1,242 @@
+"""The drafter's side of the protocol: it owns requests, verifiers compute their tokens.
+
+Only the owner commits tokens. A verdict counts if it is of the present attempt (epoch)
+and verifier of a request, and only what lies behind the tokens that are there already,
+so messages may be lost, repeated and reordered. What gets no answer is asked for again;
+then the request moves to another verifier with the next epoch; then it returns to the
+drafter, which prefills it with the tokens so far. No SGLang, no sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vericache_sglang.errors import MessageError
+from vericache_sglang.remote.messages import (
+    Busy,
+    Close,
+    Open,
+    Resend,
+    Unknown,
+    Verdict,
+    pack,
+    unpack,
+)
+from vericache_sglang.remote.verifiers import KnownVerifier, State, rendezvous
+from vericache_sglang.scheduling.ewma import Ewma
+
+if TYPE_CHECKING:
+    from collections.abc import MutableSequence, Sequence
+
+    from vericache_sglang.observability.counters import Counters
+    from vericache_sglang.remote.messages import Hello, Message, ToDrafter
+
+LEAST_PAUSE_S = 0.1
+"""Shortest time before tokens are asked for again, in seconds."""
+PAUSES = 4
+"""It is this many mean times between verdicts."""
+MOST_EPOCHS = 6
+"""Attempts of a request; then it returns to the drafter."""
+KEY_BYTES = 4 * 512
+"""Beginning of a prompt that chooses its verifier: one segment."""
+
+
+@dataclass(slots=True)
+class OwnedRequest:
+    """A request whose tokens a verifier computes.
+
+    Attributes:
+        rid: Its number.
+        prompt: Its prompt, packed.
+        params: Its sampling parameters, as ``Open`` carries them.
+        tokens: Its output tokens; commits append to it.
+        epoch: Attempt; 0: none yet.
+        verifier: Index of the verifier.
+        refused: Verifiers that were busy or failed in this request.
+        answered: When the verifier last answered, in seconds.
+        asked: When it was last asked.
+        pause: Time after which it is asked again, in seconds.
+        finished: The verifier says that these are all tokens.
+    """
+
+    rid: int
+    prompt: bytes
+    params: bytes
+    tokens: MutableSequence[int]
+    epoch: int = 0
+    verifier: int = -1
+    refused: set[int] = field(default_factory=set)
+    answered: float = 0.0
+    asked: float = 0.0
+    pause: float = LEAST_PAUSE_S
+    finished: bool = False
+
+    def opening(self) -> Open:
+        """Return the message that begins the present attempt."""
+        committed = pack(self.tokens)
+        return Open(self.rid, self.epoch, self.prompt, self.params, committed)
+
+
+class Owner:
+    """All requests of a drafter that verifiers compute.
+
+    Args:
+        endpoints: Addresses of the verifiers.
+        hello: Introduces this drafter.
+        lease_s: Time without an answer after which a request moves, in seconds.
+        vocabulary: Number of token ids; others are malformed.
+        counters: Counts resends, failovers, stale verdicts and tokens.
+
+    Attributes:
+        outbox: (index of a verifier, message) to send, in order; the caller empties it.
+        committed: rid -> tokens that were appended; the caller empties it.
+        returned: Requests that the drafter must compute; the caller empties it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        hello: Hello,
+        lease_s: float,
+        vocabulary: int,
+        counters: Counters,
+    ) -> None:
+        self.verifiers = [KnownVerifier(each, hello) for each in endpoints]
+        self._lease_s = lease_s
+        self._vocabulary = vocabulary
+        self._counters = counters
+        self._requests: dict[int, OwnedRequest] = {}
+        self._between = Ewma(0.0, least=0.0, most=lease_s)
+        self.outbox: list[tuple[int, Message]] = []
+        self.committed: dict[int, int] = {}
+        self.returned: list[int] = []
+
+    def open(self, request: OwnedRequest, now: float) -> bool:
+        """Send a new request to a verifier; return whether one takes requests."""
+        self._requests[request.rid] = request
+        if self._try_next(request, now):
+            return True
+        del self._requests[request.rid]
+        return False
+
+    def close(self, rid: int) -> None:
+        """Drop a request: finished, aborted or returned. Unknown ones are ignored."""
+        request = self._requests.pop(rid, None)
+        if request is not None and request.epoch:
+            self.outbox.append((request.verifier, Close(rid, request.epoch)))
+
+    def change(self, hello: Hello) -> None:
+        """Become a drafter of other weights: requests return at the next tick."""
+        for each in self.verifiers:
+            each.change(hello)
+
+    def beats(self) -> list[Message]:
+        """Return, for every verifier, what to send now and again."""
+        live: list[list[int]] = [[] for _ in self.verifiers]
+        for request in self._requests.values():
+            live[request.verifier].append(request.rid)
+        return [each.beat(live[i]) for i, each in enumerate(self.verifiers)]
+
+    def receive(self, verifier: int, message: ToDrafter, at: float) -> None:
+        """Take in a message of a verifier.
+
+        Args:
+            verifier: Its index.
+            at: When it arrived, in seconds.
+
+        Raises:
+            MessageError: It has impossible tokens.
+        """
+        self.verifiers[verifier].receive(message, at)
+        if not isinstance(message, Verdict | Unknown | Busy):
+            return
+        request = self._requests.get(message.rid)
+        if request is None or message.epoch < request.epoch:
+            self._counters.remote_stale += isinstance(message, Verdict)
+            if isinstance(message, Verdict):
+                self.outbox.append((verifier, Close(message.rid, message.epoch)))
+        elif message.epoch > request.epoch or verifier != request.verifier:
+            raise MessageError(f"request {message.rid} has no epoch {message.epoch}")
+        elif isinstance(message, Verdict):
+            self._take(request, message, at)
+        else:
+            if isinstance(message, Busy):
+                request.refused.add(verifier)
+                self.verifiers[verifier].rest(at + message.retry_ms / 1000)
+            self._move(request, at)
+
+    def _take(self, request: OwnedRequest, verdict: Verdict, at: float) -> None:
+        """Commit what a verdict has beyond the present tokens."""
+        tokens = unpack(verdict.tokens)
+        if tokens and max(tokens) >= self._vocabulary:
+            raise MessageError(f"token {max(tokens)} is not in the vocabulary")
+        self._between.observe(at - request.answered)
+        request.answered = max(at, request.answered)
+        have = len(request.tokens)
+        if verdict.base > have:  # an earlier one was lost
+            self._ask(request, at)
+            return
+        request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+        fresh = tokens[have - verdict.base :]
+        if fresh:
+            request.tokens.extend(fresh)
+            done = self.committed.get(request.rid, 0)
+            self.committed[request.rid] = done + len(fresh)
+            self._counters.remote_relayed_tokens += len(fresh)
+        end = verdict.base + len(tokens)
+        request.finished |= verdict.finished and end == len(request.tokens)
+
+    def tick(self, now: float) -> None:
+        """Ask again, move and return what has waited long enough."""
+        for each in self.verifiers:
+            each.tick(now)
+        for request in list(self._requests.values()):
+            verifier = self.verifiers[request.verifier]
+            if request.finished and request.rid not in self.committed:
+                # The verifier ended it earlier than its owner would.
+                self._return(request)
+            elif verifier.state is not State.SERVING:
+                self._move(request, now)
+            elif now - request.answered > self._lease_s:
+                request.refused.add(request.verifier)
+                self._move(request, now)
+            elif now - max(request.answered, request.asked) > request.pause:
+                request.pause = min(2 * request.pause, self._lease_s / 2)
+                self._ask(request, now)
+
+    def _ask(self, request: OwnedRequest, now: float) -> None:
+        """Ask for the tokens behind those that are there."""
+        if now - request.asked < LEAST_PAUSE_S / 2:
+            return  # for instance for every verdict behind a lost one
+        request.asked = now
+        self._counters.remote_resends += 1
+        resend = Resend(request.rid, request.epoch, len(request.tokens))
+        self.outbox.append((request.verifier, resend))
+
+    def _move(self, request: OwnedRequest, now: float) -> None:
+        """Begin the next attempt, or return the request."""
+        self.outbox.append((request.verifier, Close(request.rid, request.epoch)))
+        self._counters.remote_failovers += 1
+        if request.epoch >= MOST_EPOCHS or not self._try_next(request, now):
+            self._return(request)
+
+    def _return(self, request: OwnedRequest) -> None:
+        self.close(request.rid)
+        self.returned.append(request.rid)
+
+    def _try_next(self, request: OwnedRequest, now: float) -> bool:
+        """Open a request at the first verifier that takes it."""
+        endpoints = [each.endpoint for each in self.verifiers]
+        for index in rendezvous(request.prompt[:KEY_BYTES], endpoints):
+            verifier = self.verifiers[index]
+            if index in request.refused or not verifier.takes(now):
+                continue
+            request.epoch += 1
+            request.verifier = index
+            request.answered = request.asked = now
+            request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+            request.finished = False
+            self.outbox.append((index, request.opening()))
+            return True
+        return False

@@ -1,0 +1,114 @@
+"""What a drafter knows of its verifiers, and the order it tries them in."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from vericache_sglang.remote.messages import Heartbeat, Hello, Refuse, Welcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vericache_sglang.remote.messages import ToDrafter
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+"""Interval of heartbeats, in seconds."""
+QUIET_S = 1.0
+"""Silence after which a verifier gets no new requests, in seconds."""
+DEAD_S = 2.0
+"""Silence after which its requests move, in seconds."""
+
+
+class State(Enum):
+    """How a verifier answers."""
+
+    UNKNOWN = auto()
+    """It has not answered yet, or is dead."""
+    SERVING = auto()
+    REFUSING = auto()
+
+
+class KnownVerifier:
+    """One verifier as a drafter sees it.
+
+    Args:
+        endpoint: Its address.
+        hello: Sent until it is answered.
+
+    Attributes:
+        state: Its last answer.
+    """
+
+    def __init__(self, endpoint: str, hello: Hello) -> None:
+        self.endpoint = endpoint
+        self._hello = hello
+        self._received = float("-inf")
+        self._busy_until = float("-inf")
+        self._sequence = 0
+        self.state = State.UNKNOWN
+
+    def receive(self, message: ToDrafter, at: float) -> None:
+        """Note a message, received at the time ``at``."""
+        self._received = max(at, self._received)
+        if isinstance(message, Welcome):
+            if self.state is not State.SERVING:
+                logger.info("VeriCache: %s serves this drafter", self.endpoint)
+            self.state = State.SERVING
+        elif isinstance(message, Refuse):
+            if self.state is not State.REFUSING:
+                logger.error("VeriCache: %s refuses: %s", self.endpoint, message.reason)
+            self.state = State.REFUSING
+
+    def change(self, hello: Hello) -> None:
+        """Introduce a drafter that has other weights than before."""
+        self._hello, self.state = hello, State.UNKNOWN
+
+    def tick(self, now: float) -> None:
+        """Note its silence."""
+        if self.state is State.SERVING and now - self._received > DEAD_S:
+            logger.warning("VeriCache: %s does not answer", self.endpoint)
+            self.state = State.UNKNOWN
+
+    def rest(self, until: float) -> None:
+        """Offer it no request before ``until``."""
+        self._busy_until = max(until, self._busy_until)
+
+    def takes(self, now: float) -> bool:
+        """Return whether a new request may be tried there."""
+        fresh = now - self._received <= QUIET_S
+        return self.state is State.SERVING and fresh and now >= self._busy_until
+
+    def beat(self, live: Sequence[int]) -> Hello | Heartbeat:
+        """Return what to send it now and again.
+
+        Args:
+            live: Requests that are open there.
+        """
+        if self.state is not State.SERVING:
+            return self._hello
+        self._sequence += 1
+        return Heartbeat(self._sequence, tuple(live))
+
+
+def rendezvous(key: bytes, endpoints: Sequence[str]) -> list[int]:
+    """Return the indices of verifiers in the order in which to try a prompt.
+
+    Highest random weight: prompts that begin alike go to the same verifier, and one
+    that leaves moves only its own.
+
+    Args:
+        key: Beginning of the prompt.
+        endpoints: Addresses of the verifiers.
+    """
+    return sorted(
+        range(len(endpoints)),
+        key=lambda i: hashlib.blake2b(
+            endpoints[i].encode() + b"\0" + key, digest_size=8
+        ).digest(),
+        reverse=True,
+    )

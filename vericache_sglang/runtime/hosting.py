@@ -1,0 +1,212 @@
+"""A verifier's guests: ordinary requests in its scheduler that drafters own.
+
+They are admitted, batched, drafted for, retracted and cached like any other request;
+only their output goes to the drafter instead of a client (``remote.guests``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from vericache_sglang.errors import MessageError
+from vericache_sglang.remote.guests import Guest, Guests
+from vericache_sglang.remote.messages import CHANGED, unpack
+from vericache_sglang.remote.verifiers import BEAT_S
+from vericache_sglang.runtime.known_tokens import know_next
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sglang.srt.managers.schedule_batch import Req
+
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.observability.counters import Counters
+    from vericache_sglang.remote.messages import Hello, Open, ToVerifier
+    from vericache_sglang.remote.transport import VerifierTransport
+
+
+class Hosting:
+    """See ``remote_role.Role``: the role of a verifier.
+
+    Args:
+        config: Frozen settings.
+        hello: What drafters must be like.
+        transport: Its connections.
+        counters: Counts expired leases.
+    """
+
+    def __init__(
+        self,
+        config: VeriCacheConfig,
+        hello: Hello,
+        transport: VerifierTransport[ToVerifier],
+        counters: Counters,
+    ) -> None:
+        self._hello = hello
+        self._transport = transport
+        self._guests = Guests(
+            *(hello, config.max_guests, config.lease_s, counters),
+            start=self._start,
+            stop=self._stop,
+        )
+        self._scheduler: Any = None
+        # On the way to the waiting queue; None: stopped while its grammar is compiled.
+        self._committed: dict[str, Sequence[int] | None] = {}
+        self._requests: dict[str, Req] = {}
+        self._numbered = 0
+        self._beat_at = 0.0
+        self.ready = transport.ready
+        self.in_flight: Iterable[Req] = ()
+
+    def take(self, scheduler: Any, req: Req) -> bool:
+        """Note a guest on its way to the waiting queue; return False: it goes there."""
+        if req.rid not in self._committed:
+            return False
+        committed = self._committed.pop(req.rid)
+        req.vericache_guest = True
+        if committed is None:
+            return False
+        self._requests[req.rid] = req
+        if committed:
+            req.output_ids.extend(committed[:-1])
+            know_next(req, committed[-1])
+            self._advance_grammar(req)
+        return False
+
+    @staticmethod
+    def _advance_grammar(req: Req) -> None:
+        if req.grammar is None:
+            return
+        try:
+            for token in req.output_ids:
+                req.grammar.accept_token(token)
+        except ValueError:
+            req.set_finish_with_abort("tokens that its grammar does not allow")
+
+    def exchange(self, scheduler: Any) -> None:
+        """Send and receive. Called once per scheduler iteration."""
+        self._scheduler = scheduler
+        for connection, message, at in self._transport.drain():
+            try:
+                self._guests.receive(connection, message, at)
+            except MessageError as error:
+                self._transport.blame(connection, error)
+        now = time.monotonic()
+        beats = now - self._beat_at >= BEAT_S
+        queued = self._queued() if beats else None
+        for guest in self._guests.running():
+            self._advance(guest, queued)
+        self._guests.tick(now)
+        for peer, said in self._guests.outbox:
+            self._transport.send(peer, said)
+        self._guests.outbox.clear()
+        if beats:
+            self._beat_at = now
+            self._transport.repeat(self._guests.beats())
+
+    def _advance(self, guest: Guest, queued: set[str] | None) -> None:
+        """Report a guest's new tokens, or that it is gone.
+
+        Args:
+            queued: Ids of all requests of the scheduler; None: not looked up now.
+        """
+        req = self._requests.get(guest.name)
+        finished = req is not None and req.finished()
+        lost = queued is not None and guest.name not in queued and not finished
+        if req is not None and not lost:
+            lost = isinstance(req.finished_reason, FINISH_ABORT)
+            if not lost:
+                self._guests.advance(guest, req.output_ids_through_stop, finished)
+        if lost:
+            self._guests.lose(guest)
+        if lost or finished:
+            self._requests.pop(guest.name, None)
+
+    def _queued(self) -> set[str]:
+        """Return the ids of all requests that the scheduler has."""
+        scheduler = self._scheduler
+        found = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs()]
+        found += scheduler.grammar_manager.grammar_queue
+        if scheduler.chunked_req is not None:
+            found.append(scheduler.chunked_req)
+        return {req.rid for req in found}
+
+    def _start(self, drafter: bytes, message: Open) -> tuple[str, Sequence[int]]:
+        """Give a guest to the scheduler.
+
+        Raises:
+            MessageError: It is not what a drafter of this model would send.
+        """
+        prompt, committed = unpack(message.prompt), unpack(message.committed)
+        known = self._hello.vocabulary
+        if max(max(prompt, default=known), max(committed, default=0)) >= known:
+            raise MessageError("no prompt, or a token that is not in the vocabulary")
+        params = self._params(message.params)
+        # An aborted guest may still be in a batch when the next one begins, also one of
+        # the same attempt. No client can guess the drafter's number.
+        self._numbered += 1
+        name = f"vericache-guest-{drafter.hex()}-{self._numbered}"
+        self._committed[name] = committed
+        self._scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=name,
+                input_text=None,
+                input_ids=prompt,
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+        return name, committed
+
+    def _params(self, data: bytes) -> SamplingParams:
+        """Decode sampling parameters, and check them as SGLang's HTTP server does.
+
+        Raises:
+            MessageError: They are malformed.
+        """
+        try:
+            params = msgspec.msgpack.decode(data, type=SamplingParams)
+            params.verify(self._hello.vocabulary)
+        except (ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise MessageError(f"sampling parameters: {error}") from error
+        usual = params.is_normalized and params.beam_width in (None, 1)
+        if not usual:
+            raise MessageError("sampling parameters that do not travel")
+        return params
+
+    def _stop(self, guest: Guest) -> None:
+        """Abort a guest's request."""
+        if self._requests.pop(guest.name, None) is None:
+            self._committed[guest.name] = None
+        self._scheduler.abort_request(AbortReq(rid=guest.name))
+
+    def change(self) -> None:
+        """See ``Role``: guests end, and drafters are refused from now on."""
+        self._hello = replace(self._hello, fingerprint=CHANGED)
+        self._guests.change(self._hello)
+
+    def figures(self) -> dict[str, int]:
+        """Return present figures, for the worker's report."""
+        return {
+            "remote_malformed": self._transport.malformed,
+            "remote_verifiers": 0,
+            "remote_guests": len(self._guests),
+        }
+
+    def close(self) -> None:
+        """Close the socket; at exit."""
+        self._transport.close()
