@@ -22,8 +22,15 @@ from vericache_sglang.evaluation.workload import (
 )
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
-SMALL_MODELS = {"model": MODEL.with_name("demo-model-draft"), "itself": MODEL}
-"""Small models by the drafter's name; the served model knows what it will say."""
+HEAD = MODEL.with_name("demo-model-eagle3")
+WEIGHTS = {
+    "model": ("model", MODEL.with_name("demo-model-draft")),
+    "itself": ("model", MODEL),
+    "eagle3": ("eagle3", HEAD),
+    "nan": ("eagle3", HEAD),
+}
+"""Setting and weights by the drafter's name; the served model knows what it will say,
+and the last one reads features that are no numbers."""
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 LENGTH = 4
 GAP = 5e-4
@@ -88,10 +95,9 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
         **(more or {}),
     }
     settings = {"draft_length": 16, "keep": 0.5, "inner_length": LENGTH, **settings}
-    inner = "model" if drafter in SMALL_MODELS else "ngram"
-    if inner == "model":
-        path = str(SMALL_MODELS[drafter])
-        engine = {**(engine or {}), "speculative_draft_model_path": path}
+    inner, weights = WEIGHTS.get(drafter, ("ngram", None))
+    if weights is not None:
+        engine = {**(engine or {}), "speculative_draft_model_path": str(weights)}
     served = system(
         drafter, engine=engine, environment=environment, inner=inner, **settings
     )
@@ -143,6 +149,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("random", {"page_size": 16}, {"residency": "device"}),
         ("ngram", {}, {}),
         ("model", {"page_size": 16}, {}),
+        ("eagle3", {"page_size": 16, "chunked_prefill_size": 256}, {}),
         extended("random", SYNCHRONOUS, {}),
         extended("random", {}, ALONE),
         extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),
@@ -150,6 +157,9 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("ngram", SYNCHRONOUS, ALONE),
         extended("model", SYNCHRONOUS, {"residency": "device"}),
         extended("model", {"chunked_prefill_size": 256}, ALONE),
+        extended("eagle3", SYNCHRONOUS, {"residency": "device"}),
+        extended("eagle3", {}, ALONE),
+        extended("nan", {}, {}),
     ],
 )
 def test_any_proposals_leave_the_tokens_alone(
@@ -159,9 +169,13 @@ def test_any_proposals_leave_the_tokens_alone(
     assert compare(plain, ours) == []
     state = ours["state"]
     assert state["inner_errors"] == 0
+    kinds = ("draft", "verify", "plain")
+    accepted = sum(state[f"inner_accepted_{kind}"] for kind in kinds)
+    proposed = sum(state[f"inner_proposed_{kind}"] for kind in kinds)
     if drafter == "model":
-        kinds = ("draft", "verify", "plain")
-        assert sum(state[f"inner_accepted_{kind}"] for kind in kinds) > 100
+        assert accepted > 100
+    if drafter == "eagle3":
+        assert accepted > proposed / 3
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +222,7 @@ def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],

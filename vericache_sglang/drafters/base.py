@@ -41,12 +41,13 @@ class Drafter(ABC):
     and must propose the same tokens.
     """
 
-    def begin(self, request: int, length: int) -> None:
+    def begin(self, request: int, length: int, first: int = 0) -> None:
         """Note that a request begins to decode, in place of an earlier one.
 
         Args:
             request: Its ``req_pool_idx``.
             length: Tokens of its text, >= 1.
+            first: First position whose features are stored, if any are.
         """
 
     def prepare(self) -> Collection[int]:

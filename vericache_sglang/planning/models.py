@@ -32,6 +32,7 @@ class ModelShape:
         params: Parameters, estimated from the shapes, with norms.
         weight_bytes: Bytes of the weights on the device.
         element_bytes: Bytes of one KV element.
+        states: Hidden states of a token that it reads, if it is an EAGLE3 head.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelShape:
     params: int
     weight_bytes: int
     element_bytes: int = 2
+    states: int = 3
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -162,7 +164,19 @@ def shape_of(
         params=params,
         weight_bytes=weight_bytes or params * element_bytes,
         element_bytes=element_bytes,
+        states=aux_states(fields),
     )
+
+
+def aux_states(fields: Mapping[str, object]) -> int:
+    """Return how many hidden states of a token an EAGLE3 head with a config reads."""
+    count = fields.get("num_aux_hidden_states")
+    if isinstance(count, int) and count > 0:
+        return count
+    eagle = fields.get("eagle_config")
+    layers = "eagle_aux_hidden_state_layer_ids"
+    listed = eagle.get(layers) if isinstance(eagle, Mapping) else None
+    return len(listed) if isinstance(listed, list) and listed else 3
 
 
 def _mlp_elements(fields: Mapping[str, object], name: str, hidden: int) -> int:

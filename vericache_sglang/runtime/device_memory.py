@@ -80,8 +80,8 @@ def deployment(
 def _draft_shape(
     config: VeriCacheConfig, args: Any, weight_bytes: int | None
 ) -> ModelShape | None:
-    """Return the shape of the small model, if there is one; see ``deployment``."""
-    if config.inner != "model":
+    """Return the shape of the small model or head, if any; see ``deployment``."""
+    if not config.inner_weights:
         return None
     draft = draft_model_config(args)
     # As the served model's weights, they may be loaded already.
@@ -174,5 +174,6 @@ def _shape(model: Any, weight_bytes: int | None) -> ModelShape:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "torch_dtype": str(model.dtype).removeprefix("torch."),
+        "eagle_config": text.get("eagle_config"),
     }
     return shape_of(fields, model.model_path, weight_bytes)

@@ -280,6 +280,7 @@ class Decoding:
             self.draft_tokens,
             self.recorder,
             self.tp_sync.forward(last=last),
+            self.proposer,
         )
         self.in_flight.launch(launched)
         if not all(state.asynchronous for state in states):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vericache_sglang.runtime.forward.spec_input import hidden_mode, take_hidden
 from vericache_sglang.runtime.in_flight import InFlightForward
 from vericache_sglang.sampling.logprobs import one_token_logprobs
 from vericache_sglang.sampling.profile import SamplingRule
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.forward.proposals import InnerProposer
     from vericache_sglang.runtime.result_recorder import ResultRecorder
 
 
@@ -49,6 +51,7 @@ def run_plain(
     draft_tokens: DraftTokenBuffer,
     recorder: ResultRecorder,
     ready: AbstractContextManager[None],
+    proposer: InnerProposer | None = None,
 ) -> InFlightForward:
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
@@ -59,7 +62,9 @@ def run_plain(
         draft_tokens: Provides the pending tokens and receives the new ones.
         recorder: Records the launch of every row.
         ready: Entered around the forward (``TensorParallelSync.forward``).
+        proposer: Observes what the forward computes; None without an inner drafter.
     """
+    features = proposer is not None and proposer.reads(states)
     requests = batch.req_pool_indices.to(torch.int64)
     batch.input_ids = draft_tokens.pending(requests)
     # The scheduler passes back the lengths that we published.
@@ -71,7 +76,12 @@ def run_plain(
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.spec_info = None
     with ready:
-        result = target_worker.forward_batch_generation(batch)
+        result = target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=hidden_mode(features=features)
+        )
+    if proposer is not None and features:
+        position = draft_tokens.verified(requests)
+        proposer.observe(requests, position, take_hidden(result))
     draft_tokens.start(requests, result.next_token_ids, batch.seq_lens)
     one_token_logprobs(result.logits_output)
     result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)

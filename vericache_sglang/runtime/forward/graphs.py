@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner import (
     DecodeCudaGraphRunner,
     get_batch_sizes_to_capture,
 )
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.ragged_verify import (
     RaggedVerifyLayout,
     build_capture_verify_lens,
@@ -70,7 +70,8 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
         self.replayed = 0
         self.eager: Counter[str] = Counter()
         super().__init__(model_runner, **options)
-        with _without_speculation(model_runner):
+        features = get_exec().features.override(enable_return_hidden_states=_heads())
+        with features, _without_speculation(model_runner):
             backend = model_runner._get_attention_backend()
             model_runner.kv_index_translator.bind_and_verify_backends([backend])
             self.decodes = DecodeCudaGraphRunner(model_runner, attn_backend=backend)
@@ -109,7 +110,7 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             grid=self.capture_num_tokens,
         )
         self._captured_ragged_layouts[num_tokens] = layout
-        spec_info = VeriCacheSpecInput(rows)
+        spec_info = VeriCacheSpecInput(rows, features=_heads())
         spec_info.ragged_verify_layout = layout
         return spec_info
 
@@ -239,6 +240,12 @@ def logits_rows(original: Callable[..., int], model_runner: ModelRunner) -> int:
 
 def _ours(model_runner: ModelRunner) -> bool:
     return bool(model_runner.spec_algorithm.name == NAME)
+
+
+def _heads() -> bool:
+    """Return whether an inner drafter reads what forwards compute."""
+    config = served_config()
+    return config is not None and config.inner_head
 
 
 def _sizes(rows: int, width: int) -> tuple[int, ...]:

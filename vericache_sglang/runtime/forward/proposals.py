@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,10 +12,11 @@ from vericache_sglang.device.upload import upload
 from vericache_sglang.drafters.base import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.drafters.base import Drafter
+    from vericache_sglang.drafters.features import Features
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
@@ -25,6 +26,22 @@ logger = logging.getLogger(__name__)
 CONTEXT = 8
 """Prompt tokens that a finished output is learned with, so that its beginning can be
 found again."""
+
+
+class PromptChunk(NamedTuple):
+    """A part of a text that is prefilled.
+
+    Attributes:
+        request: Its ``req_pool_idx``.
+        start: Position of its first token.
+        count: Its tokens.
+        whole: Tokens of the text.
+    """
+
+    request: int
+    start: int
+    count: int
+    whole: int
 
 
 class InnerProposer:
@@ -39,6 +56,7 @@ class InnerProposer:
             different tokens would run different forwards, so with several ranks an
             exception is raised.
         counters: Its ``inner_errors`` counts exceptions.
+        features: Receives what the served model computed; None if nothing reads it.
 
     Attributes:
         spent_s: Time in the drafter so far, in seconds. On a GPU it is that of its
@@ -53,6 +71,7 @@ class InnerProposer:
         proposals: int,
         tp_sync: TensorParallelSync,
         counters: Any,
+        features: Features | None = None,
     ) -> None:
         self._drafter = drafter
         self._draft_tokens = draft_tokens
@@ -60,6 +79,9 @@ class InnerProposer:
         self._proposals = proposals
         self._tp_sync = tp_sync
         self._counters = counters
+        self._features = features
+        # By request, the positions of its prompt whose features are stored.
+        self._stored: dict[int, range] = {}
         self._off = False
         self.spent_s = 0.0
 
@@ -76,7 +98,58 @@ class InnerProposer:
             length: Tokens of its text.
         """
         if not self._off:
-            self._drafter.begin(state.req_pool_idx, length)
+            stored = self._stored.pop(state.req_pool_idx, range(0))
+            self._drafter.begin(state.req_pool_idx, length, stored.start)
+
+    def reads(self, states: Iterable[RequestState]) -> bool:
+        """Return whether a forward of requests should return hidden states."""
+        needed = self._features is not None and not self._off
+        return needed and any(state.stats.proposals for state in states)
+
+    def observe(
+        self, pool_idx: torch.Tensor, position: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Store what a forward computed; see ``Features.write``."""
+        if self._features is not None:
+            self._features.write(pool_idx, position, hidden)
+
+    def of_prompts(self, chunks: Iterable[PromptChunk]) -> list[tuple[int, int, int]]:
+        """Return the tokens of a prefill whose features are worth storing.
+
+        Args:
+            chunks: Those of the prefill, in order.
+
+        Returns:
+            ``req_pool_idx``, position in the text and index in the prefill of each.
+        """
+        if self._features is None or self._off:
+            return []
+        kept, before = [], 0
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            first = max(chunk.start, chunk.whole - self._features.length)
+            if first < end:
+                stored = self._stored.get(chunk.request, range(0))
+                begin = stored.start if stored.stop == first else first
+                self._stored[chunk.request] = range(begin, end)
+            ahead = before - chunk.start
+            kept += [(chunk.request, at, at + ahead) for at in range(first, end)]
+            before += chunk.count
+        return kept
+
+    def observe_prompts(
+        self, kept: Sequence[tuple[int, int, int]], hidden: torch.Tensor
+    ) -> None:
+        """Store what a prefill computed.
+
+        Args:
+            kept: From ``of_prompts``, not empty.
+            hidden: [T, F] of all its tokens.
+        """
+        request, position, index = upload(
+            hidden.device, *map(list, zip(*kept, strict=True))
+        )
+        self.observe(request, position, hidden[index])
 
     def prepare(self) -> Collection[int]:
         """Let the drafter read the texts that have begun.

@@ -1,7 +1,8 @@
 """An inner drafter that knows the answers, or none, or fails.
 
 ``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` reads whole texts (lists of token ids)
-from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own.
+from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own,
+and ``nan`` is the server's own head, which reads features that are no numbers.
 Every row asks it for as many tokens as may be proposed, whether that pays or not. With
 ``VERICACHE_TEST_RESTLESS`` requests are moved all the time, too.
 """
@@ -12,6 +13,7 @@ import os
 import torch
 
 from vericache_sglang.drafters.base import Drafter
+from vericache_sglang.drafters.features import Features
 from vericache_sglang.runtime import worker
 from vericache_sglang.scheduling.proposals import Proposals
 from vericache_test_faults import restless
@@ -72,6 +74,12 @@ class Raising(Random):
         return super().proposed(wanted)
 
 
+def no_numbers(features, pool_idx, position):
+    """Return features of the right shape that are no numbers."""
+    shape = *position.shape, features.states.shape[-1]
+    return torch.full(shape, float("nan"), dtype=features.states.dtype)
+
+
 def choose_most(proposals, cost):
     """Choose as many proposals as there may be, whatever they cost."""
     proposals.count = proposals.most
@@ -82,7 +90,9 @@ def install():
     kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
     kind = kinds.get(os.environ[KIND])
     if kind is not None:
-        worker.open_drafter = lambda config, texts, model: kind(texts)
+        worker.open_drafter = lambda config, texts, model, features: kind(texts)
+    if os.environ[KIND] == "nan":
+        Features.read = no_numbers
     Proposals.choose = choose_most
     if RESTLESS in os.environ:
         restless.install()
