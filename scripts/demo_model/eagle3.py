@@ -17,24 +17,23 @@ import json
 import math
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
 from demo_model import checkpoint, tokenizer
 from demo_model.curriculum import BatchMaker
 from demo_model.draft import POSITIONS, STAGES, WINDOW, measured, train
-from demo_model.net import Mlp, Net, Norm, rope_tables, rotate
+from demo_model.net import Mlp, Net, NetConfig, Norm, rope_tables, rotate
 
 if TYPE_CHECKING:
     from demo_model.curriculum import Stage
     from demo_model.draft import Step
-    from demo_model.net import NetConfig
 
 LAYERS = (0, 1, 2)  # whose outputs are read; SGLang captures no last layer's
 UNROLLED = 3  # tokens proposed in a row in training
@@ -82,7 +81,9 @@ class HeadAttention(nn.Module):
         key = rotate(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
         value = self.v_proj(x).view(heads).transpose(1, 2)
         group = query.shape[1] // key.shape[1]
-        before.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+        before.append(
+            (key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
+        )
         number = len(before) - 1
         key, value = before[0]
         scores = query @ key.mT
@@ -189,7 +190,9 @@ def seen(head: Head, target: Net, maker: BatchMaker) -> Step:
             each = functional.cross_entropy(
                 logits.flatten(0, 1), label.flatten(), reduction="none"
             ).view_as(label)
-            loss = loss + (each * weight)[:, number:].sum() / answered.sum().clamp_min(1)
+            loss = loss + (each * weight)[:, number:].sum() / answered.sum().clamp_min(
+                1
+            )
             found = (logits.argmax(-1) == label)[:, number:][answered[:, number:]]
             right += found.float().mean().item() / UNROLLED
             hidden = back(hidden, 1)
@@ -233,6 +236,17 @@ def export(head: Head, folder: Path) -> None:
         "torch_dtype": "float32",
     }
     checkpoint.write_json(folder / "config.json", config)
+
+
+def load(folder: Path) -> Head:
+    """Read a checkpoint that ``export`` wrote."""
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {f.name: config[f.name] for f in fields(NetConfig)}
+    words = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    head = Head(NetConfig(**sizes), words)
+    head.load_state_dict(weights)
+    return head.eval()
 
 
 def main(argv: list[str]) -> None:

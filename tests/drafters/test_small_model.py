@@ -141,9 +141,7 @@ class Machine:
             inner=inner, inner_window=window, inner_length=length, draft_length=drafts
         )
         self.config, self.ring = config, ring_of(config)
-        self.model = Recorder(
-            self.ring, requests, context or config.ring_reach + 7
-        )
+        self.model = Recorder(self.ring, requests, context or config.ring_reach + 7)
         self.texts = Texts(requests, 1000, "cpu")
         reach, self.features = config.ring_reach, None
         if config.inner_head:

@@ -9,8 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from live_server import faulty, run
 
+from demo_model import checkpoint, eagle3
+from demo_model.eagle3 import LAYERS
 from vericache_sglang.evaluation.lossless import compare, greedy
 from vericache_sglang.evaluation.matrix import PLAIN, RETRACTED, TIGHT, system
 from vericache_sglang.evaluation.sampled import REGEX, logprob_gap
@@ -158,7 +161,6 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("model", SYNCHRONOUS, {"residency": "device"}),
         extended("model", {"chunked_prefill_size": 256}, ALONE),
         extended("eagle3", SYNCHRONOUS, {"residency": "device"}),
-        extended("eagle3", {}, ALONE),
         extended("nan", {}, {}),
     ],
 )
@@ -176,6 +178,44 @@ def test_any_proposals_leave_the_tokens_alone(
         assert accepted > 100
     if drafter == "eagle3":
         assert accepted > proposed / 3
+
+
+def said_by(head, net, window, text, skipped, depth):
+    """Return what a head proposes after a text: its whole text in one forward each."""
+    ids = torch.tensor([text])
+    outputs = net.hidden(ids[:, :-1])[1]
+    hidden = head.fc(torch.cat([outputs[i] for i in LAYERS], -1)[:, skipped:])
+    embeds, found = net.model.embed_tokens(ids)[:, skipped + 1 :], []
+    first = max(0, hidden.shape[1] + depth - 1 - window)
+    for _ in range(depth):
+        positions = torch.arange(first, hidden.shape[1])[None]
+        logits, own = head(embeds[:, first:], hidden[:, first:], positions, [])
+        chosen = logits[0, -1].argmax()
+        found.append(int(chosen + head.d2t[chosen]))
+        embeds = torch.cat(
+            [embeds, net.model.embed_tokens(torch.tensor([found[-1:]]))], 1
+        )
+        hidden = torch.cat([hidden, own[:, -1:]], 1)
+    return found
+
+
+@torch.no_grad()
+def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_path):
+    """The second wave's prompts are cached, so their features are missing."""
+    file = tmp_path / "proposals"
+    more = {"VERICACHE_TEST_PROPOSALS": str(file)}
+    ours = serve("eagle3", waves, texts, more=more, **ALONE)
+    assert compare(plain, ours) == []
+    net, head = checkpoint.load(MODEL), eagle3.load(HEAD)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    cached = [line for line in lines if 0 < len(line[0]) - line[1] < 40]
+    assert cached
+    equal = asked = 0
+    for text, skipped, found in [*lines[:: len(lines) // 16], *cached[:4]]:
+        wanted = said_by(head, net, 512, text, skipped, len(found))
+        equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+        asked += len(found)
+    assert equal > 0.95 * asked
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
         features: Features | None = None,
     ) -> None:
         self._texts, self._ring, self._model = texts, ring, model
-        self._features, self._ahead = features, int(features is not None)
+        self.features, self._ahead = features, int(features is not None)
         self._last = most + 1
         self._read: dict[int, _Read] = {}
         self._begun: dict[int, int] = {}
@@ -218,9 +218,9 @@ class ModelDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tokens read at positions of texts, and a head's features."""
         tokens = self._texts.tokens[rows, positions + self._ahead]
-        if self._features is None:
+        if self.features is None:
             return tokens, None
-        return tokens, self._features.read(rows, positions).flatten(0, -2)
+        return tokens, self.features.read(rows, positions).flatten(0, -2)
 
     def _outgrown(self, request: int, length: int) -> bool:
         """Return whether a text has to be read anew, from its sinks on."""

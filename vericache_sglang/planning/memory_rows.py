@@ -271,7 +271,7 @@ ROWS: tuple[MemoryRow, ...] = (
         "features of a prefill",
         Phase.RESERVED,
         "2 * features * chunk",
-        "LogitsProcessor, the outputs of single layers and all of them beside each other",
+        "LogitsProcessor, outputs of single layers, and all of them side by side",
         CHUNK,
     ),
     MemoryRow(

@@ -149,7 +149,7 @@ class DraftHead(DraftModel):
             head.set_embed_and_head(embed, output)
         else:
             head.set_embed(embed)
-        self._ids = _proposed_ids(head, served.model_config.vocab_size, embed.device)
+        self._ids = proposed_ids(head, served.model_config.vocab_size, embed.device)
         served.model.set_eagle3_layers_to_capture(
             captured_layers(self._runner.model_config.hf_config)
         )
@@ -179,7 +179,7 @@ def captured_layers(head: Any) -> list[int] | None:
     return eagle.get("eagle_aux_hidden_state_layer_ids")
 
 
-def _proposed_ids(head: Any, vocabulary: int, device: Any) -> torch.Tensor | None:
+def proposed_ids(head: Any, vocabulary: int, device: Any) -> torch.Tensor | None:
     """Return [draft vocabulary] int64, the head's tokens as the model's; None: equal.
 
     Raises:

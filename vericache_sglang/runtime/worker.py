@@ -240,7 +240,6 @@ class VeriCacheWorker(BaseSpecWorker):
             config.proposals,
             self._tp_sync,
             self.placement.counters,
-            features,
         )
 
     def init_attention_backends(self) -> None:

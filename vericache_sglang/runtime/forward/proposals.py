@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.drafters.base import Drafter
-    from vericache_sglang.drafters.features import Features
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
@@ -34,13 +33,13 @@ class PromptChunk(NamedTuple):
     Attributes:
         request: Its ``req_pool_idx``.
         start: Position of its first token.
-        count: Its tokens.
+        tokens: Their number.
         whole: Tokens of the text.
     """
 
     request: int
     start: int
-    count: int
+    tokens: int
     whole: int
 
 
@@ -56,7 +55,6 @@ class InnerProposer:
             different tokens would run different forwards, so with several ranks an
             exception is raised.
         counters: Its ``inner_errors`` counts exceptions.
-        features: Receives what the served model computed; None if nothing reads it.
 
     Attributes:
         spent_s: Time in the drafter so far, in seconds. On a GPU it is that of its
@@ -71,7 +69,6 @@ class InnerProposer:
         proposals: int,
         tp_sync: TensorParallelSync,
         counters: Any,
-        features: Features | None = None,
     ) -> None:
         self._drafter = drafter
         self._draft_tokens = draft_tokens
@@ -79,7 +76,7 @@ class InnerProposer:
         self._proposals = proposals
         self._tp_sync = tp_sync
         self._counters = counters
-        self._features = features
+        self._features = drafter.features
         # By request, the positions of its prompt whose features are stored.
         self._stored: dict[int, range] = {}
         self._off = False
@@ -126,7 +123,7 @@ class InnerProposer:
             return []
         kept, before = [], 0
         for chunk in chunks:
-            end = chunk.start + chunk.count
+            end = chunk.start + chunk.tokens
             first = max(chunk.start, chunk.whole - self._features.length)
             if first < end:
                 stored = self._stored.get(chunk.request, range(0))
@@ -134,7 +131,7 @@ class InnerProposer:
                 self._stored[chunk.request] = range(begin, end)
             ahead = before - chunk.start
             kept += [(chunk.request, at, at + ahead) for at in range(first, end)]
-            before += chunk.count
+            before += chunk.tokens
         return kept
 
     def observe_prompts(
