@@ -111,7 +111,7 @@ class InnerProposer:
             self._features.write(pool_idx, position, hidden)
 
     def of_prompts(self, chunks: Iterable[PromptChunk]) -> list[tuple[int, int, int]]:
-        """Return the tokens of a prefill whose features are worth storing.
+        """Return the tokens of a prefill whose features are stored: a text's last ones.
 
         Args:
             chunks: Those of the prefill, in order.
