@@ -30,9 +30,9 @@ def default_flags(name, gpu, **flags):
     return planned(model, VeriCacheConfig(), known.memory_mib, known.capability, flags)
 
 
-def drafting(**flags):
-    """Return the server of a model with a small model as its inner drafter."""
-    known, config = GPUS["h200"], VeriCacheConfig(inner="model")
+def drafting(inner="model", **flags):
+    """Return the server of a model with an inner drafter that has weights."""
+    known, config = GPUS["h200"], VeriCacheConfig(inner=inner)
     model = find_model("qwen3-32b")
     return planned(model, config, known.memory_mib, known.capability, flags)
 
@@ -96,6 +96,16 @@ def test_a_small_model_takes_its_weights_and_rings():
     rows = {row.name: size for row, size in ledger(with_one).sizes.items()}
     assert rows["weights of the small model or head"] == with_one.draft.weight_bytes
     assert rows["KV of the small model or head"] > 0
+
+
+def test_a_head_takes_its_features_too():
+    name = str(Path(__file__).parents[2] / "configs" / "demo-model-eagle3")
+    at = drafting("eagle3", speculative_draft_model_path=name)
+    rows = {row.name: size for row, size in ledger(at).sizes.items()}
+    stored = 3 * at.model.hidden * at.draft.element_bytes
+    assert rows["features of a prefill"] == 2 * at.chunk * stored
+    kept = rows["features that a head reads"]
+    assert kept == (at.running + 1) * at.config.ring_reach * stored
 
 
 @pytest.mark.parametrize(
