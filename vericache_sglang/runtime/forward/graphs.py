@@ -60,18 +60,22 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             attention backend, because a backend has one set of static buffers.
         replayed: Number of forwards that ran in a graph.
         eager: Reason -> number of forwards that ran without a graph.
+        features: An inner drafter reads what forwards compute.
     """
 
     captured_req_width: int
     capture_bs: list[int]
     compile_bs: list[int]
+    features = False
 
     def __init__(self, model_runner: ModelRunner, **options: Any) -> None:
         self.replayed = 0
         self.eager: Counter[str] = Counter()
+        config = served_config()
+        self.features = config is not None and config.inner_head
         super().__init__(model_runner, **options)
-        features = get_exec().features.override(enable_return_hidden_states=_heads())
-        with features, _without_speculation(model_runner):
+        hidden = get_exec().features.override(enable_return_hidden_states=self.features)
+        with hidden, _without_speculation(model_runner):
             backend = model_runner._get_attention_backend()
             model_runner.kv_index_translator.bind_and_verify_backends([backend])
             self.decodes = DecodeCudaGraphRunner(model_runner, attn_backend=backend)
@@ -110,7 +114,7 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             grid=self.capture_num_tokens,
         )
         self._captured_ragged_layouts[num_tokens] = layout
-        spec_info = VeriCacheSpecInput(rows, features=_heads())
+        spec_info = VeriCacheSpecInput(rows, features=self.features)
         spec_info.ragged_verify_layout = layout
         return spec_info
 
@@ -240,12 +244,6 @@ def logits_rows(original: Callable[..., int], model_runner: ModelRunner) -> int:
 
 def _ours(model_runner: ModelRunner) -> bool:
     return bool(model_runner.spec_algorithm.name == NAME)
-
-
-def _heads() -> bool:
-    """Return whether an inner drafter reads what forwards compute."""
-    config = served_config()
-    return config is not None and config.inner_head
 
 
 def _sizes(rows: int, width: int) -> tuple[int, ...]:
