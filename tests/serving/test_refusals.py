@@ -4,6 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, UnsupportedError
@@ -378,6 +380,37 @@ def test_a_refused_head_says_why(server_args, model, tmp_path, word):
         return
     with pytest.raises(UnsupportedError, match=word):
         check_drafter(config, args, served)
+
+
+MIMO = {
+    **variant("MiMoForCausalLM", "qwen2"),
+    "num_nextn_predict_layers": 1,
+}
+
+REFUSED_PREDICTORS = {
+    "LlamaForCausalLM has no prediction head": (LLAMA, "mtp.0.weight"),
+    "has 2 prediction layers": (
+        {**MIMO, "num_nextn_predict_layers": 2},
+        "mtp.0.weight",
+    ),
+    "no weights of a prediction head": (MIMO, "model.norm.weight"),
+}
+"""Words of the message -> config and a weight of the served checkpoint."""
+
+
+@pytest.mark.parametrize("word", [None, *REFUSED_PREDICTORS])
+def test_a_refused_prediction_head_says_why(server_args, model, tmp_path, word):
+    config, weight = REFUSED_PREDICTORS.get(word, (MIMO, "model.mtp_layers.0.weight"))
+    served = model(config)
+    save_file({weight: torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = server_args(speculative_draft_model_path=str(tmp_path))
+    settings = VeriCacheConfig(inner="mtp")
+    if word is None:
+        check_drafter(settings, args, served)
+        assert served.hf_config.architectures == ["MiMoForCausalLM"]
+        return
+    with pytest.raises(UnsupportedError, match=word):
+        check_drafter(settings, args, served)
 
 
 def test_a_model_that_returns_no_hidden_states_has_no_head(

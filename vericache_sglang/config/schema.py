@@ -147,12 +147,12 @@ class VeriCacheConfig(BaseModel):
         "with the same noise, rejection is rejection sampling; seeded requests are "
         "always coupled",
     )
-    inner: Literal["none", "ngram", "model", "eagle3"] = _setting(
+    inner: Literal["none", "ngram", "model", "eagle3", "mtp"] = _setting(
         "none",
         "inner drafter, which proposes further tokens of a row: ngram continues what "
         "the end of the text has followed before, in the request or in finished "
         "outputs; model is the small model that --speculative-draft-model-path names, "
-        "eagle3 the EAGLE3 head",
+        "eagle3 the EAGLE3 head that it names; mtp is the served model's own head",
     )
     inner_length: int = _setting(
         4, "most tokens that the inner drafter proposes per row", "tokens", ge=1, le=16
@@ -167,8 +167,8 @@ class VeriCacheConfig(BaseModel):
     )
     inner_window: int = _setting(
         512,
-        "tokens of a text that model reads, the first 4 and the last ones, or eagle3, "
-        "the last ones",
+        "tokens of a text that model reads, the first 4 and the last ones, or eagle3 "
+        "and mtp, the last ones",
         "tokens",
         ge=64,
         le=1 << 16,
@@ -203,12 +203,12 @@ class VeriCacheConfig(BaseModel):
     @property
     def inner_weights(self) -> bool:
         """Whether the inner drafter has weights: a small model's or a head's."""
-        return self.inner in ("model", "eagle3")
+        return self.inner == "model" or self.inner_head
 
     @property
     def inner_head(self) -> bool:
         """Whether the inner drafter reads what the served model computed."""
-        return self.inner == "eagle3"
+        return self.inner in ("eagle3", "mtp")
 
     @property
     def most_drafts(self) -> int:

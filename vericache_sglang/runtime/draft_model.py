@@ -28,6 +28,8 @@ from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.runtime.planned_memory import DRAFT_MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vericache_sglang.drafters.model import RingRows
     from vericache_sglang.drafters.ring import SlotRing
 
@@ -131,11 +133,40 @@ class DraftModel:
 
 
 class DraftHead(DraftModel):
-    """An EAGLE3 head of the served model, whose embeddings it shares.
+    """A head of the served model, whose embeddings it shares.
+
+    Attributes:
+        features: Numbers that it reads with every token.
+    """
+
+    features: int
+    _ids: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what it reads."""
+        kind: torch.dtype = self._runner.dtype
+        return kind
+
+    def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``SmallModel.next_tokens``."""
+        forward = _forward_batch(rows, self.table.shape[1])
+        forward.spec_info = VeriCacheSpecInput(len(rows.queries))
+        forward.spec_info.hidden_states = rows.hidden
+        forward.capture_hidden_mode = CaptureHiddenMode.LAST
+        found = self._run(forward)
+        chosen = found.next_token_logits.argmax(dim=-1)
+        if self._ids is not None:
+            chosen = self._ids[chosen]
+        return chosen, found.hidden_states
+
+
+class Eagle3Head(DraftHead):
+    """An EAGLE3 head, which reads the outputs of some layers.
 
     Args:
         server_args: As in ``DraftModel``.
-        target_worker: As in ``DraftModel``; its model computes features from now on.
+        target_worker: As in ``DraftModel``; its model returns them from now on.
 
     Raises:
         ConfigError: See ``DraftModel``; or the head's tokens are not the model's.
@@ -153,20 +184,30 @@ class DraftHead(DraftModel):
         served.model.set_eagle3_layers_to_capture(
             captured_layers(self._runner.model_config.hf_config)
         )
-        self.dtype: torch.dtype = self._runner.dtype
-        self.features: int = head.model.fc.in_features
+        self.features = head.model.fc.in_features
 
-    def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``SmallModel.next_tokens``."""
-        forward = _forward_batch(rows, self.table.shape[1])
-        forward.spec_info = VeriCacheSpecInput(len(rows.queries))
-        forward.spec_info.hidden_states = rows.hidden
-        forward.capture_hidden_mode = CaptureHiddenMode.LAST
-        found = self._run(forward)
-        chosen = found.next_token_logits.argmax(dim=-1)
-        if self._ids is not None:
-            chosen = self._ids[chosen]
-        return chosen, found.hidden_states
+
+class PredictionHead(DraftHead):
+    """A multi-token prediction head, which reads the final hidden states.
+
+    Args:
+        server_args: As in ``DraftModel``.
+        target_worker: As in ``DraftModel``.
+    """
+
+    def __init__(self, server_args: Any, target_worker: Any) -> None:
+        super().__init__(server_args, target_worker)
+        served = target_worker.model_runner
+        self._runner.model.set_embed_and_head(*served.model.get_embed_and_head())
+        self.features = served.model_config.hidden_size
+
+
+WEIGHTED: Mapping[str, type[DraftModel]] = {
+    "model": DraftModel,
+    "eagle3": Eagle3Head,
+    "mtp": PredictionHead,
+}
+"""Inner drafters with weights, by ``VeriCacheConfig.inner``."""
 
 
 def captured_layers(head: Any) -> list[int] | None:

@@ -8,7 +8,7 @@ from vericache_sglang.compression.base import Needs
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.memory import DEFAULT_RUNNING, Deployment
-from vericache_sglang.planning.models import find_model
+from vericache_sglang.planning.models import find_model, predictor_of
 from vericache_sglang.planning.sglang_memory import (
     fraction_static,
     prefill_graph_sizes,
@@ -111,7 +111,9 @@ def planned(
     if given.get("disable_cuda_graph"):
         most = captured = 0
     draft = None
-    if config.inner_weights:
+    if config.inner == "mtp":
+        draft = predictor_of(model)
+    elif config.inner_weights:
         small = given.get("speculative_draft_model_path")
         if not small:
             raise ConfigError(f"--vericache-inner {config.inner} needs {DRAFT_MODEL}")

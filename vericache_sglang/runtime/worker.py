@@ -28,7 +28,7 @@ from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
-from vericache_sglang.runtime.draft_model import DraftHead, DraftModel
+from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
@@ -96,10 +96,8 @@ class VeriCacheWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = self.model_runner.device
         # Loaded before SGLang sizes the KV pool by the memory that is left.
-        self._draft_model: DraftModel | None = None
-        if config.inner_weights:
-            kind = DraftHead if config.inner_head else DraftModel
-            self._draft_model = kind(server_args, target_worker)
+        kind = WEIGHTED.get(config.inner)
+        self._draft_model = kind(server_args, target_worker) if kind else None
         self._overlap = not server_args.disable_overlap_schedule
         self._state_factory = RequestStateFactory(
             config,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vericache_sglang.planning.models import aux_states
+from vericache_sglang.planning.models import aux_states, stored_names
+from vericache_sglang.runtime.device_memory import model_folder
 from vericache_sglang.runtime.planned_memory import DRAFT_MODEL
 from vericache_sglang.serving.refused_models import MODEL_RULES
 from vericache_sglang.serving.rule import Rule
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
 
 _OTHER = "name a small decoder-only model with the served model's vocabulary"
 _HEAD = "name an EAGLE3 head that was trained for the served model"
+_NO_HEAD = "use --vericache-inner model or ngram"
 _WITH_WEIGHTS = "--vericache-inner {0.config.inner}"
 
 EAGLE3 = "LlamaForCausalLMEagle3"
-"""SGLang's class of the heads that are served."""
+"""SGLang's class of the EAGLE3 heads that are served."""
+
+PREDICTORS = frozenset(
+    (
+        "MiMoMTP",
+        "Glm4MoeForCausalLMNextN",
+        "Ernie4_5_MoeForCausalLMMTP",
+        "Qwen3MoeForCausalLMMTP",
+    )
+)
+"""SGLang's classes of the prediction heads that are served."""
 
 
 class Drafting(NamedTuple):
@@ -83,6 +95,11 @@ class DraftPair(NamedTuple):
         return list(eagle.get("eagle_aux_hidden_state_layer_ids") or chosen)
 
     @property
+    def predicts(self) -> int:
+        """Prediction layers of the checkpoint."""
+        return int(self.draft.num_nextn_predict_layers or 0)
+
+    @property
     def states(self) -> int:
         """Hidden states that a head reads of a token."""
         return aux_states(vars(self.draft.hf_config))
@@ -125,14 +142,21 @@ def _of_the_drafter(rule: Rule) -> Rule:
 
 
 def _of_a_head(
-    broken: Callable[[DraftPair], bool], reason: str, remedy: str = _HEAD
+    inner: str, broken: Callable[[DraftPair], bool], reason: str, remedy: str = _HEAD
 ) -> Rule:
     return Rule(
-        DRAFT_MODEL,
-        lambda pair: pair.config.inner_head and broken(pair),
+        DRAFT_MODEL if inner == "eagle3" else f"--vericache-inner {inner}",
+        lambda pair: pair.config.inner == inner and broken(pair),
         reason,
         remedy,
     )
+
+
+def _has_no_predictor(pair: DraftPair) -> bool:
+    names = stored_names(model_folder(pair.draft.model_path, pair.draft.revision))
+    # Unknown while the checkpoint is not on this machine.
+    marks = ("mtp", "eh_proj")
+    return bool(names) and not any(mark in name for name in names for mark in marks)
 
 
 DRAFTING_RULES: tuple[Rule, ...] = (
@@ -177,6 +201,7 @@ DRAFTING_RULES: tuple[Rule, ...] = (
 PAIR_RULES: tuple[Rule, ...] = (
     *map(_of_the_drafter, MODEL_RULES),
     _of_a_head(
+        "eagle3",
         lambda pair: pair.architecture != EAGLE3,
         "{0.architecture} is no EAGLE3 head in SGLang's format (EAGLE-1 and EAGLE-2 "
         "heads, multi-layer heads and checkpoints of other libraries are not served)",
@@ -192,32 +217,64 @@ PAIR_RULES: tuple[Rule, ...] = (
         DRAFT_MODEL,
         lambda pair: not pair.config.inner_head and _is_head(pair),
         "a head reads what its target computes",
-        "use --vericache-inner eagle3 for an EAGLE3 head, or name a small model",
+        "use --vericache-inner eagle3 for an EAGLE3 head, mtp for the served model's "
+        "own, or name a small model",
     ),
     _of_a_head(
+        "eagle3",
         _has_no_setter,
         "SGLang's {0.target} does not return the hidden states of its layers",
-        "use --vericache-inner model or ngram",
+        _NO_HEAD,
     ),
     _of_a_head(
+        "eagle3",
         lambda pair: pair.reads != pair.served.hidden_size,
         "it reads hidden states of {0.reads} numbers, the served model's have "
         "{0.served.hidden_size}",
     ),
     _of_a_head(
+        "eagle3",
         lambda pair: pair.draft.hidden_size != pair.served.hidden_size,
         "its hidden size is {0.draft.hidden_size}, that of the embeddings which it "
         "shares is {0.served.hidden_size}",
     ),
     _of_a_head(
+        "eagle3",
         _reads_other_layers,
         "it reads {0.states} hidden states, of layers {0.layers}; the served model has "
         "{0.served.num_hidden_layers} layers, of which the last one's is not returned",
     ),
     _of_a_head(
+        "eagle3",
         lambda pair: pair.draft.dtype != pair.served.dtype,
         "its type is {0.draft.dtype}, the served model's {0.served.dtype}",
         "give --dtype",
+    ),
+    _of_a_head(
+        "mtp",
+        lambda pair: pair.architecture not in PREDICTORS,
+        "{0.target} has no prediction head that is served; models with MiMo's, "
+        "GLM-4.5's, ERNIE 4.5's and Qwen3-MoE's have",
+        _NO_HEAD,
+    ),
+    _of_a_head(
+        "mtp",
+        lambda pair: pair.architecture in PREDICTORS and pair.predicts != 1,
+        "the checkpoint has {0.predicts} prediction layers, one is served",
+        _NO_HEAD,
+    ),
+    _of_a_head(
+        "mtp",
+        lambda pair: pair.architecture in PREDICTORS and _has_no_predictor(pair),
+        "the checkpoint has no weights of a prediction head",
+        f"name one that has with {DRAFT_MODEL}, or use --vericache-inner ngram",
+    ),
+    _of_a_head(
+        "mtp",
+        lambda pair: pair.draft.hidden_size != pair.served.hidden_size,
+        "its hidden size is {0.draft.hidden_size}, the served model's "
+        "{0.served.hidden_size}",
+        f"leave out {DRAFT_MODEL}",
     ),
     Rule(
         DRAFT_MODEL,
