@@ -6,17 +6,21 @@ never compressed, so that the drafter serves them alone.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from live_server import faulty, run
+from safetensors.torch import load_file, save_file
 
 from demo_model import checkpoint, eagle3
 from demo_model.eagle3 import LAYERS
 from vericache_sglang.evaluation.lossless import compare, greedy
 from vericache_sglang.evaluation.matrix import PLAIN, RETRACTED, TIGHT, system
 from vericache_sglang.evaluation.sampled import REGEX, logprob_gap
+from vericache_sglang.evaluation.server import ServerError
+from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import (
     code_prompts,
     load_tokenizer,
@@ -86,6 +90,7 @@ ALONE = {"min_prompt": 1 << 20}
 """No prompt is long enough to be compressed."""
 WHOLE = {"inner_window": 4096}
 """A small model reads whole texts, but for those that are longer."""
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 60}
 SYNCHRONOUS = {"disable_overlap_schedule": True}
 
 
@@ -273,6 +278,36 @@ def test_tokens_are_identical_while_everything_moves(
 ):
     ours = serve(drafter, waves, texts, engine, environment)
     assert compare(plain, ours) == []
+
+
+@pytest.mark.extended
+def test_seeded_requests_with_a_head_say_what_they_say_without(waves, texts):
+    prompts = waves[0]["prompts"]
+    params = [{**SEEDED, "sampling_seed": i} for i in range(len(prompts))]
+    wave = {"prompts": prompts, "params": params}
+    seeded = {"enable_deterministic_inference": True}
+    plain = run(described("plain SGLang", None, seeded), MODEL, [wave])
+    ours = serve("eagle3", [wave], texts, seeded)
+    assert compare(plain, ours) == []
+    assert ours["state"]["cycles"] > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "kept", "message"),
+    [
+        ("d2t", slice(300), "d2t lists 300 of the head's 320 tokens"),
+        ("fc.weight", (slice(None), slice(256)), "do not fit their config.json"),
+    ],
+)
+def test_a_head_with_other_shapes_is_refused_at_start(name, kept, message, tmp_path):
+    weights = load_file(HEAD / "model.safetensors")
+    weights[name] = weights[name][kept].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(HEAD / "config.json", tmp_path)
+    engine = {"speculative_draft_model_path": str(tmp_path)}
+    with pytest.raises(ServerError, match=message):
+        run(system("eagle3", engine=engine, inner="eagle3"), MODEL, [])
 
 
 @pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])

@@ -108,6 +108,15 @@ def test_a_head_takes_its_features_too():
     assert kept == (at.running + 1) * at.config.ring_reach * stored
 
 
+def test_a_prediction_head_is_one_layer_of_the_model():
+    at = drafting("mtp")
+    assert at.draft.layers == 1
+    rows = {row.name: size for row, size in ledger(at).sizes.items()}
+    assert rows["weights of the small model or head"] < at.model.weight_bytes / 60
+    kept = at.model.hidden * at.draft.element_bytes
+    assert rows["features of a prefill"] == 2 * at.chunk * kept
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
