@@ -32,7 +32,13 @@ from demo_model.net import Net, NetConfig
 from vericache_sglang.drafters.ring import SINKS
 
 if TYPE_CHECKING:
-    from demo_model.curriculum import Batch
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from demo_model.curriculum import Batch, Stage
+
+    Step = Callable[[Stage, random.Random], tuple[torch.Tensor, float]]
 
 SIZES = NetConfig(
     hidden_size=64,
@@ -82,26 +88,31 @@ def losses(net: Net, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, flo
     return (each * weight).sum() / answered.sum().clamp_min(1), right.item()
 
 
+def seen(net: Net, maker: BatchMaker) -> Step:
+    """Return the step that draws a batch and measures the net on it."""
+    return lambda stage, rng: losses(net, shown(maker.make(stage, rng), rng))
+
+
 @torch.no_grad()
-def measured(net: Net, maker: BatchMaker, seed: int) -> float:
-    """Return the share of answer tokens that the net proposes rightly."""
-    rng, found = random.Random(f"held out {seed}"), []
-    for stage in STAGES * 3:
-        found.append(losses(net, shown(maker.make(stage, rng), rng))[1])
+def measured(step: Step, seed: int) -> float:
+    """Return the share of answer tokens that are foreseen in batches of their own."""
+    rng = random.Random(f"held out {seed}")
+    found = [step(stage, rng)[1] for stage in STAGES * 3]
     return sum(found) / len(found)
 
 
-def train(net: Net, maker: BatchMaker, minutes: float, seed: int) -> int:
+def train(net: nn.Module, step: Step, minutes: float, seed: int) -> int:
     """Train until the time is over; return the steps."""
     named = list(net.named_parameters())
-    matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
-    vectors = [p for n, p in named if p.dim() != 2 or "embed" in n]
+    words = ("embed", "lm_head")
+    vectors = [p for n, p in named if p.dim() != 2 or any(word in n for word in words)]
+    matrices = [p for _, p in named if all(p is not vector for vector in vectors)]
     muon = Muon(matrices, lr=MATRIX_LR, weight_decay=0.05)
     adam = torch.optim.Adam(vectors, lr=VECTOR_LR, betas=(0.9, 0.97), eps=1e-10)
     rng, begun, steps, mean = random.Random(seed), time.process_time(), 0, 0.0
     while (part := (time.process_time() - begun) / (60 * minutes)) < 1:
         scale = min(1.0, (steps + 1) / WARM_UP) * min(1.0, 2 * (1 - part))
-        loss, right = losses(net, shown(maker.make(rng.choice(STAGES), rng), rng))
+        loss, right = step(rng.choice(STAGES), rng)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(vectors, 1.0)
         for optimizer, lr in ((muon, MATRIX_LR), (adam, VECTOR_LR)):
@@ -127,13 +138,13 @@ def main(argv: list[str]) -> None:
     built = tokenizer.build()
     net, maker = Net(SIZES), BatchMaker(built)
     initialise(net, given.seed)
-    steps = train(net, maker, given.minutes, given.seed)
+    steps = train(net, seen(net, maker), given.minutes, given.seed)
     checkpoint.export(net, given.out, POSITIONS)
     summary = {
         "argv": argv,
         "steps": steps,
         "parameters": sum(math.prod(p.shape) for p in net.parameters()),
-        "right": round(measured(net, maker, given.seed), 4),
+        "right": round(measured(seen(net, maker), given.seed), 4),
     }
     print(json.dumps(summary))
 

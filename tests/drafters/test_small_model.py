@@ -1,8 +1,8 @@
-"""The ring KV of a small model, and what it reads, against whole texts.
+"""The ring KV of a small model or a head, and what it reads, against whole texts.
 
 ``Recorder`` stands for the model: its KV of a slot is the token and the place that were
-written there last. What it proposes depends on every token that its rows list, so a
-wrong slot, order or length changes it.
+written there last, and a head's features. What it proposes depends on every token that
+its rows list, so a wrong slot, order or length changes it.
 """
 
 import random
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.drafters.base import Wanted
+from vericache_sglang.drafters.features import Features
 from vericache_sglang.drafters.model import (
     NOTHING,
     PIECE,
     ModelDrafter,
-    least_context,
     ring_of,
 )
 from vericache_sglang.drafters.ring import SINKS, SlotRing
@@ -26,7 +26,12 @@ from vericache_sglang.drafters.texts import Texts
 
 VOCABULARY = 97
 
-RINGS = st.builds(SlotRing, st.integers(SINKS + 1, 40), st.integers(0, 30))
+RINGS = st.builds(
+    SlotRing,
+    st.integers(SINKS + 1, 40),
+    st.integers(0, 30),
+    st.sampled_from([SINKS, 0]),
+)
 
 
 @given(RINGS, st.integers(0, 3), st.data())
@@ -43,7 +48,7 @@ def test_the_last_tokens_of_a_text_are_listed_in_order(ring, row, data):
     places = list(range(end))
     wanted = places
     if end > ring.window:
-        wanted = places[:SINKS] + places[end - (ring.window - SINKS) :]
+        wanted = places[: ring.sinks] + places[end - (ring.window - ring.sinks) :]
     assert [held[slot] for slot in listed[: len(wanted)]] == wanted
 
 
@@ -53,6 +58,21 @@ def said_after(tokens):
     for token in tokens:
         found = (found * 31 + token + 1) % 1_000_003
     return found % VOCABULARY
+
+
+def computed(token, position):
+    """Return the feature of a token, a whole number."""
+    return float(token * 1000 + position)
+
+
+def read(token, feature):
+    """Return what a head reads as one number, which is beyond any token."""
+    return token + VOCABULARY * int(feature + 1)
+
+
+def carried(token):
+    """Return the hidden state of a head that proposes ``token``."""
+    return float(10**6 + token)
 
 
 class Recorder:
@@ -71,9 +91,10 @@ class Recorder:
 
     def next_tokens(self, rows):
         self.sizes.append(sum(rows.queries))
-        written = zip(
-            rows.slots.tolist(), rows.tokens.tolist(), rows.places.tolist(), strict=True
-        )
+        tokens = rows.tokens.tolist()
+        if rows.hidden is not None:
+            tokens = list(map(read, tokens, rows.hidden[:, 0].tolist()))
+        written = zip(rows.slots.tolist(), tokens, rows.places.tolist(), strict=True)
         places = []
         for slot, token, place in written:
             assert place < self.context
@@ -90,45 +111,71 @@ class Recorder:
             assert sorted(place for _, place in kept) == [place for _, place in kept]
             said.append(said_after(token for token, _ in kept))
             start += queries
-        return torch.tensor(said)
+        hidden = torch.tensor([[carried(token)] for token in said], dtype=torch.float64)
+        return torch.tensor(said), None if rows.hidden is None else hidden
 
 
-def proposed(text, skipped, window, depth):
+def proposed(text, skipped, ring, depth, head=False):
     """Return what a model says that reads ``text`` anew for every token."""
-    text, found = list(text), []
-    text = text[:SINKS] + text[SINKS + skipped :]
+    text, found, sinks = list(text), [], ring.sinks
+    if head:
+        told = zip(text[1:], map(computed, text, range(len(text))), strict=False)
+        text = [read(*both) for both in told]
+    text = text[:sinks] + text[sinks + skipped :]
     end = len(text) + depth - 1
     for _ in range(depth):
-        first = max(0, end - window)
-        found.append(said_after(text[:SINKS] + text[SINKS + first :]))
-        text.append(found[-1])
+        first = max(0, end - ring.window)
+        found.append(said_after(text[:sinks] + text[sinks + first :]))
+        said = found[-1]
+        text.append(read(said, carried(said)) if head else said)
     return found
 
 
 class Machine:
     """A drafter and the texts of its requests, which grow and are rolled back."""
 
-    def __init__(self, window=64, length=4, drafts=6, requests=3, context=None):
+    def __init__(
+        self, window=64, length=4, drafts=6, requests=3, context=None, inner="model"
+    ):
         config = VeriCacheConfig(
-            inner="model", inner_window=window, inner_length=length, draft_length=drafts
+            inner=inner, inner_window=window, inner_length=length, draft_length=drafts
         )
         self.config, self.ring = config, ring_of(config)
-        self.model = Recorder(
-            self.ring, requests, context or least_context(self.ring) + 7
-        )
+        self.model = Recorder(self.ring, requests, context or config.ring_reach + 7)
         self.texts = Texts(requests, 1000, "cpu")
-        self.drafter = ModelDrafter(self.texts, self.ring, self.model, length)
+        reach, self.features = config.ring_reach, None
+        if config.inner_head:
+            self.features = Features(requests, reach, 1, torch.float64, "cpu")
+        self.drafter = ModelDrafter(
+            self.texts, self.ring, self.model, length, self.features
+        )
         self.text = {}
 
-    def begin(self, request, text):
+    def begin(self, request, text, first=0):
         self.text[request] = list(text)
         self.texts.put(request, text)
-        self.drafter.begin(request, len(text))
+        self.compute(request, first)
+        self.drafter.begin(request, len(text), first)
+
+    def compute(self, request, first):
+        """Write the features of a text from position ``first``, all but the last's."""
+        text = self.text[request]
+        if self.features is None or len(text) < 2:
+            return
+        first = max(first, len(text) - self.features.length)
+        places = range(first, len(text) - 1)
+        made = [[computed(text[i], i)] for i in places]
+        self.features.write(
+            torch.full([len(places)], request),
+            torch.tensor(places, dtype=torch.int64),
+            torch.tensor(made, dtype=torch.float64).view(-1, 1),
+        )
 
     def change(self, request, keep, *tokens):
         """Replace the end of a text behind its first ``keep`` tokens."""
         self.text[request][keep:] = tokens
         self.texts.put(request, tokens, keep)
+        self.compute(request, keep - 1)
 
     def ask(self, depth, *requests, late=0):
         """Ask for proposals; the host knows of all tokens but the last ``late``."""
@@ -147,7 +194,8 @@ class Machine:
 
     def right(self, request, depth):
         skipped = self.drafter._read[request].skipped
-        return proposed(self.text[request], skipped, self.ring.window, depth)
+        head = self.features is not None
+        return proposed(self.text[request], skipped, self.ring, depth, head)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,14 +204,18 @@ def test_proposals_are_those_of_a_model_that_reads_everything_anew(seed):
     """Requests draft, are verified and are replaced; the host learns of it late."""
     draw = random.Random(seed)
     length = draw.randint(1, 5)
-    machine = Machine(draw.choice([64, 80, 200]), length, draw.randint(1, 12))
+    inner = draw.choice(["model", "eagle3"])
+    machine = Machine(
+        draw.choice([64, 80, 200]), length, draw.randint(1, 12), inner=inner
+    )
 
     def token():
         return draw.randrange(VOCABULARY)
 
     def begin(request):
         text = [token() for _ in range(draw.choice([1, 3, 20, 64, 150, 400]))]
-        machine.begin(request, text)
+        cached = inner == "eagle3" and draw.random() < 0.5
+        machine.begin(request, text, draw.randrange(len(text)) if cached else 0)
         return len(text)
 
     verified = {request: begin(request) for request in (1, 2, 3)}
@@ -180,7 +232,8 @@ def test_proposals_are_those_of_a_model_that_reads_everything_anew(seed):
         found = machine.ask(depth, *asked, late=late) if asked else []
         for request, tokens in zip(asked, found, strict=True):
             text = machine.text[request]
-            if len(text) - late > length:
+            seen = len(text) - late - machine.drafter._read[request].skipped
+            if seen - (inner == "eagle3") > length:
                 assert tokens == machine.right(request, depth)
             if len(text) - verified[request] >= machine.config.draft_length:
                 keep = draw.randint(verified[request], len(text))
@@ -218,8 +271,8 @@ def test_a_text_that_was_left_alone_is_read_before_proposals():
 
 
 def test_a_text_longer_than_the_models_context_is_begun_anew():
-    machine = Machine(context=least_context(ring_of(VeriCacheConfig())))
-    machine.model.context = least_context(machine.ring)
+    machine = Machine()
+    machine.model.context = machine.config.ring_reach
     machine.begin(1, range(60))
     machine.drafter.prepare()
     for _ in range(200):

@@ -112,9 +112,14 @@ class Target:
             self.graphs = Runner(world, [1, 2, 4])
             self.graphs.serve(runner, self.layers)
 
-    def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
+    def forward_batch_generation(
+        self, batch, forward_batch=None, is_verify=False, *, capture_hidden_mode=None
+    ):
         forward = forward_batch or ForwardBatch.init_new(
-            batch, self.model_runner, return_hidden_states_before_norm=False
+            batch,
+            self.model_runner,
+            capture_hidden_mode=capture_hidden_mode,
+            return_hidden_states_before_norm=False,
         )
         result = GenerationBatchResult(logits_output=self._forward(forward))
         if not is_verify:
@@ -244,9 +249,10 @@ class Server:
         worker = SimpleNamespace(
             device="cuda",
             _target_worker=SimpleNamespace(
-                forward_batch_generation=lambda batch: first
+                forward_batch_generation=lambda batch, capture_hidden_mode: first
             ),
             _draft_tokens=self.draft_tokens,
+            _proposer=None,
             _in_flight=self.in_flight,
             _config=self.engine.config,
             _recovery=self.loop.recovery,

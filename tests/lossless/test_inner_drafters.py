@@ -6,14 +6,21 @@ never compressed, so that the drafter serves them alone.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from live_server import faulty, run
+from safetensors.torch import load_file, save_file
 
+from demo_model import checkpoint, eagle3
+from demo_model.eagle3 import LAYERS
 from vericache_sglang.evaluation.lossless import compare, greedy
 from vericache_sglang.evaluation.matrix import PLAIN, RETRACTED, TIGHT, system
 from vericache_sglang.evaluation.sampled import REGEX, logprob_gap
+from vericache_sglang.evaluation.server import ServerError
+from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import (
     code_prompts,
     load_tokenizer,
@@ -22,8 +29,15 @@ from vericache_sglang.evaluation.workload import (
 )
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
-SMALL_MODELS = {"model": MODEL.with_name("demo-model-draft"), "itself": MODEL}
-"""Small models by the drafter's name; the served model knows what it will say."""
+HEAD = MODEL.with_name("demo-model-eagle3")
+WEIGHTS = {
+    "model": ("model", MODEL.with_name("demo-model-draft")),
+    "itself": ("model", MODEL),
+    "eagle3": ("eagle3", HEAD),
+    "nan": ("eagle3", HEAD),
+}
+"""Setting and weights by the drafter's name; the served model knows what it will say,
+and the last one reads features that are no numbers."""
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 LENGTH = 4
 GAP = 5e-4
@@ -76,6 +90,7 @@ ALONE = {"min_prompt": 1 << 20}
 """No prompt is long enough to be compressed."""
 WHOLE = {"inner_window": 4096}
 """A small model reads whole texts, but for those that are longer."""
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 60}
 SYNCHRONOUS = {"disable_overlap_schedule": True}
 
 
@@ -88,10 +103,9 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
         **(more or {}),
     }
     settings = {"draft_length": 16, "keep": 0.5, "inner_length": LENGTH, **settings}
-    inner = "model" if drafter in SMALL_MODELS else "ngram"
-    if inner == "model":
-        path = str(SMALL_MODELS[drafter])
-        engine = {**(engine or {}), "speculative_draft_model_path": path}
+    inner, weights = WEIGHTS.get(drafter, ("ngram", None))
+    if weights is not None:
+        engine = {**(engine or {}), "speculative_draft_model_path": str(weights)}
     served = system(
         drafter, engine=engine, environment=environment, inner=inner, **settings
     )
@@ -143,6 +157,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("random", {"page_size": 16}, {"residency": "device"}),
         ("ngram", {}, {}),
         ("model", {"page_size": 16}, {}),
+        ("eagle3", {"page_size": 16, "chunked_prefill_size": 256}, {}),
         extended("random", SYNCHRONOUS, {}),
         extended("random", {}, ALONE),
         extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),
@@ -150,6 +165,8 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("ngram", SYNCHRONOUS, ALONE),
         extended("model", SYNCHRONOUS, {"residency": "device"}),
         extended("model", {"chunked_prefill_size": 256}, ALONE),
+        extended("eagle3", SYNCHRONOUS, {"residency": "device"}),
+        extended("nan", {}, {}),
     ],
 )
 def test_any_proposals_leave_the_tokens_alone(
@@ -159,9 +176,51 @@ def test_any_proposals_leave_the_tokens_alone(
     assert compare(plain, ours) == []
     state = ours["state"]
     assert state["inner_errors"] == 0
+    kinds = ("draft", "verify", "plain")
+    accepted = sum(state[f"inner_accepted_{kind}"] for kind in kinds)
+    proposed = sum(state[f"inner_proposed_{kind}"] for kind in kinds)
     if drafter == "model":
-        kinds = ("draft", "verify", "plain")
-        assert sum(state[f"inner_accepted_{kind}"] for kind in kinds) > 100
+        assert accepted > 100
+    if drafter == "eagle3":
+        assert accepted > proposed / 3
+
+
+def said_by(head, net, window, text, skipped, depth):
+    """Return what a head proposes after a text: its whole text in one forward each."""
+    ids = torch.tensor([text])
+    outputs = net.hidden(ids[:, :-1])[1]
+    hidden = head.fc(torch.cat([outputs[i] for i in LAYERS], -1)[:, skipped:])
+    embeds, found = net.model.embed_tokens(ids)[:, skipped + 1 :], []
+    first = max(0, hidden.shape[1] + depth - 1 - window)
+    for _ in range(depth):
+        positions = torch.arange(first, hidden.shape[1])[None]
+        logits, own = head(embeds[:, first:], hidden[:, first:], positions, [])
+        chosen = logits[0, -1].argmax()
+        found.append(int(chosen + head.d2t[chosen]))
+        embeds = torch.cat(
+            [embeds, net.model.embed_tokens(torch.tensor([found[-1:]]))], 1
+        )
+        hidden = torch.cat([hidden, own[:, -1:]], 1)
+    return found
+
+
+@torch.no_grad()
+def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_path):
+    """The second wave's prompts are cached, so their features are missing."""
+    file = tmp_path / "proposals"
+    more = {"VERICACHE_TEST_PROPOSALS": str(file)}
+    ours = serve("eagle3", waves, texts, more=more, **ALONE)
+    assert compare(plain, ours) == []
+    net, head = checkpoint.load(MODEL), eagle3.load(HEAD)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    cached = [line for line in lines if 0 < len(line[0]) - line[1] < 40]
+    assert cached
+    equal = asked = 0
+    for text, skipped, found in [*lines[:: len(lines) // 16], *cached[:4]]:
+        wanted = said_by(head, net, 512, text, skipped, len(found))
+        equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+        asked += len(found)
+    assert equal > 0.95 * asked
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +267,7 @@ def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],
@@ -219,6 +278,36 @@ def test_tokens_are_identical_while_everything_moves(
 ):
     ours = serve(drafter, waves, texts, engine, environment)
     assert compare(plain, ours) == []
+
+
+@pytest.mark.extended
+def test_seeded_requests_with_a_head_say_what_they_say_without(waves, texts):
+    prompts = waves[0]["prompts"]
+    params = [{**SEEDED, "sampling_seed": i} for i in range(len(prompts))]
+    wave = {"prompts": prompts, "params": params}
+    seeded = {"enable_deterministic_inference": True}
+    plain = run(described("plain SGLang", None, seeded), MODEL, [wave])
+    ours = serve("eagle3", [wave], texts, seeded)
+    assert compare(plain, ours) == []
+    assert ours["state"]["cycles"] > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "kept", "message"),
+    [
+        ("d2t", slice(300), "d2t lists 300 of the head's 320 tokens"),
+        ("fc.weight", (slice(None), slice(256)), "do not fit their config.json"),
+    ],
+)
+def test_a_head_with_other_shapes_is_refused_at_start(name, kept, message, tmp_path):
+    weights = load_file(HEAD / "model.safetensors")
+    weights[name] = weights[name][kept].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(HEAD / "config.json", tmp_path)
+    engine = {"speculative_draft_model_path": str(tmp_path)}
+    with pytest.raises(ServerError, match=message):
+        run(system("eagle3", engine=engine, inner="eagle3"), MODEL, [])
 
 
 @pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])

@@ -133,6 +133,14 @@ def draft_kv(at):
     return total([*held.k_buffer, *held.v_buffer])
 
 
+def features(at):
+    from vericache_sglang.drafters.features import Features
+
+    size = 3 * at.model.hidden
+    held = Features(at.running, at.config.ring_reach, size, BF16, "meta")
+    return held.states.nbytes
+
+
 def draft_table(at):
     return small_pool(at).table.nbytes
 

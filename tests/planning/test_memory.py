@@ -30,9 +30,9 @@ def default_flags(name, gpu, **flags):
     return planned(model, VeriCacheConfig(), known.memory_mib, known.capability, flags)
 
 
-def drafting(**flags):
-    """Return the server of a model with a small model as its inner drafter."""
-    known, config = GPUS["h200"], VeriCacheConfig(inner="model")
+def drafting(inner="model", **flags):
+    """Return the server of a model with an inner drafter that has weights."""
+    known, config = GPUS["h200"], VeriCacheConfig(inner=inner)
     model = find_model("qwen3-32b")
     return planned(model, config, known.memory_mib, known.capability, flags)
 
@@ -94,8 +94,27 @@ def test_a_small_model_takes_its_weights_and_rings():
     assert with_one.draft == find_model(name)
     assert ledger(with_one).slots < ledger(without).slots
     rows = {row.name: size for row, size in ledger(with_one).sizes.items()}
-    assert rows["weights of the small model"] == with_one.draft.weight_bytes
-    assert rows["KV of the small model"] > 0
+    assert rows["weights of the small model or head"] == with_one.draft.weight_bytes
+    assert rows["KV of the small model or head"] > 0
+
+
+def test_a_head_takes_its_features_too():
+    name = str(Path(__file__).parents[2] / "configs" / "demo-model-eagle3")
+    at = drafting("eagle3", speculative_draft_model_path=name)
+    rows = {row.name: size for row, size in ledger(at).sizes.items()}
+    stored = 3 * at.model.hidden * at.draft.element_bytes
+    assert rows["features of a prefill"] == 2 * at.chunk * stored
+    kept = rows["features that a head reads"]
+    assert kept == (at.running + 1) * at.config.ring_reach * stored
+
+
+def test_a_prediction_head_is_one_layer_of_the_model():
+    at = drafting("mtp")
+    assert at.draft.layers == 1
+    rows = {row.name: size for row, size in ledger(at).sizes.items()}
+    assert rows["weights of the small model or head"] < at.model.weight_bytes / 60
+    kept = at.model.hidden * at.draft.element_bytes
+    assert rows["features of a prefill"] == 2 * at.chunk * kept
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,13 @@ DEPLOYMENTS = [
         config=VeriCacheConfig(inner="model", inner_length=3),
         draft=find_model("llama-3.1-8b"),
     ),
+    deployment(
+        "llama-3.1-8b",
+        16384,
+        "fa3",
+        config=VeriCacheConfig(inner="eagle3"),
+        draft=find_model("llama-3.1-8b"),
+    ),
 ]
 
 EXACT = {
@@ -77,10 +84,11 @@ EXACT = {
     "slot allocator": real.slot_allocator,
     "block table": lambda at: real.block_table(at).req_to_token.nbytes,
     "draft token buffer": real.token_buffer,
-    "weights of the small model": real.draft_weights,
-    "KV of the small model": real.draft_kv,
-    "block table of the small model": real.draft_table,
-    "logits of the small model": peaks.prefill_logits,
+    "weights of the small model or head": real.draft_weights,
+    "KV of the small model or head": real.draft_kv,
+    "block table of the small model or head": real.draft_table,
+    "logits of the small model or head": peaks.prefill_logits,
+    "features that a head reads": real.features,
     "texts of an inner drafter": real.texts,
     "overlap relay": real.overlap_relay,
     "inputs of eager forwards": real.eager_inputs,
@@ -109,6 +117,7 @@ ESTIMATED = {
     "attention workspaces",
     "KV indices of a prefill",
     "page table of a prefill",
+    "features of a prefill",
     "CUDA graph pools",
     "buffers of collectives",
     "residual KV on its way to the host",
@@ -142,6 +151,7 @@ def no_device(monkeypatch):
         and row.name not in ESTIMATED
         and (at.config.proposals or row.name != "texts of an inner drafter")
         and (at.draft or "small model" not in row.name)
+        and (at.config.inner_head or "head reads" not in row.name)
     ],
 )
 def test_a_formula_gives_the_bytes_of_the_real_tensors(at, row):

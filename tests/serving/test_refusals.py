@@ -4,6 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, UnsupportedError
@@ -108,6 +110,7 @@ REFUSED_DECODING = [
     ({"compressor": "observed+kivi"}, {}, "--vericache-compressor"),
     ({"compressor": "kvzap"}, {}, "--vericache-compressor"),
     ({"inner": "model"}, {}, "--vericache-inner model"),
+    ({"inner": "eagle3"}, {}, "--vericache-inner eagle3"),
     ({"consistency_check_rate": 0.1}, {}, "--vericache-consistency-check-rate"),
     *(
         ({}, {field: given}, f"--{field.replace('_', '-')}")
@@ -135,6 +138,8 @@ REFUSED_DRAFTING = [
     ("none", BY_MODEL, "--speculative-draft-model-path"),
     ("ngram", BY_MODEL, "--speculative-draft-model-path"),
     ("model", {}, "--vericache-inner model"),
+    ("eagle3", {}, "--vericache-inner eagle3"),
+    ("eagle3", {**BY_MODEL, "tp_size": 2}, "--tp-size"),
     ("model", {**BY_MODEL, "tp_size": 2}, "--tp-size"),
     (
         "model",
@@ -246,7 +251,7 @@ REFUSED_MODELS = {
 REFUSED_SMALL_MODELS = {
     "vocabulary": {"vocab_size": 65},
     "--vericache-inner-window": {"max_position_embeddings": 600},
-    "hidden states": {"architectures": ["Qwen3MoeForCausalLMMTP"]},
+    "what its target computes": {"architectures": ["Qwen3MoeForCausalLMMTP"]},
     "does not serve": {"architectures": ["NobodysForCausalLM"]},
     "sliding-window": {
         "architectures": ["MistralForCausalLM"],
@@ -255,6 +260,28 @@ REFUSED_SMALL_MODELS = {
     },
 }
 """Word of the message -> what differs from a small model that is served."""
+
+HEAD = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0]},
+}
+
+REFUSED_HEADS = {
+    "EAGLE-2": {"architectures": ["LlamaForCausalLMEagle"]},
+    "other libraries": {"architectures": ["Eagle3Speculator"]},
+    "of 64 numbers": {"target_hidden_size": 64},
+    "hidden size is 64": {"hidden_size": 64, "target_hidden_size": 32},
+    "reads 3 hidden states": {"num_aux_hidden_states": 3},
+    r"of layers \[1\]": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+    r"of layers \[1, 0, -2\]": {"eagle_config": None},
+    "bfloat16": {"torch_dtype": "bfloat16"},
+    "vocabulary has 65": {"vocab_size": 65},
+    "--vericache-inner-window": {"max_position_embeddings": 600},
+}
+"""Word of the message -> what differs from a head that is served."""
 
 ALLOWED_MODELS = {
     "llama": LLAMA,
@@ -382,6 +409,65 @@ def test_a_refused_small_model_says_why(server_args, model, tmp_path, word):
         check_drafter(config, args, served)
     flag = word if word.startswith("--") else "--speculative-draft-model-path"
     assert flag in str(caught.value)
+
+
+@pytest.mark.parametrize("word", [None, *REFUSED_HEADS])
+def test_a_refused_head_says_why(server_args, model, tmp_path, word):
+    served = model(LLAMA)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    head = {**HEAD, **REFUSED_HEADS.get(word, {})}
+    (folder / "config.json").write_text(json.dumps(head))
+    args = server_args(speculative_draft_model_path=str(folder))
+    config = VeriCacheConfig(inner="eagle3")
+    if word is None:
+        check_drafter(config, args, served)
+        return
+    with pytest.raises(UnsupportedError, match=word):
+        check_drafter(config, args, served)
+
+
+MIMO = {
+    **variant("MiMoForCausalLM", "qwen2"),
+    "num_nextn_predict_layers": 1,
+}
+
+REFUSED_PREDICTORS = {
+    "LlamaForCausalLM has no prediction head": (LLAMA, "mtp.0.weight"),
+    "has 2 prediction layers": (
+        {**MIMO, "num_nextn_predict_layers": 2},
+        "mtp.0.weight",
+    ),
+    "no weights of a prediction head": (MIMO, "model.norm.weight"),
+}
+"""Words of the message -> config and a weight of the served checkpoint."""
+
+
+@pytest.mark.parametrize("word", [None, *REFUSED_PREDICTORS])
+def test_a_refused_prediction_head_says_why(server_args, model, tmp_path, word):
+    config, weight = REFUSED_PREDICTORS.get(word, (MIMO, "model.mtp_layers.0.weight"))
+    served = model(config)
+    save_file({weight: torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = server_args(speculative_draft_model_path=str(tmp_path))
+    settings = VeriCacheConfig(inner="mtp")
+    if word is None:
+        check_drafter(settings, args, served)
+        assert served.hf_config.architectures == ["MiMoForCausalLM"]
+        return
+    with pytest.raises(UnsupportedError, match=word):
+        check_drafter(settings, args, served)
+
+
+def test_a_model_that_returns_no_hidden_states_has_no_head(
+    server_args, model, tmp_path
+):
+    served = model(variant("OlmoForCausalLM", "olmo"))
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(HEAD))
+    args = server_args(speculative_draft_model_path=str(folder))
+    with pytest.raises(UnsupportedError, match="OlmoForCausalLM does not return"):
+        check_drafter(VeriCacheConfig(inner="eagle3"), args, served)
 
 
 def test_a_small_model_that_is_not_there_is_named(tmp_path):

@@ -147,11 +147,12 @@ class VeriCacheConfig(BaseModel):
         "with the same noise, rejection is rejection sampling; seeded requests are "
         "always coupled",
     )
-    inner: Literal["none", "ngram", "model"] = _setting(
+    inner: Literal["none", "ngram", "model", "eagle3", "mtp"] = _setting(
         "none",
         "inner drafter, which proposes further tokens of a row: ngram continues what "
         "the end of the text has followed before, in the request or in finished "
-        "outputs; model is the small model that --speculative-draft-model-path names",
+        "outputs; model is the small model that --speculative-draft-model-path names, "
+        "eagle3 the EAGLE3 head that it names; mtp is the served model's own head",
     )
     inner_length: int = _setting(
         4, "most tokens that the inner drafter proposes per row", "tokens", ge=1, le=16
@@ -166,7 +167,8 @@ class VeriCacheConfig(BaseModel):
     )
     inner_window: int = _setting(
         512,
-        "tokens of a text that model reads: the first 4 and the last ones",
+        "tokens of a text that model reads, the first 4 and the last ones, or eagle3 "
+        "and mtp, the last ones",
         "tokens",
         ge=64,
         le=1 << 16,
@@ -243,6 +245,16 @@ class VeriCacheConfig(BaseModel):
         return 0 if self.inner == "none" else self.inner_length
 
     @property
+    def inner_weights(self) -> bool:
+        """Whether the inner drafter has weights: a small model's or a head's."""
+        return self.inner == "model" or self.inner_head
+
+    @property
+    def inner_head(self) -> bool:
+        """Whether the inner drafter reads what the served model computed."""
+        return self.inner in ("eagle3", "mtp")
+
+    @property
     def most_drafts(self) -> int:
         """Most drafts of one verification: the last draft row may have proposals."""
         return self.draft_length + self.proposals
@@ -259,6 +271,15 @@ class VeriCacheConfig(BaseModel):
     def ring_slots(self) -> int:
         """KV slots in which a small model holds one request."""
         return self.inner_window + self.ring_spare
+
+    @property
+    def ring_reach(self) -> int:
+        """Most places from the begin of a window to the last one that is written.
+
+        Two forwards may not have been reported, each of which adds at most
+        ``ring_spare``, and a window is begun anew as late as that again.
+        """
+        return self.inner_window + 4 * self.ring_spare
 
     def __init__(self, **values: Any) -> None:
         try:

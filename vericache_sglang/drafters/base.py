@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.drafters.features import Features
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
@@ -39,14 +41,20 @@ class Drafter(ABC):
 
     Its methods must not wait for the device. Ranks of one server make the same calls
     and must propose the same tokens.
+
+    Attributes:
+        features: Receives what the served model computed; None if that is not read.
     """
 
-    def begin(self, request: int, length: int) -> None:
+    features: Features | None = None
+
+    def begin(self, request: int, length: int, first: int = 0) -> None:
         """Note that a request begins to decode, in place of an earlier one.
 
         Args:
             request: Its ``req_pool_idx``.
             length: Tokens of its text, >= 1.
+            first: First position whose features are stored, if any are.
         """
 
     def prepare(self) -> Collection[int]:

@@ -1,4 +1,4 @@
-"""A small model as an inner drafter: it reads the last tokens of every text."""
+"""A small model or a head as an inner drafter: it reads the last tokens of a text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.drafters.base import Wanted
+    from vericache_sglang.drafters.features import Features
     from vericache_sglang.drafters.texts import Texts
 
 PIECE = 512
@@ -36,6 +37,8 @@ class RingRows:
         tokens: [T] token ids.
         places: [T] int64, positions of the tokens.
         slots: [T] int64, KV slots that the forward writes.
+        hidden: [T, F] features that a head reads with the tokens, or [T, H] its own
+            hidden states; None for a small model.
     """
 
     rows: torch.Tensor
@@ -44,10 +47,11 @@ class RingRows:
     tokens: torch.Tensor
     places: torch.Tensor
     slots: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 class SmallModel(Protocol):
-    """A model with KV of its own in the slots of a ``SlotRing``.
+    """A model, or a head of the served one, with KV in the slots of a ``SlotRing``.
 
     Attributes:
         table: [requests + 1, window] int32, its block table.
@@ -57,8 +61,13 @@ class SmallModel(Protocol):
     table: torch.Tensor
     context: int
 
-    def next_tokens(self, rows: RingRows) -> torch.Tensor:
-        """Return [n] int64, its most likely token after the last query of each row."""
+    def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what follows the last query of each row.
+
+        Returns:
+            [n] int64, its most likely tokens; a head's hidden states [n, H], which it
+            reads with them, else None.
+        """
 
 
 @dataclass(slots=True)
@@ -66,22 +75,23 @@ class _Read:
     """What was read of one text.
 
     Attributes:
+        first: First token that can be read.
         skipped: Tokens between the sinks and the window, when it began.
         places: Places read, whose tokens the host knows to be in the text.
     """
 
+    first: int
     skipped: int
     places: int = 0
 
 
 def ring_of(config: VeriCacheConfig) -> SlotRing:
-    """Return the ring of a server."""
-    return SlotRing(config.inner_window, config.ring_spare)
+    """Return the ring of a server.
 
-
-def least_context(ring: SlotRing) -> int:
-    """Return the shortest context of a model that can serve a ring, in tokens."""
-    return ring.window + 4 * ring.spare
+    A head has no sinks: their features would be missing after a cached prefix.
+    """
+    sinks = SINKS if config.inner == "model" else 0
+    return SlotRing(config.inner_window, config.ring_spare, sinks)
 
 
 class ModelDrafter(Drafter):
@@ -94,24 +104,37 @@ class ModelDrafter(Drafter):
     there are. Tokens that were rejected while nothing was proposed may stay in the ring
     until they leave the window; they cost acceptance at most.
 
+    A head reads what the served model computed for a token together with the next
+    token, so it reads one token fewer than there are; its first proposal follows the
+    last one. It begins at the first token whose features it was given: those of a
+    cached prefix were never computed, and a short beginning costs acceptance only.
+
     Args:
         texts: Texts of the running requests.
         ring: Layout of the model's KV.
         model: The small model.
         most: Most tokens proposed per row.
+        features: What a head reads; None for a small model.
     """
 
     def __init__(
-        self, texts: Texts, ring: SlotRing, model: SmallModel, most: int
+        self,
+        texts: Texts,
+        ring: SlotRing,
+        model: SmallModel,
+        most: int,
+        features: Features | None = None,
     ) -> None:
         self._texts, self._ring, self._model = texts, ring, model
+        self.features, self._ahead = features, int(features is not None)
         self._last = most + 1
         self._read: dict[int, _Read] = {}
         self._begun: dict[int, int] = {}
 
-    def begin(self, request: int, length: int) -> None:
+    def begin(self, request: int, length: int, first: int = 0) -> None:
         """See ``Drafter.begin``."""
-        self._read[request] = self._from(length)
+        length -= self._ahead
+        self._read[request] = self._from(length, first)
         self._begun.pop(request, None)
         self._begun[request] = length
 
@@ -140,44 +163,64 @@ class ModelDrafter(Drafter):
             ready,
             [self._read[wanted.requests[i]].skipped for i in ready],
         )
-        rows, length = wanted.pool_idx[at], wanted.length[at]
+        rows, length = wanted.pool_idx[at], wanted.length[at] - self._ahead
         ends = length - skipped
         # One list serves all steps: each sees as much of it as there is by then.
         whole = ends + depth - 1
         self._model.table[rows] = self._ring.listing(rows, whole).to(torch.int32)
         seen = whole.clamp(max=self._ring.window) - (depth - 1)
         back = torch.arange(-self._last, 0, device=device)
-        tokens = self._texts.tokens[rows[:, None], length[:, None] + back]
-        queries = self._last
-        token = self._run(rows, seen - queries, tokens, ends[:, None] + back)
+        tokens, hidden = self._inputs(rows[:, None], length[:, None] + back)
+        queries, places = self._last, ends[:, None]
+        token, hidden = self._run(rows, seen - queries, tokens, places + back, hidden)
         steps = [token]
         for step in range(depth - 1):
-            token = self._run(rows, seen + step, token[:, None], ends[:, None] + step)
+            token, hidden = self._run(
+                rows, seen + step, token[:, None], places + step, hidden
+            )
             steps.append(token)
         found[at] = torch.stack(steps, dim=1)
         return found
 
     def _ready(self, wanted: Wanted) -> list[int]:
         """Read what rows lack; return the indices of those that may be proposed for."""
-        lengths = dict(zip(wanted.requests, wanted.certain, strict=True))
+        lengths = {
+            request: length - self._ahead
+            for request, length in zip(wanted.requests, wanted.certain, strict=True)
+        }
         for request, length in lengths.items():
             if self._outgrown(request, length):
-                self._read[request] = self._from(length)
-        behind = {r: n for r, n in lengths.items() if self._missing(r, n) > self._last}
+                first = self._read[request].first
+                self._read[request] = self._from(length, first)
+        behind = {}
+        for request, length in lengths.items():
+            read = self._read[request]
+            covered = self._last if read.places else 0
+            if length - read.skipped < self._last:
+                read.places = 0
+            elif self._missing(request, length) > covered:
+                behind[request] = length
         if behind:
             self._catch_up(behind.items())
         ready = []
         for i, (request, length) in enumerate(lengths.items()):
             read = self._read[request]
-            if length < self._last:
-                read.places = 0
-            elif self._missing(request, length) <= self._last:
+            if read.places and self._missing(request, length) <= self._last:
                 ready.append(i)
                 read.places = length - read.skipped
         return ready
 
-    def _from(self, length: int) -> _Read:
-        return _Read(max(0, length - self._ring.window))
+    def _from(self, length: int, first: int) -> _Read:
+        return _Read(first, max(first, length - self._ring.window))
+
+    def _inputs(
+        self, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the tokens read at positions of texts, and a head's features."""
+        tokens = self._texts.tokens[rows, positions + self._ahead]
+        if self.features is None:
+            return tokens, None
+        return tokens, self.features.read(rows, positions).flatten(0, -2)
 
     def _outgrown(self, request: int, length: int) -> bool:
         """Return whether a text has to be read anew, from its sinks on."""
@@ -194,7 +237,7 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Read at most ``PIECE`` tokens of texts, in order, up to their lengths."""
-        room = PIECE
+        room, sinks = PIECE, self._ring.sinks
         owners: list[int] = []
         queries: list[int] = []
         places: list[int] = []
@@ -202,7 +245,7 @@ class ModelDrafter(Drafter):
         for request, length in wanted:
             read = self._read[request]
             # The sinks are listed too, unless they are among what is read.
-            most = min(room, self._ring.window - min(SINKS, read.places))
+            most = min(room, self._ring.window - min(sinks, read.places))
             count = min(most, self._missing(request, length))
             if not count:
                 continue
@@ -210,7 +253,7 @@ class ModelDrafter(Drafter):
             queries.append(count)
             run = range(read.places, read.places + count)
             places += run
-            skipped += [read.skipped if place >= SINKS else 0 for place in run]
+            skipped += [read.skipped if place >= sinks else 0 for place in run]
             read.places += count
             room -= count
         if not owners:
@@ -227,14 +270,16 @@ class ModelDrafter(Drafter):
             skipped,
         )
         self._model.table[row] = self._ring.listing(row, end).to(torch.int32)
+        tokens, hidden = self._inputs(token_row, place + skip)
         self._model.next_tokens(
             RingRows(
                 rows=row,
                 queries=queries,
                 prefixes=end.clamp(max=self._ring.window) - lengths,
-                tokens=self._texts.tokens[token_row, place + skip],
+                tokens=tokens,
                 places=place,
                 slots=self._ring.slots(token_row, place),
+                hidden=hidden,
             )
         )
 
@@ -244,8 +289,20 @@ class ModelDrafter(Drafter):
         prefixes: torch.Tensor,
         tokens: torch.Tensor,
         places: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run equally many tokens [n, q] at ``places`` [n, q] of every row."""
+        hidden: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run equally many tokens [n, q] at ``places`` [n, q] of every row.
+
+        Args:
+            rows: As in ``RingRows``.
+            prefixes: As in ``RingRows``.
+            tokens: Token ids.
+            places: int64.
+            hidden: [n * q, F] or [n * q, H]; see ``RingRows``.
+
+        Returns:
+            See ``SmallModel.next_tokens``.
+        """
         count, queries = tokens.shape
         return self._model.next_tokens(
             RingRows(
@@ -255,5 +312,6 @@ class ModelDrafter(Drafter):
                 tokens=tokens.flatten(),
                 places=places.flatten(),
                 slots=self._ring.slots(rows[:, None], places).flatten(),
+                hidden=hidden,
             )
         )

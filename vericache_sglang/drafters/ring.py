@@ -1,4 +1,4 @@
-"""Where the last tokens of a text lie in the KV of a small model."""
+"""Where the last tokens of a text lie in the KV of a small model or a head."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from dataclasses import dataclass
 import torch
 
 SINKS = 4
-"""First tokens of a text that are never replaced: attention collapses without them."""
+"""First tokens of a text that a small model's ring never replaces: its attention
+collapses without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRing:
-    """The KV slots of one block-table row: pinned sinks, then a ring.
+    """The KV slots of one block-table row: pinned sinks, if any, then a ring.
 
     A token's *place* is its number among the tokens that the row has read, from 0. With
     capacity C and S sinks, place p >= S is slot S + p mod (C - S) of the row's slots,
     and the first S places are the first S slots, which lie in front of the ring.
 
     Attributes:
-        window: Tokens that are attended to, sinks included, > ``SINKS``.
+        window: Tokens that are attended to, sinks included, > ``sinks``.
         spare: Most places by which what was written may lie past the end of the text
             after a rollback, >= 0.
+        sinks: S, >= 0.
     """
 
     window: int
     spare: int
+    sinks: int = SINKS
 
     @property
     def capacity(self) -> int:
@@ -42,8 +45,8 @@ class SlotRing:
         Returns:
             int64, in [row * capacity, (row + 1) * capacity).
         """
-        around = SINKS + places % (self.capacity - SINKS)
-        return rows * self.capacity + torch.where(places < SINKS, places, around)
+        around = self.sinks + places % (self.capacity - self.sinks)
+        return rows * self.capacity + torch.where(places < self.sinks, places, around)
 
     def listing(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return what block-table rows list: the sinks, then oldest to newest.
@@ -57,5 +60,5 @@ class SlotRing:
         """
         column = torch.arange(self.window, device=rows.device)
         dropped = (ends - self.window).clamp(min=0)
-        places = column + (column >= SINKS) * dropped[:, None]
+        places = column + (column >= self.sinks) * dropped[:, None]
         return self.slots(rows[:, None], places)

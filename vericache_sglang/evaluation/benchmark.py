@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "configs" / "demo-model"
 DEMO_LONG = REPOSITORY / "configs" / "demo-model-long"
 DEMO_DRAFT = REPOSITORY / "configs" / "demo-model-draft"
+DEMO_HEAD = REPOSITORY / "configs" / "demo-model-eagle3"
 RESULTS = REPOSITORY / "scripts" / "results"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.evaluation.altered import GUESSES
-from vericache_sglang.evaluation.benchmark import DEMO, DEMO_DRAFT
+from vericache_sglang.evaluation.benchmark import DEMO, DEMO_DRAFT, DEMO_HEAD
 from vericache_sglang.evaluation.systems import described
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ DRAFTERS: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         _small_model(DEMO_DRAFT),
         "",
     ),
+    "an EAGLE3 head": ({"inner": "eagle3"}, _small_model(DEMO_HEAD), ""),
     "the model itself": (
         {"inner": "model", "inner_window": 4096},
         _small_model(DEMO),

@@ -58,7 +58,7 @@ class Deployment:
         packed: Whether draft KV is packed, so that a verification loads all of it.
         tail: Last queries of a prompt that the compressor needs, in tokens.
         scored: Whether the compressor stores a score for every slot.
-        draft: Shape of the small model of an inner drafter; None without one.
+        draft: Shape of the small model or head of an inner drafter; None without one.
     """
 
     model: ModelShape
@@ -99,6 +99,13 @@ class Deployment:
         return self.model.kv_bytes_per_token // self._kv_ranks
 
     @property
+    def _feature_bytes(self) -> int:
+        """Bytes of what an EAGLE3 head reads of a token; 0 without one."""
+        if self.draft is None or not self.config.inner_head:
+            return 0
+        return self.draft.states * self.model.hidden * self.draft.element_bytes
+
+    @property
     def _kv_ranks(self) -> int:
         return min(self.ranks, self.model.kv_heads)
 
@@ -125,6 +132,8 @@ class Deployment:
             "draft_weights": self.draft.weight_bytes if self.draft else 0,
             "draft_token": self.draft.kv_bytes_per_token if self.draft else 0,
             "ring": config.ring_slots,
+            "reach": config.ring_reach,
+            "features": self._feature_bytes,
             "window": config.inner_window,
             "ranks": self.ranks,
             "layers": model.layers,

@@ -67,7 +67,7 @@ ROWS: tuple[MemoryRow, ...] = (
         "weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS
     ),
     MemoryRow(
-        "weights of the small model",
+        "weights of the small model or head",
         Phase.LOADED,
         "draft_weights",
         "runtime/draft_model.py",
@@ -117,21 +117,28 @@ ROWS: tuple[MemoryRow, ...] = (
         RUNNING,
     ),
     MemoryRow(
-        "KV of the small model",
+        "KV of the small model or head",
         Phase.SUBTRACTED,
         "draft_token * ((running + 1) * ring + 1)",
         "runtime/draft_model.py, a ring of slots per request",
         WINDOW,
     ),
     MemoryRow(
-        "block table of the small model",
+        "features that a head reads",
+        Phase.SUBTRACTED,
+        "features * (running + 1) * reach",
+        "drafters/features.py",
+        WINDOW,
+    ),
+    MemoryRow(
+        "block table of the small model or head",
         Phase.SUBTRACTED,
         "4 * (draft_token > 0) * (running + 1) * window",
         "runtime/draft_model.py",
         WINDOW,
     ),
     MemoryRow(
-        "logits of the small model",
+        "logits of the small model or head",
         Phase.SUBTRACTED,
         "(draft_token > 0) * running * vocab * (number + 4)",
         "LogitsProcessor, the last token of every row",
@@ -259,6 +266,13 @@ ROWS: tuple[MemoryRow, ...] = (
         "min(running, chunk) * vocab * (number + 4)",
         "LogitsProcessor, the last token of every prompt",
         RUNNING,
+    ),
+    MemoryRow(
+        "features of a prefill",
+        Phase.RESERVED,
+        "2 * features * chunk",
+        "LogitsProcessor, outputs of single layers, and all of them side by side",
+        CHUNK,
     ),
     MemoryRow(
         "page table of a prefill",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vericache_sglang.errors import ConfigError, UnsupportedError
@@ -32,6 +32,7 @@ class ModelShape:
         params: Parameters, estimated from the shapes, with norms.
         weight_bytes: Bytes of the weights on the device.
         element_bytes: Bytes of one KV element.
+        states: Hidden states of a token that it reads, if it is a head.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelShape:
     params: int
     weight_bytes: int
     element_bytes: int = 2
+    states: int = 3
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -162,7 +164,25 @@ def shape_of(
         params=params,
         weight_bytes=weight_bytes or params * element_bytes,
         element_bytes=element_bytes,
+        states=aux_states(fields),
     )
+
+
+def predictor_of(model: ModelShape) -> ModelShape:
+    """Return the shape of a model's prediction head: one of its layers."""
+    size = model.weight_bytes // model.layers
+    return replace(model, layers=1, weight_bytes=size, states=1)
+
+
+def aux_states(fields: Mapping[str, object]) -> int:
+    """Return how many hidden states of a token an EAGLE3 head with a config reads."""
+    count = fields.get("num_aux_hidden_states")
+    if isinstance(count, int) and count > 0:
+        return count
+    eagle = fields.get("eagle_config")
+    layers = "eagle_aux_hidden_state_layer_ids"
+    listed = eagle.get(layers) if isinstance(eagle, Mapping) else None
+    return len(listed) if isinstance(listed, list) and listed else 3
 
 
 def _mlp_elements(fields: Mapping[str, object], name: str, hidden: int) -> int:
@@ -199,6 +219,19 @@ def stored_bytes(folder: Path) -> int | None:
     # every weight a second time, in "consolidated" files.
     files = [file for file in folder.glob("*.safetensors") if "consol" not in file.name]
     return sum(file.stat().st_size for file in files) or None
+
+
+def stored_names(folder: Path) -> frozenset[str]:
+    """Return the names of the safetensors weights in a folder."""
+    if (folder / INDEX).is_file():
+        listed = _json_object(folder / INDEX).get("weight_map")
+        return frozenset(listed) if isinstance(listed, Mapping) else frozenset()
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            names |= json.loads(file.read(size)).keys()
+    return frozenset(names)
 
 
 def _json_object(path: Path) -> dict[str, object]:

@@ -111,6 +111,11 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
         """
         if str(server_args.device).startswith("cuda"):
             cuda_arguments.settle(server_args)
+        config = active_config() or VeriCacheConfig()
+        if config.inner == "mtp" and server_args.speculative_draft_model_path is None:
+            # A prediction head is part of the served model's checkpoint.
+            server_args.speculative_draft_model_path = server_args.model_path
+            server_args.speculative_draft_model_revision = server_args.revision
         type(self).refuse(server_args)
         if not server_args.disable_radix_cache:
             server_args.radix_cache_backend = tiered_cache.NAME

@@ -57,7 +57,7 @@ def settle(args: Any) -> None:
     config = active_config() or VeriCacheConfig()
     compressor = create_compressor(config.compressor, config.seed)
     _choose_backend(args, compressor)
-    _leave_out_graphs(args, compressor)
+    _leave_out_graphs(args, compressor, config)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_RUNNING
     _size_graphs(args)
@@ -86,7 +86,9 @@ def _choose_backend(args: Any, compressor: Compressor) -> None:
         args.prefill_attention_backend = args.decode_attention_backend = None
 
 
-def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
+def _leave_out_graphs(
+    args: Any, compressor: Compressor, config: VeriCacheConfig
+) -> None:
     """Disable the graphs of phases that need our Python hooks in each forward."""
     needs = compressor.selector.needs if compressor.selector is not None else None
     lora = args.enable_lora or bool(args.lora_paths)
@@ -96,6 +98,8 @@ def _leave_out_graphs(args: Any, compressor: Compressor) -> None:
         # Piecewise graphs do not call the hook on RadixAttention.forward either.
         Phase.PREFILL: "the compressor looks at queries"
         if seen
+        else "the inner drafter reads hidden states"
+        if config.inner_head
         else f"they are untried with attention backend {BACKEND_NAME}"
         if ours
         else "",

@@ -19,7 +19,12 @@ from vericache_sglang.planning.memory import (
     Deployment,
     subtracted_bytes,
 )
-from vericache_sglang.planning.models import ModelShape, shape_of, stored_bytes
+from vericache_sglang.planning.models import (
+    ModelShape,
+    predictor_of,
+    shape_of,
+    stored_bytes,
+)
 from vericache_sglang.runtime.algorithm import served_config
 from vericache_sglang.runtime.draft_model import draft_model_config
 from vericache_sglang.runtime.planned_memory import compression
@@ -82,13 +87,15 @@ def deployment(
 def _draft_shape(
     config: VeriCacheConfig, args: Any, weight_bytes: int | None
 ) -> ModelShape | None:
-    """Return the shape of the small model, if there is one; see ``deployment``."""
-    if config.inner != "model":
+    """Return the shape of the small model or head, if any; see ``deployment``."""
+    if not config.inner_weights:
         return None
+    if config.inner == "mtp":
+        return predictor_of(_shape(model_config_of(args), weight_bytes))
     draft = draft_model_config(args)
     # As the served model's weights, they may be loaded already.
     if weight_bytes != 0:
-        folder = _folder(draft.model_path, args.speculative_draft_model_revision)
+        folder = model_folder(draft.model_path, args.speculative_draft_model_revision)
         weight_bytes = stored_bytes(folder)
     return _shape(draft, weight_bytes)
 
@@ -135,7 +142,7 @@ def known_weights(args: Any) -> int | None:
     packed = bool(getattr(model.hf_config, "quantization_config", None))
     if (args.quantization and not packed) or args.cpu_offload_gb:
         return None
-    stored = stored_bytes(_folder(model.model_path, args.revision))
+    stored = stored_bytes(model_folder(model.model_path, args.revision))
     if packed:
         return stored
     if stored is not None:
@@ -149,7 +156,7 @@ def known_weights(args: Any) -> int | None:
         return None
 
 
-def _folder(name: str, revision: str | None) -> Path:
+def model_folder(name: str, revision: str | None) -> Path:
     """Return a model's folder, or its snapshot in the Hugging Face cache."""
     if Path(name).is_dir():
         return Path(name)
@@ -176,5 +183,6 @@ def _shape(model: Any, weight_bytes: int | None) -> ModelShape:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "torch_dtype": str(model.dtype).removeprefix("torch."),
+        "eagle_config": text.get("eagle_config"),
     }
     return shape_of(fields, model.model_path, weight_bytes)

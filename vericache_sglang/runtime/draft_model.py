@@ -1,4 +1,4 @@
-"""The small model of an inner drafter: SGLang's runner over KV of its own."""
+"""The small model or head of an inner drafter: SGLang's runner over its own KV."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ from sglang.srt.utils.hf_transformers_utils import (
 
 from vericache_sglang.attention.layer import BACKEND_NAME
 from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import ConfigError
+from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+from vericache_sglang.runtime.planned_memory import DRAFT_MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vericache_sglang.drafters.model import RingRows
     from vericache_sglang.drafters.ring import SlotRing
 
@@ -58,6 +63,9 @@ class DraftModel:
         server_args: SGLang's ``ServerArgs``.
         target_worker: SGLang's ``TpModelWorker`` of the served model.
 
+    Raises:
+        ConfigError: The weights do not have the shapes of their config.
+
     Attributes:
         table: [requests + 1, window] int32, block table of the rings; set by ``open``.
         context: Longest text that it was made for, in tokens.
@@ -67,15 +75,21 @@ class DraftModel:
 
     def __init__(self, server_args: Any, target_worker: Any) -> None:
         self.context: int = draft_model_config(server_args).context_len
-        self._runner = TpModelWorker(
-            server_args,
-            target_worker.gpu_id,
-            target_worker.nccl_port,
-            is_draft_worker=True,
-            context_length=self.context,
-            draft_attention_backend=BACKEND_NAME,
-            random_seed=target_worker.random_seed,
-        ).model_runner
+        try:
+            self._runner = TpModelWorker(
+                server_args,
+                target_worker.gpu_id,
+                target_worker.nccl_port,
+                is_draft_worker=True,
+                context_length=self.context,
+                draft_attention_backend=BACKEND_NAME,
+                random_seed=target_worker.random_seed,
+            ).model_runner
+        except AssertionError as error:  # of SGLang's weight loaders
+            raise ConfigError(
+                f"{DRAFT_MODEL}: the weights do not fit their config.json: {error}; "
+                "name a folder with a whole checkpoint"
+            ) from error
 
     def open(self, ring: SlotRing, requests: int) -> None:
         """Allocate the rings and their attention backend.
@@ -105,24 +119,138 @@ class DraftModel:
         runner.init_kv_index_translator()
         runner.init_attention_backends()
 
-    def next_tokens(self, rows: RingRows) -> torch.Tensor:
+    def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``SmallModel.next_tokens``."""
-        runner, queries = self._runner, list(rows.queries)
-        forward = _forward_batch(rows, queries, self.table.shape[1])
+        found = self._run(_forward_batch(rows, self.table.shape[1]))
+        return found.next_token_logits.argmax(dim=-1), None
+
+    def _run(self, forward: ForwardBatch) -> Any:
+        """Return SGLang's ``LogitsProcessorOutput`` of a forward."""
+        runner = self._runner
         with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
             runner.attn_backend.init_forward_metadata(forward)
-            found = runner.model.forward(forward.input_ids, forward.positions, forward)
-        chosen: torch.Tensor = found.next_token_logits.argmax(dim=-1)
-        return chosen
+            return runner.model.forward(forward.input_ids, forward.positions, forward)
 
 
-def _forward_batch(rows: RingRows, queries: list[int], longest: int) -> ForwardBatch:
+class DraftHead(DraftModel):
+    """A head of the served model, whose embeddings it shares.
+
+    Attributes:
+        features: Numbers that it reads with every token.
+    """
+
+    features: int
+    _ids: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of what it reads."""
+        kind: torch.dtype = self._runner.dtype
+        return kind
+
+    def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``SmallModel.next_tokens``."""
+        forward = _forward_batch(rows, self.table.shape[1])
+        forward.spec_info = VeriCacheSpecInput(len(rows.queries))
+        forward.spec_info.hidden_states = rows.hidden
+        forward.capture_hidden_mode = CaptureHiddenMode.LAST
+        found = self._run(forward)
+        chosen = found.next_token_logits.argmax(dim=-1)
+        if self._ids is not None:
+            chosen = self._ids[chosen]
+        return chosen, found.hidden_states
+
+
+class Eagle3Head(DraftHead):
+    """An EAGLE3 head, which reads the outputs of some layers.
+
+    Args:
+        server_args: As in ``DraftModel``.
+        target_worker: As in ``DraftModel``; its model returns them from now on.
+
+    Raises:
+        ConfigError: See ``DraftModel``; or the head's tokens are not the model's.
+    """
+
+    def __init__(self, server_args: Any, target_worker: Any) -> None:
+        super().__init__(server_args, target_worker)
+        served, head = target_worker.model_runner, self._runner.model
+        embed, output = served.model.get_embed_and_head()
+        if head.load_lm_head_from_target:
+            head.set_embed_and_head(embed, output)
+        else:
+            head.set_embed(embed)
+        self._ids = proposed_ids(head, served.model_config.vocab_size, embed.device)
+        served.model.set_eagle3_layers_to_capture(
+            captured_layers(self._runner.model_config.hf_config)
+        )
+        self.features = head.model.fc.in_features
+
+
+class PredictionHead(DraftHead):
+    """A multi-token prediction head, which reads the final hidden states.
+
+    Args:
+        server_args: As in ``DraftModel``.
+        target_worker: As in ``DraftModel``.
+    """
+
+    def __init__(self, server_args: Any, target_worker: Any) -> None:
+        super().__init__(server_args, target_worker)
+        served = target_worker.model_runner
+        self._runner.model.set_embed_and_head(*served.model.get_embed_and_head())
+        self.features = served.model_config.hidden_size
+
+
+WEIGHTED: Mapping[str, type[DraftModel]] = {
+    "model": DraftModel,
+    "eagle3": Eagle3Head,
+    "mtp": PredictionHead,
+}
+"""Inner drafters with weights, by ``VeriCacheConfig.inner``."""
+
+
+def captured_layers(head: Any) -> list[int] | None:
+    """Return the layers whose outputs an EAGLE3 head reads; None: SGLang's choice.
+
+    Args:
+        head: Its ``hf_config``.
+    """
+    eagle = getattr(head, "eagle_config", None) or {}
+    return eagle.get("eagle_aux_hidden_state_layer_ids")
+
+
+def proposed_ids(head: Any, vocabulary: int, device: Any) -> torch.Tensor | None:
+    """Return [draft vocabulary] int64, the head's tokens as the model's; None: equal.
+
+    Raises:
+        ConfigError: It has other tokens, or does not say which.
+    """
+    words, ids = head.config.draft_vocab_size or vocabulary, head.hot_token_id
+    if ids is None and words == vocabulary:
+        return None
+    if ids is None or len(ids) != words:
+        listed = 0 if ids is None else len(ids)
+        raise ConfigError(
+            f"{DRAFT_MODEL}: d2t lists {listed} of the head's {words} tokens; name a "
+            "checkpoint in SGLang's format"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ConfigError(
+            f"{DRAFT_MODEL}: d2t names tokens beyond the model's {vocabulary}; name a "
+            "head that was trained for this model"
+        )
+    found: torch.Tensor = ids.to(device=device, dtype=torch.int64)
+    return found
+
+
+def _forward_batch(rows: RingRows, longest: int) -> ForwardBatch:
     """Return the forward: a decode if all queries are single, else an extend.
 
     Both compute the logits of a row's last query only. Lengths on the host are exact on
     a CPU and upper bounds on a GPU.
     """
-    device = rows.prefixes.device
+    device, queries = rows.prefixes.device, list(rows.queries)
     if device.type == "cpu":
         prefixes: list[int] = rows.prefixes.tolist()
     else:

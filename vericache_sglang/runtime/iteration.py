@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import CompressionError, LostKVError
 from vericache_sglang.kv.row_edit import room
 from vericache_sglang.observability.counters import move_name
 from vericache_sglang.runtime.departure import last_action
 from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
+from vericache_sglang.runtime.forward.spec_input import hidden_mode, take_hidden
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
     Move,
@@ -276,13 +279,28 @@ class Decoding:
         launched = run_plain(
             batch,
             states,
-            self.target_worker,
             self.draft_tokens,
             self.recorder,
-            self.tp_sync.forward(last=last),
+            lambda batch: self._forward(batch, states, last=last),
         )
         self.in_flight.launch(launched)
         if not all(state.asynchronous for state in states):
             self.in_flight.record_all()
         result: GenerationBatchResult = launched.result
+        return result
+
+    def _forward(
+        self, batch: ScheduleBatch, states: list[RequestState], *, last: bool
+    ) -> GenerationBatchResult:
+        """Run SGLang's decode; the inner drafter may read what it computes."""
+        proposer = self.proposer
+        features = proposer is not None and proposer.reads(states)
+        with self.tp_sync.forward(last=last):
+            result: GenerationBatchResult = self.target_worker.forward_batch_generation(
+                batch, capture_hidden_mode=hidden_mode(features=features)
+            )
+        if proposer is not None and features:
+            requests = batch.req_pool_indices.to(torch.int64)
+            position = self.draft_tokens.verified(requests)
+            proposer.observe(requests, position, take_hidden(result))
         return result

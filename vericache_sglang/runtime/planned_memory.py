@@ -8,7 +8,7 @@ from vericache_sglang.compression.base import Needs
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.memory import DEFAULT_RUNNING, Deployment
-from vericache_sglang.planning.models import find_model
+from vericache_sglang.planning.models import find_model, predictor_of
 from vericache_sglang.planning.sglang_memory import (
     fraction_static,
     prefill_graph_sizes,
@@ -91,7 +91,7 @@ def planned(
         flags: Field name -> value of SGLang's flags; missing or None: the default.
 
     Raises:
-        ConfigError: The small model of an inner drafter is unknown, or not named.
+        ConfigError: The weights of the inner drafter are unknown, or not named.
         UnsupportedError: See ``find_model``.
     """
     given = {name: value for name, value in flags.items() if value is not None}
@@ -111,10 +111,12 @@ def planned(
     if given.get("disable_cuda_graph"):
         most = captured = 0
     draft = None
-    if config.inner == "model":
+    if config.inner == "mtp":
+        draft = predictor_of(model)
+    elif config.inner_weights:
         small = given.get("speculative_draft_model_path")
         if not small:
-            raise ConfigError(f"--vericache-inner model needs {DRAFT_MODEL}")
+            raise ConfigError(f"--vericache-inner {config.inner} needs {DRAFT_MODEL}")
         draft = find_model(small, DRAFT_MODEL)
     fraction = fraction_static(gpu_mib, ranks, chunk, most, captured)
     # Observed phases run outside graphs (runtime/cuda_arguments.py).

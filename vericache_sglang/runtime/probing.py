@@ -116,12 +116,13 @@ class Probing:
         own = self._handles.row(state)[:prompt]
         row[:prompt] = own
         row[prompt : prompt + len(slots)] = slots.to(row.dtype)
-        tokens, positions, table_row, prefix = upload(
+        tokens, positions, table_row, prefix, owner = upload(
             table.device,
             probe.tokens,
             range(prompt, prompt + len(probe.tokens)),
             [self._row],
             [prompt],
+            [state.req_pool_idx] * len(probe.tokens),
         )
         inputs = ForwardInputs(
             batch_indices=[batch_index],
@@ -132,6 +133,7 @@ class Probing:
             tokens=tokens,
             slots=slots,
             positions=positions,
+            owners=owner,
         )
         forward = build_forward(copy.copy(batch), inputs, self._runner)
         # For an extend SGLang computes the logits of the last token only.

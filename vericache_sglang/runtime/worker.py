@@ -14,6 +14,7 @@ from zmq import POLLIN
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.drafters.catalog import open_drafter
+from vericache_sglang.drafters.features import Features
 from vericache_sglang.drafters.model import ring_of
 from vericache_sglang.drafters.texts import Texts
 from vericache_sglang.former_names import with_former_names
@@ -28,12 +29,16 @@ from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
-from vericache_sglang.runtime.draft_model import DraftModel
+from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
-from vericache_sglang.runtime.forward.proposals import InnerProposer
-from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
+from vericache_sglang.runtime.forward.proposals import InnerProposer, PromptChunk
+from vericache_sglang.runtime.forward.spec_input import (
+    VeriCacheSpecInput,
+    hidden_mode,
+    take_hidden,
+)
 from vericache_sglang.runtime.in_flight import (
     InFlightForward,
     InFlightQueue,
@@ -54,7 +59,7 @@ from vericache_sglang.scheduling.iteration_model import IterationModel
 from vericache_sglang.scheduling.runtime import Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
@@ -94,9 +99,8 @@ class VeriCacheWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.device = self.model_runner.device
         # Loaded before SGLang sizes the KV pool by the memory that is left.
-        self._draft_model = (
-            DraftModel(server_args, target_worker) if config.inner == "model" else None
-        )
+        kind = WEIGHTED.get(config.inner)
+        self._draft_model = kind(server_args, target_worker) if kind else None
         self._overlap = not server_args.disable_overlap_schedule
         self._state_factory = RequestStateFactory(
             config,
@@ -229,10 +233,14 @@ class VeriCacheWorker(BaseSpecWorker):
         self._draft_tokens = DraftTokenBuffer(
             rows, config.most_drafts, self.device, self._texts
         )
-        if self._draft_model is not None:
-            self._draft_model.open(ring_of(config), requests)
+        small, features = self._draft_model, None
+        if small is not None:
+            small.open(ring_of(config), requests)
+        if isinstance(small, DraftHead):
+            size, kind = small.features, small.dtype
+            features = Features(requests, config.ring_reach, size, kind, self.device)
         self._proposer = InnerProposer(
-            open_drafter(config, self._texts, self._draft_model),
+            open_drafter(config, self._texts, small, features),
             self._draft_tokens,
             model.vocab_size,
             config.proposals,
@@ -472,8 +480,13 @@ class VeriCacheWorker(BaseSpecWorker):
             # A rank that failed as it matched prefixes may have chosen other requests.
             self._tp_sync.agree(last=True)
             ready = True
+        kept: list[tuple[int, int, int]] = []
         if ready:
-            result = self._target_worker.forward_batch_generation(batch)
+            if self._proposer is not None:
+                kept = self._proposer.of_prompts(_chunks(batch))
+            result = self._target_worker.forward_batch_generation(
+                batch, capture_hidden_mode=hidden_mode(features=bool(kept))
+            )
         else:
             result = self._nothing_prefilled(batch)
         result.accept_lens = torch.ones(
@@ -482,6 +495,8 @@ class VeriCacheWorker(BaseSpecWorker):
         if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
                 put_known(batch, result.next_token_ids)
+                if self._proposer is not None and kept:
+                    self._proposer.observe_prompts(kept, take_hidden(result))
                 requests = batch.req_pool_indices.to(torch.int64)
                 self._draft_tokens.start(
                     requests, result.next_token_ids, batch.seq_lens
@@ -530,3 +545,12 @@ class VeriCacheWorker(BaseSpecWorker):
         if whole and not state.stats.enabled:  # its observations will not be used
             self.placement.observer.forget(req.rid)
         return state
+
+
+def _chunks(batch: ScheduleBatch) -> Iterator[PromptChunk]:
+    """Return what each request of a prefill computes."""
+    for req, start, count in zip(
+        batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+    ):
+        whole = len(req.origin_input_ids) + len(req.output_ids)
+        yield PromptChunk(req.kv.req_pool_idx, start, count, whole)

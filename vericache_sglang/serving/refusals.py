@@ -95,7 +95,7 @@ def check_model(model_config: Any) -> None:
 
 
 def check_drafter(config: VeriCacheConfig, server_args: Any, model_config: Any) -> None:
-    """Confirm that the small model that is to propose tokens can, if there is one.
+    """Confirm that the drafter that has weights can propose tokens, if there is one.
 
     Args:
         config: Settings of VeriCache.
@@ -107,7 +107,7 @@ def check_drafter(config: VeriCacheConfig, server_args: Any, model_config: Any) 
     """
     asked = Drafting(config, server_args)
     _refuse("inner drafter", DRAFTING_RULES, asked)
-    if asked.by_model:
+    if asked.weighted:
         from vericache_sglang.runtime.draft_model import draft_model_config
 
         pair = DraftPair(config, model_config, draft_model_config(server_args))

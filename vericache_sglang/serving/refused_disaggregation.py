@@ -56,9 +56,10 @@ DECODE_RULES: tuple[Rule, ...] = (
         "use keynorm, recency, random or kvzip, or a codec alone",
     ),
     Rule(
-        "--vericache-inner model",
-        lambda server: server.config.inner == "model",
-        "the pools of a small model are untested there",
+        "--vericache-inner {0.config.inner}",
+        lambda server: server.config.inner_weights,
+        "the pools of a small model are untested there, and nothing is known of what "
+        "the prompt's forward computed",
         "use --vericache-inner ngram",
     ),
     Rule(

@@ -17,7 +17,13 @@ import numpy as np
 from vericache_sglang.config.schema import flag
 from vericache_sglang.demo_records import multi_request, prompt_text
 from vericache_sglang.evaluation.altered import GUESSES
-from vericache_sglang.evaluation.benchmark import DEMO_DRAFT, DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmark import (
+    DEMO,
+    DEMO_DRAFT,
+    DEMO_HEAD,
+    DEMO_LONG,
+    Benchmark,
+)
 from vericache_sglang.evaluation.benchmarks.paired import engine_for
 from vericache_sglang.evaluation.figures import growth, per_token, per_verify
 from vericache_sglang.evaluation.fleet import served
@@ -28,6 +34,7 @@ from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_promp
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from vericache_sglang.evaluation.benchmark import Results
     from vericache_sglang.evaluation.server import Server
@@ -37,22 +44,23 @@ PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
 
 
 DRAFTER_ALONE = "ngram-alone"
+WITH_HEAD = "vericache+eagle3"
 WITH_NGRAM = BUILT_IN["vericache-ngram"]
+
+
+def _weighted(inner: str, folder: Path) -> System:
+    flags = (flag("inner"), inner, "--speculative-draft-model-path", str(folder))
+    return System(name=f"vericache+{inner}", flags=flags)
+
+
 VARIANTS: Mapping[str, System] = {
     "vericache+ngram": WITH_NGRAM,
     "vericache+ngram-own": replace(
         WITH_NGRAM, flags=(*WITH_NGRAM.flags, flag("inner_corpus"), "0")
     ),
     DRAFTER_ALONE: BUILT_IN[DRAFTER_ALONE],
-    "vericache+model": System(
-        name="vericache+model",
-        flags=(
-            flag("inner"),
-            "model",
-            "--speculative-draft-model-path",
-            str(DEMO_DRAFT),
-        ),
-    ),
+    "vericache+model": _weighted("model", DEMO_DRAFT),
+    WITH_HEAD: _weighted("eagle3", DEMO_HEAD),
     "vericache+random": replace(WITH_NGRAM, alteration=GUESSES),
 }
 """Servers with an inner drafter by the name of the row, with the flags in which they
@@ -177,7 +185,10 @@ INNER = Benchmark(
     model=DEMO_LONG,
     seed=1,
     options={
-        "systems": (list(VARIANTS), f"rows: {', '.join(VARIANTS)}"),
+        "systems": (
+            [name for name in VARIANTS if name != WITH_HEAD],
+            f"rows: {', '.join(VARIANTS)}; {WITH_HEAD} needs the model {DEMO.name}",
+        ),
         "context": (15800, "prompt tokens"),
         "requests": (8, "at once"),
         "tokens": (256, "output tokens each"),

@@ -59,7 +59,7 @@ NGRAM = "n-gram"
 NO_NGRAM = "SGLang's own speculative workers need a GPU"
 
 LEFT_OUT: Mapping[str, str] = {
-    "EAGLE3": "needs a drafter trained for the model; this project brings none",
+    "EAGLE3": "`--vericache-inner eagle3` is not in this study yet",
     "a small model as drafter": "SGLang's own needs a GPU; `--vericache-inner model` "
     "is not in this study yet",
     "VeriCache composed with EAGLE3 or a small model": "`bench inner` measures prompt "

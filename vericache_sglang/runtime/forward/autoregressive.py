@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +11,10 @@ from vericache_sglang.sampling.logprobs import one_token_logprobs
 from vericache_sglang.sampling.profile import SamplingRule
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     from vericache_sglang.kv.request import RequestState
@@ -49,20 +50,18 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
 def run_plain(
     batch: ScheduleBatch,
     states: list[RequestState],
-    target_worker: Any,
     draft_tokens: DraftTokenBuffer,
     recorder: ResultRecorder,
-    ready: AbstractContextManager[None],
+    forward: Callable[[ScheduleBatch], GenerationBatchResult],
 ) -> InFlightForward:
     """Decode one token of every request exactly as SGLang does without VeriCache.
 
     Args:
         batch: The decode batch; modified as SGLang's own preparation would.
         states: Its requests, in batch order.
-        target_worker: SGLang's ``TpModelWorker``.
         draft_tokens: Provides the pending tokens and receives the new ones.
         recorder: Records the launch of every row.
-        ready: Entered around the forward (``TensorParallelSync.forward``).
+        forward: Runs the prepared batch.
     """
     requests = batch.req_pool_indices.to(torch.int64)
     batch.input_ids = draft_tokens.pending(requests)
@@ -74,8 +73,7 @@ def run_plain(
     batch.seq_lens_sum = None
     batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.spec_info = None
-    with ready:
-        result = target_worker.forward_batch_generation(batch)
+    result = forward(batch)
     draft_tokens.start(requests, result.next_token_ids, batch.seq_lens)
     one_token_logprobs(result.logits_output)
     result.accept_lens = torch.ones(len(states), dtype=torch.int32, device=batch.device)

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner import (
     DecodeCudaGraphRunner,
     get_batch_sizes_to_capture,
 )
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.ragged_verify import (
     RaggedVerifyLayout,
     build_capture_verify_lens,
@@ -60,17 +60,22 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             attention backend, because a backend has one set of static buffers.
         replayed: Number of forwards that ran in a graph.
         eager: Reason -> number of forwards that ran without a graph.
+        features: An inner drafter reads what forwards compute.
     """
 
     captured_req_width: int
     capture_bs: list[int]
     compile_bs: list[int]
+    features = False
 
     def __init__(self, model_runner: ModelRunner, **options: Any) -> None:
         self.replayed = 0
         self.eager: Counter[str] = Counter()
+        config = served_config()
+        self.features = config is not None and config.inner_head
         super().__init__(model_runner, **options)
-        with _without_speculation(model_runner):
+        hidden = get_exec().features.override(enable_return_hidden_states=self.features)
+        with hidden, _without_speculation(model_runner):
             backend = model_runner._get_attention_backend()
             model_runner.kv_index_translator.bind_and_verify_backends([backend])
             self.decodes = DecodeCudaGraphRunner(model_runner, attn_backend=backend)
@@ -109,7 +114,7 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             grid=self.capture_num_tokens,
         )
         self._captured_ragged_layouts[num_tokens] = layout
-        spec_info = VeriCacheSpecInput(rows)
+        spec_info = VeriCacheSpecInput(rows, features=self.features)
         spec_info.ragged_verify_layout = layout
         return spec_info
 

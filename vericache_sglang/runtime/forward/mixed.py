@@ -12,6 +12,7 @@ from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
+from vericache_sglang.runtime.forward.spec_input import take_hidden
 from vericache_sglang.runtime.in_flight import InFlightForward
 from vericache_sglang.sampling.logprobs import LogprobTable
 from vericache_sglang.sampling.query import Query, RowQueries
@@ -98,7 +99,10 @@ class MixedForward:
             return self.nothing(batch), None
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
-        forward = build_forward(copy.copy(batch), inputs, self._worker.model_runner)
+        features = proposer is not None and proposer.reads(requests.values())
+        forward = build_forward(
+            copy.copy(batch), inputs, self._worker.model_runner, features=features
+        )
         draft_codes = self._placement.draft_codes
         if draft_codes is None:
             forward.spec_info.packed = self._packed(rows.rows)
@@ -111,6 +115,9 @@ class MixedForward:
             )
         # The remaining rows belong to the padding of a graph.
         logits = run.logits_output.next_token_logits[: len(inputs.tokens)]
+        if proposer is not None and features:
+            hidden = take_hidden(run)[: len(inputs.tokens)]
+            proposer.observe(inputs.owners, inputs.positions, hidden)
         asked = _queries(rows, requests, actions)
         if asynchronous:
             target = self._sampler.targets(batch, asked, logits, inputs.positions)

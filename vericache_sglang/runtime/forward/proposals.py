@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from vericache_sglang.device.upload import upload
 from vericache_sglang.drafters.base import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from vericache_sglang.attention.forward_row import ForwardRow
     from vericache_sglang.drafters.base import Drafter
@@ -25,6 +25,22 @@ logger = logging.getLogger(__name__)
 CONTEXT = 8
 """Prompt tokens that a finished output is learned with, so that its beginning can be
 found again."""
+
+
+class PromptChunk(NamedTuple):
+    """A part of a text that is prefilled.
+
+    Attributes:
+        request: Its ``req_pool_idx``.
+        start: Position of its first token.
+        tokens: Their number.
+        whole: Tokens of the text.
+    """
+
+    request: int
+    start: int
+    tokens: int
+    whole: int
 
 
 class InnerProposer:
@@ -60,6 +76,9 @@ class InnerProposer:
         self._proposals = proposals
         self._tp_sync = tp_sync
         self._counters = counters
+        self._features = drafter.features
+        # By request, the positions of its prompt whose features are stored.
+        self._stored: dict[int, range] = {}
         self._off = False
         self.spent_s = 0.0
 
@@ -76,7 +95,58 @@ class InnerProposer:
             length: Tokens of its text.
         """
         if not self._off:
-            self._drafter.begin(state.req_pool_idx, length)
+            stored = self._stored.pop(state.req_pool_idx, range(0))
+            self._drafter.begin(state.req_pool_idx, length, stored.start)
+
+    def reads(self, states: Iterable[RequestState]) -> bool:
+        """Return whether a forward of requests should return hidden states."""
+        needed = self._features is not None and not self._off
+        return needed and any(state.stats.proposals for state in states)
+
+    def observe(
+        self, pool_idx: torch.Tensor, position: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        """Store what a forward computed; see ``Features.write``."""
+        if self._features is not None:
+            self._features.write(pool_idx, position, hidden)
+
+    def of_prompts(self, chunks: Iterable[PromptChunk]) -> list[tuple[int, int, int]]:
+        """Return the tokens of a prefill whose features are stored: a text's last ones.
+
+        Args:
+            chunks: Those of the prefill, in order.
+
+        Returns:
+            ``req_pool_idx``, position in the text and index in the prefill of each.
+        """
+        if self._features is None or self._off:
+            return []
+        kept, before = [], 0
+        for chunk in chunks:
+            end = chunk.start + chunk.tokens
+            first = max(chunk.start, chunk.whole - self._features.length)
+            if first < end:
+                stored = self._stored.get(chunk.request, range(0))
+                begin = stored.start if stored.stop == first else first
+                self._stored[chunk.request] = range(begin, end)
+            ahead = before - chunk.start
+            kept += [(chunk.request, at, at + ahead) for at in range(first, end)]
+            before += chunk.tokens
+        return kept
+
+    def observe_prompts(
+        self, kept: Sequence[tuple[int, int, int]], hidden: torch.Tensor
+    ) -> None:
+        """Store what a prefill computed.
+
+        Args:
+            kept: From ``of_prompts``, not empty.
+            hidden: [T, F] of all its tokens.
+        """
+        request, position, index = upload(
+            hidden.device, *map(list, zip(*kept, strict=True))
+        )
+        self.observe(request, position, hidden[index])
 
     def prepare(self) -> Collection[int]:
         """Let the drafter read the texts that have begun.

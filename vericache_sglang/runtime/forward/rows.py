@@ -45,6 +45,7 @@ class ForwardInputs:
         tokens: [T] int64, token ids.
         slots: [T] int64, KV slots that the forward writes.
         positions: [T] int64, true positions in the text.
+        owners: [T] int64, ``req_pool_idx`` of the tokens' requests.
     """
 
     batch_indices: list[int]
@@ -55,6 +56,7 @@ class ForwardInputs:
     tokens: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+    owners: torch.Tensor
 
 
 class MixedRows:
@@ -167,6 +169,7 @@ class MixedRows:
             tokens=draft_tokens.tokens(requests, first[of_row] + offset),
             slots=self._table[requests, positions + ahead[of_row]].to(torch.int64),
             positions=positions,
+            owners=requests,
         )
 
     def _draft_row(
@@ -214,7 +217,11 @@ class MixedRows:
 
 
 def build_forward(
-    batch: ScheduleBatch, inputs: ForwardInputs, model_runner: Any
+    batch: ScheduleBatch,
+    inputs: ForwardInputs,
+    model_runner: Any,
+    *,
+    features: bool = False,
 ) -> ForwardBatch:
     """Present ragged rows of 1 and d + 1 tokens as one target-verify forward.
 
@@ -225,6 +232,7 @@ def build_forward(
         batch: A shallow copy of the decode batch; modified.
         inputs: Inputs of at least one row.
         model_runner: The target's runner.
+        features: See ``VeriCacheSpecInput``.
 
     Returns:
         A batch whose ``positions`` are true positions and whose ``seq_lens`` are row
@@ -257,7 +265,9 @@ def build_forward(
     batch.out_cache_loc = inputs.slots
     batch.return_logprob = False
     batch.has_grammar = False
-    batch.spec_info = VeriCacheSpecInput(len(lengths), inputs.positions, lengths)
+    batch.spec_info = VeriCacheSpecInput(
+        len(lengths), inputs.positions, lengths, features=features
+    )
     forward = ForwardBatch.init_new(
         batch, model_runner, return_hidden_states_before_norm=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 if TYPE_CHECKING:
@@ -12,6 +13,22 @@ if TYPE_CHECKING:
 
     from vericache_kernels.packed_attention import Segment
     from vericache_sglang.attention.packed_rows import CodedRows
+
+
+def hidden_mode(*, features: bool) -> CaptureHiddenMode | None:
+    """Return the mode of a forward whose hidden states are read; None leaves it."""
+    return CaptureHiddenMode.FULL if features else None
+
+
+def take_hidden(result: Any) -> torch.Tensor:
+    """Take the hidden states [tokens, F] from a result, so that it does not keep them.
+
+    Args:
+        result: SGLang's ``GenerationBatchResult`` of a forward that returned them.
+    """
+    hidden: torch.Tensor = result.logits_output.hidden_states
+    result.logits_output.hidden_states = None
+    return hidden
 
 
 class VeriCacheSpecInput(SpecInput):
@@ -25,6 +42,7 @@ class VeriCacheSpecInput(SpecInput):
         rows: Requests of the batch.
         positions: [tokens] int64 true positions of a mixed forward; None in a relay.
         row_lengths: Query tokens of every row of a mixed forward; None in a relay.
+        features: An inner drafter reads what the forward computes.
     """
 
     def __init__(
@@ -32,6 +50,8 @@ class VeriCacheSpecInput(SpecInput):
         rows: int,
         positions: torch.Tensor | None = None,
         row_lengths: list[int] | None = None,
+        *,
+        features: bool = False,
     ) -> None:
         # The enum cannot be extended; this member has the fewest special cases.
         super().__init__(SpecInputType.NGRAM_VERIFY)
@@ -43,6 +63,8 @@ class VeriCacheSpecInput(SpecInput):
         self.packed: dict[int, tuple[int, Callable[[int], list[Segment]]]] = {}
         # The same on a GPU; None if no row begins with codes.
         self.coded: CodedRows | None = None
+        # Read by ForwardBatch.init_new, and when a CUDA graph is captured.
+        self.capture_hidden_mode = hidden_mode(features=features)
         # Reason why no CUDA graph fits the forward; None if one does.
         self.eager: str | None = None
         self.future_indices: torch.Tensor | None = None

@@ -1,7 +1,10 @@
 """An inner drafter that knows the answers, or none, or fails.
 
 ``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` reads whole texts (lists of token ids)
-from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own.
+from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own,
+and ``nan`` is the server's own head, which reads features that are no numbers.
+Where ``VERICACHE_TEST_PROPOSALS`` names a file, a head's proposals are written to it, a
+line each: the text, how many of its first tokens the head has not read, the proposals.
 Every row asks it for as many tokens as may be proposed, whether that pays or not. With
 ``VERICACHE_TEST_RESTLESS`` requests are moved all the time, too.
 """
@@ -12,12 +15,15 @@ import os
 import torch
 
 from vericache_sglang.drafters.base import Drafter
+from vericache_sglang.drafters.features import Features
+from vericache_sglang.drafters.model import ModelDrafter
 from vericache_sglang.runtime import worker
 from vericache_sglang.scheduling.proposals import Proposals
 from vericache_test_faults import restless
 
 KIND, TEXTS = "VERICACHE_TEST_DRAFTER", "VERICACHE_TEST_TEXTS"
 RESTLESS = "VERICACHE_TEST_RESTLESS"
+PROPOSALS = "VERICACHE_TEST_PROPOSALS"
 
 
 class Informed(Drafter):
@@ -72,9 +78,33 @@ class Raising(Random):
         return super().proposed(wanted)
 
 
+def no_numbers(features, pool_idx, position):
+    """Return features of the right shape that are no numbers."""
+    shape = *position.shape, features.states.shape[-1]
+    return torch.full(shape, float("nan"), dtype=features.states.dtype)
+
+
 def choose_most(proposals, cost):
     """Choose as many proposals as there may be, whatever they cost."""
     proposals.count = proposals.most
+
+
+def written(propose, file):
+    """Return ``ModelDrafter.propose``, which writes what it returns to a file."""
+
+    def proposed(drafter, wanted):
+        found = propose(drafter, wanted)
+        for i, (request, length) in enumerate(
+            zip(wanted.requests, wanted.length.tolist(), strict=True)
+        ):
+            if found[i, 0] >= 0:
+                text = drafter._texts.tokens[request, :length].tolist()
+                skipped = drafter._read[request].skipped
+                file.write(json.dumps([text, skipped, found[i].tolist()]) + "\n")
+        file.flush()
+        return found
+
+    return proposed
 
 
 def install():
@@ -82,7 +112,12 @@ def install():
     kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
     kind = kinds.get(os.environ[KIND])
     if kind is not None:
-        worker.open_drafter = lambda config, texts, model: kind(texts)
+        worker.open_drafter = lambda config, texts, model, features: kind(texts)
+    if os.environ[KIND] == "nan":
+        Features.read = no_numbers
+    if PROPOSALS in os.environ:
+        file = open(os.environ[PROPOSALS], "w", encoding="utf-8")  # noqa: SIM115
+        ModelDrafter.propose = written(ModelDrafter.propose, file)
     Proposals.choose = choose_most
     if RESTLESS in os.environ:
         restless.install()
