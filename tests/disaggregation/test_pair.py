@@ -92,6 +92,7 @@ LINES = {
     "kvzip, which probes": ((*COMPRESSED_BY, "kvzip"), WIRE),
     "a codec": ((*COMPRESSED_BY, "kivi:bits=4"), WIRE),
     "prompt lookup": ((*KEYNORM, *ON_HOST, "--vericache-inner", "ngram"), WIRE),
+    "pages of 16": ((*KEYNORM, *ON_HOST), WIRE),
     "the latest tokens": ((*COMPRESSED_BY, "recency"), WIRE),
 }
 
@@ -102,7 +103,8 @@ def test_greedy_answers_are_those_of_one_server(line, greedy_waves, plain, tmp_p
     flags, wire = LINES[line]
     if wire is None and find_spec("mooncake") is None:
         pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
-    with Pair(tmp_path, *flags, wire=wire) as pair:
+    engine = ("--page-size", "16") if line == "pages of 16" else ()
+    with Pair(tmp_path, *flags, wire=wire, engine=engine) as pair:
         ours = pair.run(greedy_waves)
     assert compare(plain, ours) == []
     assert ours["state"]["drafted"] > 0
