@@ -16,12 +16,10 @@ COUPLED = Profile(SamplingRule.COUPLED, seed=1)
 pytestmark = pytest.mark.sglang
 
 
-def states(*profiles, penalties=None, rounds=0):
-    stats = SimpleNamespace(cycles=rounds)
-    return [
-        SimpleNamespace(profile=profile, penalties=penalties, stats=stats)
-        for profile in profiles
-    ]
+def states(*profiles, penalties=None, rounds=0, room=None):
+    own = {"stats": SimpleNamespace(cycles=rounds), "penalties": penalties}
+    req = SimpleNamespace(bootstrap_room=room)
+    return [SimpleNamespace(profile=profile, req=req, **own) for profile in profiles]
 
 
 def info(**flags):
@@ -53,11 +51,12 @@ def test_without_a_seed_any_way_to_draw_is_right(flags):
     assert samples_as_sglang(states(GREEDY_FAST), info(**flags))
 
 
-def test_penalties_are_ours_once_a_round_was_verified():
+@pytest.mark.parametrize("since", [{"rounds": 1}, {"room": 7}])
+def test_penalties_are_ours_after_a_verification_or_anothers_prefill(since):
     penalties = object()
     fresh = states(GREEDY_FAST, penalties=penalties)
     assert samples_as_sglang(fresh, info())
     assert not samples_as_sglang(
-        states(GREEDY_FAST, penalties=penalties, rounds=1), info()
+        states(GREEDY_FAST, penalties=penalties, **since), info()
     )
-    assert samples_as_sglang(states(GREEDY_FAST, rounds=1), info())
+    assert samples_as_sglang(states(GREEDY_FAST, **since), info())
