@@ -34,6 +34,7 @@ LEASE_S = 4
 OURS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-lease-s", str(LEASE_S)),
+    "--enable-metrics",
 )
 WAIT_S = 120
 
