@@ -144,8 +144,8 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
         self.placement.segments.strict = strict
-        self.placement.guard.vocabulary = self.model_runner.model_config.vocab_size
         vocabulary = self.model_runner.model_config.vocab_size
+        self.placement.guard.vocabulary = vocabulary
         self.role = open_role(
             self._config, self._server_args, self.placement, vocabulary
         )
