@@ -34,6 +34,7 @@ LEASE_S = 4
 OURS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-lease-s", str(LEASE_S)),
+    "--enable-metrics",
 )
 WAIT_S = 120
 
@@ -255,7 +256,8 @@ MOVED = (
     {},
     # Filtered: SGLang draws other noise for a seed beside greedy requests, as they are.
     {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 3},
-    {"frequency_penalty": 0.4, "presence_penalty": 0.2, "min_new_tokens": 150},
+    # So large that nearly every token depends on the earlier ones.
+    {"frequency_penalty": 2.0, "min_new_tokens": 150},
     {"regex": "[a-z0-9 ]{150}"},
 )
 """What the state of a request depends on that moves in the middle."""

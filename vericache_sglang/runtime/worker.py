@@ -148,7 +148,11 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         strict = envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() > 0
         self.placement.segments.strict = strict
-        self.placement.guard.vocabulary = self.model_runner.model_config.vocab_size
+        vocabulary = self.model_runner.model_config.vocab_size
+        self.placement.guard.vocabulary = vocabulary
+        self.role = open_role(
+            self._config, self._server_args, self.placement, vocabulary
+        )
         self._tp_sync.sync_inputs(self.placement.host_slots, ())
         self.runtime = Runtime(
             runtime_settings(self._config, self.placement), self._tp_sync.estimates
@@ -206,10 +210,6 @@ class VeriCacheWorker(BaseSpecWorker):
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
-        )
-        vocabulary = self.model_runner.model_config.vocab_size
-        self.role = open_role(
-            self._config, self._server_args, self.placement, vocabulary
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
