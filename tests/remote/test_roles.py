@@ -125,8 +125,8 @@ KINDS = [
         id="not drafted",
         marks=extended,
     ),
-    pytest.param({"frequency_penalty": 0.7}, "b1", id="penalties", marks=extended),
-    pytest.param({"min_new_tokens": 20}, "b1", id="longer", marks=extended),
+    pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
+    pytest.param({"min_new_tokens": 20}, "local", id="longer", marks=extended),
     pytest.param({"json_schema": SCHEMA}, "b1", id="grammar"),
     pytest.param(
         {"more": {"return_logprob": True, "top_logprobs_num": 2}},
@@ -256,8 +256,7 @@ MOVED = (
     {},
     # Filtered: SGLang draws other noise for a seed beside greedy requests, as they are.
     {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 3},
-    # So large that nearly every token depends on the earlier ones.
-    {"frequency_penalty": 2.0, "min_new_tokens": 150},
+    {"logit_bias": {"20": 3.0, "40": -50.0}},
     {"regex": "[a-z0-9 ]{150}"},
 )
 """What the state of a request depends on that moves in the middle."""

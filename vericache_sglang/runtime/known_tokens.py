@@ -1,8 +1,8 @@
 """Requests that go on from tokens that another server has decoded.
 
 The KV of all but the last of these tokens is prefilled, and the last one takes the
-place of the token that the prefill samples. SGLang's prefill knows nothing of penalties
-for earlier tokens, and samples with noise of its own.
+place of the token that the prefill samples: SGLang's prefill samples with noise of its
+own.
 """
 
 from __future__ import annotations
