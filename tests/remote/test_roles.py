@@ -280,6 +280,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
     pair.compare(prompts, "b1")
 
 
+@extended
 def test_a_drafter_that_is_killed_leaves_no_guest(pair, prompts):
     clients = [begin(pair.drafter, text, 5000) for text in prompts]
     held = pair.until(pair.verifier, lambda c: c["remote_guests"] == len(prompts))
