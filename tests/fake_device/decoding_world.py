@@ -257,7 +257,7 @@ class Server:
             _config=self.engine.config,
             _recovery=self.loop.recovery,
             _tp_sync=self.loop.tp_sync,
-            _arrive=lambda req, length: state,
+            _arrive=lambda req, length, unreported: state,
         )
         prompt = SimpleNamespace(
             tree_cache=self.engine.tree,
@@ -281,7 +281,7 @@ class Server:
         state = self.engine.admit(rid, rid, tokens)
         for name, value in {"asynchronous": True, **more}.items():
             setattr(state, name, value)
-        for none in ("lora_id", "grammar", "token_type_ids"):
+        for none in ("lora_id", "grammar", "token_type_ids", "bootstrap_room"):
             setattr(state.req, none, None)
         state.req.return_logprob = state.req.to_finish = False
         state.req.finished = lambda: False

@@ -201,7 +201,10 @@ def test_what_was_settled_is_what_refusals_look_at(monkeypatch):
     monkeypatch.setattr(cuda_arguments, "settle", choose)
     for device in ("cuda:0", "cpu"):
         args = SimpleNamespace(
-            device=device, disable_radix_cache=False, attention_backend="theirs"
+            device=device,
+            disable_radix_cache=False,
+            attention_backend="theirs",
+            disaggregation_mode="null",
         )
         Algorithm("X", None).handle_server_args(args)
         assert args.speculative_num_draft_tokens == 7
