@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from threading import Thread
@@ -44,7 +45,7 @@ Peer = TypeVar("Peer", int, bytes)
 Received = TypeVar("Received")
 
 
-class Transport(Generic[Peer, Received]):
+class Transport(ABC, Generic[Peer, Received]):
     """One role's connections; a thread serves them until ``close``.
 
     Args:
@@ -146,11 +147,13 @@ class Transport(Generic[Peer, Received]):
                 return
             self._take(found, frames)
 
+    @abstractmethod
     def _take(self, found: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-        raise NotImplementedError
+        """Handle what a socket has received."""
 
+    @abstractmethod
     def _deliver(self, peer: Peer, data: bytes) -> None:
-        raise NotImplementedError
+        """Send an encoded message, or lose it."""
 
     def _accept(self, peer: Peer, frames: Sequence[bytes]) -> None:
         """Decode a message and queue it for the scheduler."""
