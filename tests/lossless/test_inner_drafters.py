@@ -128,7 +128,8 @@ def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, t
     assert compare(plain, ours) == []
     state = ours["state"]
     assert state["cycles"] > 20
-    assert state["drafted"] >= 3 * state["draft_rows"]
+    # Below 1 + LENGTH, as a cycle's first rows may be its last ones too.
+    assert state["drafted"] >= 2 * state["draft_rows"]
 
 
 @pytest.mark.parametrize(
