@@ -7,23 +7,20 @@ import platform
 import signal
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from demo.fork_server import ForkServer
 from demo.page import Result, draw, marked, table
+from demo.progress import console, step
 from demo.question import Document, ask
 from vericache_sglang.evaluation.altered import LOSSY, environment
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL, ALONE, OURS = "full KV", "compressed KV alone", "VeriCache"
@@ -34,29 +31,6 @@ LONGEST = 512
 
 WARM = 64
 """Tokens of the answers that are not timed."""
-
-TICK_SECONDS = 10.0
-console = Console(highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def step(label: str) -> Iterator[None]:
-    """Print the current step every ten seconds, and its duration at the end."""
-    began, done = time.monotonic(), threading.Event()
-
-    def tick() -> None:
-        while not done.wait(TICK_SECONDS):
-            console.print(f"  {label}: {time.monotonic() - began:.0f} s ...")
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    console.print(f"{label} ...")
-    ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticker.join()
-    console.print(f"  {label}: done in {time.monotonic() - began:.1f} s")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from vericache_sglang.demo_records import multi_request, prompt_of_length, prompt_text
+from vericache_sglang.demo_records import (
+    multi_request,
+    prompt_of_length,
+    prompt_text,
+    system_turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +74,7 @@ class Document:
             multi_request(rng, first.records, calls) for _ in range(questions - 1)
         ]
         self.records = len(first.records)
+        self.text = system_turn(first.document)
         self.questions = [
             Question(text, self._ids(prompt_text(first.document, text)), answer)
             for text, answer in asked

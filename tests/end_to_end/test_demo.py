@@ -1,4 +1,4 @@
-"""The demo as a user runs it, on a short document."""
+"""The demonstrations as a user runs them, on short documents."""
 
 import re
 import subprocess
@@ -29,3 +29,15 @@ def test_the_demo_shows_the_point(tmp_path):
     assert "compressed KV alone (WRONG):" in ended.stdout
     assert "(not " in ended.stdout
     assert (tmp_path / "demo.png").stat().st_size
+
+
+@pytest.mark.extended
+@pytest.mark.sglang
+@pytest.mark.server
+def test_two_pools_give_the_answers_of_plain_sglang():
+    command = [ROOT / "scripts/serve_two_pools.sh", "--once", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("equal to plain SGLang") == 4
+    stored = re.search(r"took (\d+) tokens of the document", ended.stdout)[1]
+    assert int(stored) > 2000

@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes example agree with the launcher and each other."""
+"""The Dockerfile and the Kubernetes examples agree with the launcher and each other."""
 
 import json
 import re
@@ -57,3 +57,49 @@ def test_ports_probes_and_scraping_meet_the_server(manifests, container):
     service = manifests["Service"]["spec"]
     assert service["selector"].items() <= template["labels"].items()
     assert service["ports"][0]["targetPort"] == port["name"]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    documents = yaml.safe_load_all((DEPLOY / "two_pools.yaml").read_text())
+    return {(each["kind"], each["metadata"]["name"]): each for each in documents}
+
+
+def container_of(workload):
+    (found,) = workload["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def names_of(workload, services):
+    """Return the host names of a stateful set's pods, which its service gives them."""
+    name = workload["spec"]["serviceName"]
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert services["Service", name]["spec"]["selector"].items() <= labels.items()
+    assert services["Service", name]["spec"]["clusterIP"] == "None"
+    replicas = range(workload["spec"]["replicas"])
+    return [f"{workload['metadata']['name']}-{i}.{name}" for i in replicas]
+
+
+def test_drafters_find_every_verifier_and_the_router_every_drafter(pools):
+    verifiers = pools["StatefulSet", "vericache-verifier"]
+    drafters = pools["StatefulSet", "vericache-drafter"]
+    verifier, rest = split_arguments(container_of(verifiers)["args"])
+    assert {"--port=30000", "--hicache-storage-backend=file"} <= {*rest}
+    (variable,) = container_of(drafters)["env"]
+    words = [
+        word.replace(f"$({variable['name']})", variable["value"])
+        for word in container_of(drafters)["args"]
+    ]
+    drafter, _ = split_arguments(words)
+    assert (verifier.role, drafter.role) == ("verifier", "drafter")
+    assert verifier.peer_key == drafter.peer_key == "/run/peers/peer.key"
+    port = verifier.peer_bind.rpartition(":")[2]
+    wanted = [f"tcp://{name}:{port}" for name in names_of(verifiers, pools)]
+    assert list(drafter.verifier_addresses) == wanted
+    ports = {
+        each["name"]: each["containerPort"] for each in container_of(verifiers)["ports"]
+    }
+    assert ports["peers"] == int(port)
+    args = container_of(pools["Deployment", "vericache-router"])["args"]
+    urls = args[args.index("--worker-urls") + 1 :]
+    assert urls == [f"http://{name}:30000" for name in names_of(drafters, pools)]
