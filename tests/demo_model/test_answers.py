@@ -36,15 +36,13 @@ class Greedy:
         return self.built.decode(made, skip_special_tokens=False)
 
 
-LONG = pytest.param("demo-model-long", marks=pytest.mark.extended)
-
-
-@pytest.fixture(scope="module", params=["demo-model", LONG])
+@pytest.fixture(scope="module", params=["demo-model", "demo-model-long"])
 def greedy(request):
     torch.set_num_threads(1)
     return Greedy(CONFIGS / request.param)
 
 
+@pytest.mark.extended
 def test_single_calls_are_exact(greedy):
     right = 0
     for seed in range(20):

@@ -34,10 +34,11 @@ def test_answers_are_found_where_they_are_complete():
     assert train.spans(row, answered, end=6) == [(1, 4)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param([], id="new", marks=pytest.mark.extended),
+        pytest.param([], id="new"),
         pytest.param(["--continue-from"], id="continued"),
     ],
 )
@@ -69,6 +70,7 @@ def test_the_evaluation_writes_its_table_and_its_circumstances(
     assert capsys.readouterr().out.startswith("| context | kind |")
 
 
+@pytest.mark.extended
 def test_the_small_model_is_trained_on_what_a_ring_shows(tmp_path, capsys):
     out = tmp_path / "draft"
     draft.main(["--out", str(out), "--minutes", "0.01"])

@@ -17,13 +17,20 @@ pytestmark = pytest.mark.sglang
 
 
 def rows():
-    """Yield every scenario; the first pair and the first that joins are usual."""
-    pairs = [name for name in SCENARIOS if name.startswith("pair ")]
-    joining = [name for name in SCENARIOS if name.endswith(", joining")]
-    usual = pairs[0].partition(":")[0]
+    """Yield every scenario; of codecs, pairs and joining ones the first is usual."""
+    kinds = [
+        [name for name in SCENARIOS if name.startswith("codec ")],
+        [name for name in SCENARIOS if name.startswith("pair ")],
+        [name for name in SCENARIOS if name.endswith(", joining")],
+    ]
+    more = {
+        name
+        for names in kinds
+        for name in names
+        if not name.startswith(names[0].partition(":")[0])
+    }
     for name in SCENARIOS:
-        more = (name in pairs and not name.startswith(usual)) or name in joining[1:]
-        yield pytest.param(name, marks=pytest.mark.extended if more else ())
+        yield pytest.param(name, marks=pytest.mark.extended if name in more else ())
 
 
 @pytest.mark.parametrize("name", rows())

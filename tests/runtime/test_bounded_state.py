@@ -67,7 +67,10 @@ def test_the_walk_sees_what_grows():
     assert grown == {**before, "._outgoing": 1}
 
 
-@pytest.mark.parametrize("to", [Residency.HOST, Residency.DEVICE])
+@pytest.mark.parametrize(
+    "to",
+    [Residency.HOST, pytest.param(Residency.DEVICE, marks=pytest.mark.extended)],
+)
 def test_requests_of_an_engine_leave_nothing_behind(to):
     with opened(cached=True) as engine:
         lengths = []

@@ -112,8 +112,8 @@ def left_behind(engine):
     ("page", "dtype", "slots", "host_segments"),
     [
         (1, torch.float32, 220, 1000),
-        (1, torch.bfloat16, 110, 12),
-        (4, torch.float32, 140, 1000),
+        pytest.param(1, torch.bfloat16, 110, 12, marks=pytest.mark.extended),
+        pytest.param(4, torch.float32, 140, 1000, marks=pytest.mark.extended),
         (4, torch.bfloat16, 220, 8),
     ],
 )

@@ -120,11 +120,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "own",
     [
         {},
-        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.extended),
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
     ],
     ids=["ours", "the user's"],
 )

@@ -328,6 +328,7 @@ def interpreted():
     return printed("interpreted_cuda_backend.py")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [
@@ -339,6 +340,7 @@ def test_with_the_kernels_it_is_what_the_cpu_backend_makes(interpreted, name):
     assert interpreted[name] < 5e-6
 
 
+@pytest.mark.extended
 def test_with_the_kernels_the_codes_do_count(interpreted):
     assert interpreted["without-codes"] > 0.01
 
@@ -346,6 +348,7 @@ def test_with_the_kernels_the_codes_do_count(interpreted):
 # -- prefill, by SGLang's Triton backend -----------------------------------------
 
 
+@pytest.mark.extended
 def test_the_second_chunk_of_a_prompt_reads_the_first_one():
     found = printed("triton_prefill.py")
     assert found["first-indices"]

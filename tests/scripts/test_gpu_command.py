@@ -108,6 +108,7 @@ def runs(pid):
     return state != "Z"
 
 
+@pytest.mark.extended
 def test_checks_that_hang_die_or_fail_do_not_stop_the_others(toy, tmp_path, capsys):
     checks = toy("hangs", "good", "wrong", "raises", "dies", limit=9.0)
     here = context(tmp_path)

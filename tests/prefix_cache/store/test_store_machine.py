@@ -105,5 +105,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None
+    max_examples=15, stateful_step_count=30, deadline=None
 )

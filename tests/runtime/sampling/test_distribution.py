@@ -40,10 +40,10 @@ def _noise():
 
 
 def kinds():
-    """Yield (kind, rule); the slow rule by default for the plainest and for all."""
+    """Yield (kind, rule); the slow rule by default for the plainest alone."""
     for kind in PARAMS:
         yield pytest.param(kind, False, id=f"{kind}-coupled")
-        marks = () if kind in ("temperature", "all") else pytest.mark.extended
+        marks = () if kind == "temperature" else pytest.mark.extended
         yield pytest.param(kind, True, id=f"{kind}-rejection", marks=marks)
 
 
