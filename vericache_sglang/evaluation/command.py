@@ -13,6 +13,7 @@ from vericache_sglang.evaluation.benchmarks.chats import CHATS
 from vericache_sglang.evaluation.benchmarks.compress_cost import COMPRESS_COST
 from vericache_sglang.evaluation.benchmarks.compressors import COMPRESSORS
 from vericache_sglang.evaluation.benchmarks.divergence import DIVERGENCE
+from vericache_sglang.evaluation.benchmarks.failover import FAILOVER
 from vericache_sglang.evaluation.benchmarks.fuzz import FUZZ
 from vericache_sglang.evaluation.benchmarks.hardest import HARDEST
 from vericache_sglang.evaluation.benchmarks.inner import INNER
@@ -43,6 +44,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "chats": CHATS,
     "oversubscribed": OVERSUBSCRIBED,
     "soak": SOAK,
+    "failover": FAILOVER,
     "tool-calls": TOOL_CALLS,
     "lossless": LOSSLESS,
     "sampling": SAMPLING,
