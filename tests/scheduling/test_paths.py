@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf, isfinite
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import ConfigError
@@ -180,6 +180,7 @@ def test_more_bandwidth_never_makes_the_arrival_later(known, near, far, path):
     assert more.eta_s(after) <= known.eta_s(before)
 
 
+@settings(max_examples=15, deadline=None)
 @given(weights=mixes)
 def test_many_alike_requests_follow_the_program(weights):
     # All six within a fifth: nothing to wait for, and the same KV everywhere.
@@ -189,12 +190,12 @@ def test_many_alike_requests_follow_the_program(weights):
     choice = PathChoice()
     choice.shares = shares_of(weights)
     taken = Counter()
-    for _ in range(1500):
+    for _ in range(800):
         path = choice.choose(alike)
         choice.took(path)
         taken[path] += 1
     for path, share in choice.shares.items():
-        assert taken[path] / 1500 == pytest.approx(share, abs=MARGIN + 0.03)
+        assert taken[path] / 800 == pytest.approx(share, abs=MARGIN + 0.03)
 
 
 def test_shares_decide_only_between_paths_that_end_alike():

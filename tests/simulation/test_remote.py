@@ -85,8 +85,12 @@ def test_a_link_serves_the_most_urgent_load_and_drops_the_cancelled():
 def full():
     """All rules in the paper's pools."""
     cluster = remote.cluster("mistral-small-24b", RTX, 1, 256)
-    load = PoolsLoad(24)
-    return cluster, {rules.name: Pools(cluster, rules, load).run() for rules in RULES}
+    loads = {
+        rules.name: PoolsLoad(40 if rules.forced == "auto" else 12) for rules in RULES
+    }
+    return cluster, {
+        rules.name: Pools(cluster, rules, loads[rules.name]).run() for rules in RULES
+    }
 
 
 def test_plain_paths_reach_the_programs_throughput(full):
@@ -127,11 +131,9 @@ def test_pools_without_a_drafter_are_refused():
 QUICK = ["--remote", "1:2", "--requests", "4", "--output", "8", "--context", "20000"]
 
 
-def test_the_command_labels_tables_sweeps_and_files(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="only --plot needs it")
-    files = [tmp_path / name for name in ("s.json", "s.md", "s.png")]
-    flags = zip(("--json", "--markdown", "--plot"), map(str, files), strict=True)
-    assert main([*QUICK, *(word for pair in flags for word in pair)]) == 0
+def test_the_command_labels_its_table_and_files(tmp_path, capsys):
+    files = [tmp_path / name for name in ("s.json", "s.md")]
+    assert main([*QUICK, "--json", str(files[0]), "--markdown", str(files[1])]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("SIMULATED")
     found = json.loads(files[0].read_text())
@@ -140,10 +142,18 @@ def test_the_command_labels_tables_sweeps_and_files(tmp_path, capsys):
     assert [row["rules"] for row in found["pools"]["rules"]] == [r.name for r in RULES]
     for text in (printed, files[1].read_text()):
         assert all(f"| {rules.name} |" in text for rules in RULES)
-        assert text.count("| planned | SIMULATED |") == 2
         assert "all six paths, planned" in text
-    assert set(found["pools"]["sweeps"]) == {"planned", "SIMULATED"}
-    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.extended
+def test_sweeps_are_tables_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    page, picture = tmp_path / "s.json", tmp_path / "s.png"
+    assert main([*QUICK, "--json", str(page), "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out.count("| planned | SIMULATED |") == 2
+    found = json.loads(page.read_text())["pools"]["sweeps"]
+    assert set(found) == {"planned", "SIMULATED"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
