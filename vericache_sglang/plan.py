@@ -13,7 +13,6 @@ from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.planning.acceptance import AcceptanceCurve, Geometric, MissByKeep
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
-from vericache_sglang.planning.inter import Cluster
 from vericache_sglang.planning.memory import (
     ledger,
     memory_overview,
@@ -23,7 +22,13 @@ from vericache_sglang.planning.memory import (
 from vericache_sglang.planning.models import CATALOGUE, find_model
 from vericache_sglang.planning.paper.report import page
 from vericache_sglang.planning.plot import Curve, lengths_figure, save, sweeps_figure
-from vericache_sglang.planning.pools import GIGABYTE, pools_summary, sweeps
+from vericache_sglang.planning.pools import (
+    COMPRESSED,
+    add_pool_flags,
+    cluster_of,
+    pools_summary,
+    sweeps,
+)
 from vericache_sglang.planning.recommend import (
     DEFAULT_ACCEPTANCE,
     KEEPS,
@@ -88,15 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--datasheet", action="store_true", help="datasheet rates, not measured ones")
     add("--save", type=Path, metavar="YAML", help="write the settings to this file")
     add("--plot", type=Path, metavar="PNG", help="draw speedup over draft length")
-    add(
-        "--remote",
-        type=_pools,
-        metavar="L:R",
-        help="plan remote prefixes instead: L instances near the store, R behind a "
-        "slow link; the best mix of the paper's six paths, both sweeps of figure 13",
+    add_pool_flags(
+        parser,
+        "plan remote prefixes instead: L instances near the store, R behind a slow "
+        "link; the best mix of the paper's six paths, both sweeps of figure 13",
     )
-    add("--near-gb", type=float, default=40, metavar="GB/S", help="link of a near one")
-    add("--far-gb", type=float, default=1.2, metavar="GB/S", help="link of a far one")
     add("--draft-length", type=int, default=40, metavar="N", help="with --remote")
     add("--paper", action="store_true", help="print the paper's figures beside ours")
     add(
@@ -191,39 +192,20 @@ def _plan(args: argparse.Namespace) -> str:
     return "\n".join(notes)
 
 
-def _pools(given: str) -> tuple[int, int]:
-    local, _, remote = given.partition(":")
-    if not (local.isdecimal() and remote.isdecimal() and int(local)):
-        raise argparse.ArgumentTypeError(f"L:R with L >= 1, got {given!r}")
-    return int(local), int(remote)
-
-
 def _remote(args: argparse.Namespace) -> str:
     _require(args, "model", "gpu", "context", "output")
-    if min(args.near_gb, args.far_gb) <= 0 or min(args.draft_length, args.output) < 1:
-        raise ConfigError("--near-gb, --far-gb, --draft-length, --output must be > 0")
-    model, keep = find_model(args.model), _keeps(args.keep or [0.25])[0]
-    acceptance, assumed = _acceptance(args.accept, (keep,))
-    local, remote = args.remote
-    cluster = Cluster(
-        machine=machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet),
-        local=local,
-        remote=remote,
-        local_bytes_per_s=args.near_gb * GIGABYTE,
-        remote_bytes_per_s=args.far_gb * GIGABYTE,
-        weight_bytes=model.weight_bytes,
-        kv_full_bytes=args.context * model.kv_bytes_per_token,
-        compressed=keep,
-        output_tokens=args.output,
-        draft_length=args.draft_length,
-        acceptance_rate=acceptance.accepted(args.draft_length, keep)
-        / args.draft_length,
-    )
+    model = find_model(args.model)
+    (keep, *_) = _keeps(args.keep or [COMPRESSED])
+    machine = machine_of(gpu_named(args.gpu), args.devices, datasheet=args.datasheet)
+    cluster = cluster_of(args, model, machine, context=args.context, compressed=keep)
     found = sweeps(cluster)
-    notes = [pools_summary(model.name, cluster, found), "", f"Assumed: {assumed}"]
-    notes.append("Arithmetic only: this version has no remote roles")
+    notes = [pools_summary(model.name, cluster, found), ""]
+    accepted = cluster.acceptance_rate * cluster.draft_length
+    notes.append(f"Assumed: {accepted:.1f} of {cluster.draft_length} drafts accepted")
+    notes.append("Arithmetic only; SIMULATED by simulate --remote")
     if args.plot is not None:
-        save(sweeps_figure(found, f"{model.name} on {cluster.machine.name}"), args.plot)
+        title = f"{model.name} on {cluster.machine.name}"
+        save(sweeps_figure({"planned": found}, title), args.plot)
         notes.append(f"Drawn: {args.plot}")
     return "\n".join(notes)
 

@@ -14,9 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.planning.hardware import gpu_named, machine_of
+from vericache_sglang.planning.models import find_model
+from vericache_sglang.planning.plot import save, sweeps_figure
+from vericache_sglang.planning.pools import add_pool_flags, cluster_of
 from vericache_sglang.provenance import provenance
 from vericache_sglang.simulation.policies import PLANES_ACCEPT, named, policies
+from vericache_sglang.simulation.pools_report import (
+    both_sweeps,
+    pools_json,
+    pools_page,
+    simulated_rules,
+)
 from vericache_sglang.simulation.presets import PRESETS, costs_of
+from vericache_sglang.simulation.remote import PoolsLoad
 from vericache_sglang.simulation.report import LABEL, as_json, section, table
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup
@@ -39,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         origin = provenance(words, "python -m vericache_sglang.simulate")
-        leaks = _compare(options, origin)
+        leaks = (_remote if options.remote else _compare)(options, origin)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,6 +93,39 @@ def _compare(options: argparse.Namespace, origin: dict[str, Any]) -> list[str]:
     if options.plot:
         draw(timelines, Path(options.plot), options.plot_seconds)
     return leaks
+
+
+def _remote(options: argparse.Namespace, origin: dict[str, Any]) -> list[str]:
+    """Simulate two pools, print and write; return the slots held at the end."""
+    (preset,) = named(options.preset, PRESETS, "--preset").values()
+    cluster = cluster_of(
+        options,
+        find_model(preset.model),
+        machine_of(gpu_named(preset.gpu), preset.devices),
+        context=options.context[0],
+        compressed=options.keep,
+    )
+    load = PoolsLoad(options.requests, options.concurrency or 0, options.seed)
+    print(f"{LABEL}\n{origin['command']}\n", flush=True)
+    results = simulated_rules(cluster, load)
+    curves = both_sweeps(cluster, load) if options.sweep or options.plot else {}
+    page = pools_page(cluster, results, curves)
+    print(page, flush=True)
+    if options.json:
+        whole = {
+            "label": LABEL,
+            "provenance": origin,
+            "pools": pools_json(cluster, results, curves),
+        }
+        _write("--json", options.json, json.dumps(whole, indent=1) + "\n")
+    if options.markdown:
+        command = origin["command"]
+        head = f"# Two pools around a store\n\n{LABEL}\n\n    {command}\n\n"
+        _write("--markdown", options.markdown, f"{head}{page}\n")
+    if options.plot:
+        title = f"SIMULATED and planned: {preset.model} on {cluster.machine.name}"
+        save(sweeps_figure(curves, title), Path(options.plot))
+    return [f"{row.rules}: {row.held} slots held" for row in results if row.held]
 
 
 def _setup(options: argparse.Namespace, preset: Preset) -> Setup:
@@ -181,6 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--markdown", help="write the tables to this file")
     add("--plot", help="write a picture of the schedule to this file")
     add("--plot-seconds", type=float, default=10.0, help="shown, from the end")
+    add_pool_flags(
+        parser,
+        "two pools instead: L instances near a store, R behind a slow link, and the "
+        "paths of remote prefixes; --requests and --concurrency are of each instance",
+    )
+    add("--sweep", action="store_true", help="with --remote: figure 13, right")
     return parser
 
 

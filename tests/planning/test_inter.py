@@ -1,4 +1,4 @@
-"""Appendix A.2: path costs by hand, the program against all of its corners."""
+"""Eq. (tp_inter) and path costs by hand, the program against all of its corners."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -15,10 +15,15 @@ from vericache_sglang.planning.inter import (
     PATHS,
     Cluster,
     constraints,
+    cycle_s,
     fixed_point,
     path_costs,
     solve,
+    speculation_s,
 )
+from vericache_sglang.planning.paper import remote
+from vericache_sglang.planning.paper.assumptions import RTX
+from vericache_sglang.planning.pools import PAPER_BEST, request_times_s, sweeps
 
 HAND = Cluster(
     machine=Machine(
@@ -85,6 +90,47 @@ def test_path_costs_by_hand():
         "P2-cached": ((2, 1.5, 2 + 6), streaming),  # 1 round
         "P2-stateless": ((2, 1.5, 2 + 3), streaming),
     }
+
+
+@pytest.mark.parametrize(
+    ("load_s", "seconds"),
+    # Four drafts take 10 s, a verification 3 s: five cycles of 13 s after 2 s; or of
+    # 15 s, where the verifier takes 12 s to load.
+    [(0.0, 67.0), (2.0, 67.0), (12.0, 77.0)],
+)
+def test_a_requests_time_by_hand(load_s, seconds):
+    cycle = cycle_s(draft_length=4, token_s=2.5, load_s=load_s, forward_s=3.0)
+    assert speculation_s(2.0, 10, 4, 0.5, cycle) == pytest.approx(seconds)
+
+
+def test_request_times_at_full_batches_by_hand():
+    # Batches of 3: an iteration reads 14 bytes in 3.5 s. KV near in 2 s, far in 8 s.
+    assert request_times_s(HAND) == pytest.approx(
+        {"B1": 2 + 35, "B2": 8 + 35, "P1": 2 + 5 * (4 * 3.5 + 3.5)}
+    )
+
+
+def test_sweeps_of_figure_13_have_the_designs_values():
+    """Ours, computed before this code by the design of remote prefix caching."""
+    cluster = remote.cluster("mistral-small-24b", RTX, 1, 256)
+    instances, arrival = sweeps(cluster)
+    known = {
+        instances: (1.27, 1.41, 1.49, 1.41, 1.36, 1.32, 1.28, 1.25),
+        arrival: (1.00, 1.01, 1.19, 1.46, 1.57, 1.71, 1.70, 1.51, 1.33),
+    }
+    for sweep, speedups in known.items():
+        found = [ratio for _, ratio in sweep.points]
+        assert found == pytest.approx(speedups, abs=0.011)
+    assert arrival.best == PAPER_BEST[arrival.label]
+    assert abs(instances.best - PAPER_BEST[instances.label]) <= 1
+
+
+def test_shares_are_of_requests():
+    mix = solve(HAND)
+    assert sum(mix.shares.values()) == pytest.approx(1)
+    total = mix.tokens_per_s / HAND.output_tokens
+    for path, share in mix.shares.items():
+        assert share * total == pytest.approx(mix.requests_per_s[path])
 
 
 clusters = st.builds(

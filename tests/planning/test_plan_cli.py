@@ -80,6 +80,8 @@ def test_remote_pools_are_planned_and_both_sweeps_go_through_them(run, tmp_path)
     assert instances[3] == gain, "the fourth instance of the sweep is the cluster"
     assert min(map(float, instances + arrival)) >= 1
     assert max(map(float, arrival)) > float(arrival[0])
+    assert out.count("(the paper: ") == 2
+    assert "P1 by Eq. tp_inter" in out
     more = [*asked, "--near-gb", "80"]
     assert run(*more)[1] != out
 

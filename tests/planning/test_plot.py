@@ -6,7 +6,7 @@ import pytest
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.plot import Curve, lengths_figure, save, sweeps_figure
-from vericache_sglang.planning.pools import Sweep
+from vericache_sglang.planning.pools import PAPER_BEST, SWEEPS, Sweep
 
 CURVES = [
     Curve("keep 0.2", ((1, 0.9, 0.5), (8, 0.8, 2.1), (32, 0.6, 1.9))),
@@ -31,16 +31,25 @@ def test_every_point_is_drawn_under_its_label():
     assert (full.get_label(), set(full.get_ydata())) == ("full KV", {1})
 
 
-def test_every_sweep_has_its_axes():
+def test_every_sweep_has_its_axes_and_every_name_its_curve():
     pytest.importorskip("matplotlib", reason="only --plot needs it")
-    pair = [
-        Sweep(label="instances", points=((1, 1.1), (4, 1.5))),
-        Sweep(label="arrival", points=((0.5, 1.0), (5.0, 1.7), (8.0, 1.2))),
-    ]
-    axes = sweeps_figure(pair, "two pools").axes
-    for sweep, each in zip(pair, axes, strict=True):
-        assert each.get_xlabel() == sweep.label
-        assert tuple(map(tuple, each.lines[0].get_xydata())) == sweep.points
+    first, second = SWEEPS
+    curves = {
+        name: [
+            Sweep(label=first, points=((1, 1.1 * up), (4, 1.5 * up))),
+            Sweep(label=second, points=((0.5, 1.0), (5.0, 1.7), (8.0, 1.2 * up))),
+        ]
+        for name, up in (("planned", 1.0), ("SIMULATED", 0.9))
+    }
+    axes = sweeps_figure(curves, "two pools").axes
+    for index, each in enumerate(axes):
+        lines = {line.get_label(): line for line in each.lines}
+        for name, pair in curves.items():
+            assert each.get_xlabel() == pair[index].label
+            drawn = tuple(map(tuple, lines[name].get_xydata()))
+            assert drawn == pair[index].points
+        best = PAPER_BEST[each.get_xlabel()]
+        assert set(lines["highest in the paper"].get_xdata()) == {best}
 
 
 def test_an_unwritable_path_is_named(tmp_path):

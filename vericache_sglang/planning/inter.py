@@ -1,6 +1,7 @@
-"""Remote prefix caching: the best mix of six paths (appendix A.2).
+"""Remote prefix caching: one request's time, and the best mix of six paths.
 
-arXiv:2605.17613, equations t_tok, cap and opt_inter. One departure: slots are held and
+arXiv:2605.17613, equation tp_inter of section 4.1, and of appendix A.2 the equations
+t_tok, cap and opt_inter. One departure: slots are held and
 drafts emitted at the latency that a request sees, B * T_tok(B), which is one iteration;
 the printed K * T_tok(B) is a request's share of GPU time, by which one slot would hold
 B requests.
@@ -112,6 +113,45 @@ class PoolMix:
     local_batch: float
     remote_batch: float
     converged: bool
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each path's share of the requests, in sum 1."""
+        total = sum(self.requests_per_s.values())
+        return {path: n / total for path, n in self.requests_per_s.items()}
+
+
+def cycle_s(
+    draft_length: int, token_s: float, load_s: float, forward_s: float
+) -> float:
+    """Return T_cycle of Eq. (tp_inter): drafting or loading, then verifying, in s.
+
+    Args:
+        draft_length: x, in tokens, >= 1.
+        token_s: T_decode, an iteration of the drafter, in s.
+        load_s: KV_full / BW_h, in s; 0 where the verifier has it.
+        forward_s: T_fwd(x), the verification's forward, in s.
+    """
+    return max(draft_length * token_s, load_s) + forward_s
+
+
+def speculation_s(
+    startup_s: float,
+    tokens: float,
+    draft_length: int,
+    acceptance_rate: float,
+    cycle: float,
+) -> float:
+    """Return T_req of Eq. (tp_inter), a request's time on P1, in s.
+
+    Args:
+        startup_s: c * KV_full / BW_l, in s.
+        tokens: K, >= 0.
+        draft_length: x, in tokens, >= 1.
+        acceptance_rate: gamma(x, c), in (0, 1].
+        cycle: T_cycle, in s; see ``cycle_s``.
+    """
+    return startup_s + tokens / (draft_length * acceptance_rate) * cycle
 
 
 def path_costs(

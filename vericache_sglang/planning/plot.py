@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import ConfigError
+from vericache_sglang.planning.pools import PAPER_BEST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.figure import Figure
@@ -63,19 +64,30 @@ def lengths_figure(curves: Sequence[Curve], title: str) -> Figure:
     return figure
 
 
-def sweeps_figure(sweeps: Sequence[Sweep], title: str) -> Figure:
+def sweeps_figure(curves: Mapping[str, Sequence[Sweep]], title: str) -> Figure:
     """Return one plot of each sweep of two pools.
+
+    Args:
+        curves: The same sweeps by the name of the curve.
+        title: Of the figure.
 
     Raises:
         ConfigError: matplotlib is missing.
     """
     figure = _figure(title)
-    for axes, sweep in zip(figure.subplots(1, len(sweeps)), sweeps, strict=True):
-        axes.plot(*zip(*sweep.points, strict=True), marker=".")
+    (first, *_) = curves.values()
+    for index, axes in enumerate(figure.subplots(1, len(first))):
+        label = first[index].label
+        for name, found in curves.items():
+            axes.plot(*zip(*found[index].points, strict=True), marker=".", label=name)
         axes.axhline(1, color="grey", linewidth=1, linestyle="--")
-        axes.set(xlabel=sweep.label, ylabel="throughput / B1 and B2's (x)")
+        axes.axvline(
+            PAPER_BEST[label], color="grey", linestyle=":", label="highest in the paper"
+        )
+        axes.set(xlabel=label, ylabel="throughput / B1 and B2's (x)")
         axes.set(ylim=(0, None))
         axes.grid(alpha=0.3)
+        axes.legend()
     return figure
 
 

@@ -31,7 +31,9 @@ from vericache_sglang.planning.paper.assumptions import (
 from vericache_sglang.planning.paper.long_context import speedup
 from vericache_sglang.planning.pools import SWEEPS, over_baseline
 from vericache_sglang.simulation.policies import policies
+from vericache_sglang.simulation.pools_report import over_simulated_baseline
 from vericache_sglang.simulation.presets import Preset, costs_of
+from vericache_sglang.simulation.remote import PoolsLoad
 from vericache_sglang.simulation.report import LABEL
 from vericache_sglang.simulation.server import SimulatedServer
 from vericache_sglang.simulation.setup import Setup
@@ -192,10 +194,21 @@ def _simulated_link(ratio: float, size: Size) -> float:
     return gain(preset, "hybrid", size, link_gb_per_s=_link(ratio))
 
 
-def _swept(label: str, value: float, size: Size) -> float:
+def _swept(label: str, simulates: bool, value: float, size: Size) -> float:
+    """Return the speedup at one point of a sweep of two pools."""
     change, _ = SWEEPS[label]
-    cluster = remote.cluster("qwen3-32b", RTX, 1, remote.OUTPUT_TOKENS)
-    return over_baseline(change(cluster, value))
+    tokens = min(size.output, remote.OUTPUT_TOKENS)
+    cluster = change(remote.cluster("mistral-small-24b", RTX, 1, tokens), value)
+    if not simulates:
+        return over_baseline(cluster)
+    return over_simulated_baseline(cluster, PoolsLoad(size.requests))
+
+
+def _both(label: str) -> dict[str, Column]:
+    return {
+        "planned": partial(_swept, label, False),
+        "SIMULATED": partial(_swept, label, True),
+    }
 
 
 def _sim(known: Mapping[str, Preset], policy: str, name: str, size: Size) -> float:
@@ -278,20 +291,20 @@ TARGETS: Mapping[str, Target] = {
         },
     ),
     "fig13-right-instances": Target(
-        title="Remote instances for one local one; Qwen-32B, over the best mix of "
+        title="Remote instances for one local one; Mistral-24B, over the best mix of "
         "plain paths (the paper's text: best at 4)",
         x="G_R / G_L",
         y="throughput / B1 and B2's",
         points=SWEEPS["G_R / G_L"][1],
-        columns={"planned": partial(_swept, "G_R / G_L")},
+        columns=_both("G_R / G_L"),
     ),
     "fig13-right-arrival": Target(
-        title="Arrival of remote KV in draft-verify cycles of a full batch; Qwen-32B "
-        "(the paper's text: pays up to about 5)",
+        title="Arrival of full KV at a remote instance in draft-verify cycles of a "
+        "full batch; Mistral-24B (the paper's text: pays up to about 5)",
         x="T_init_remote / T_decode",
         y="throughput / B1 and B2's",
         points=SWEEPS["T_init_remote / T_decode"][1],
-        columns={"planned": partial(_swept, "T_init_remote / T_decode")},
+        columns=_both("T_init_remote / T_decode"),
     ),
 }
 """By the name of ``--figures``."""

@@ -69,7 +69,7 @@ LEFT_OUT: Mapping[str, str] = {
     "`bench sweep --links` measures an emulated link",
     "KV budget on the paper's models": "SIMULATED by `bench --figure "
     "fig13-left-budget`; `--pools` measures it here",
-    "G_R/G_L and T_init/T_decode": "PLANNED by `bench --figures "
+    "G_R/G_L and T_init/T_decode": "PLANNED and SIMULATED by `bench --figures "
     "fig13-right-instances fig13-right-arrival`",
 }
 """What of the paper's section 8 is not measured here, and why or by what else."""

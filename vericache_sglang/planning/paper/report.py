@@ -15,7 +15,7 @@ from vericache_sglang.planning.paper.long_context import (
     ideal_curve,
     link_sweep,
 )
-from vericache_sglang.planning.paper.remote import remote_prefix
+from vericache_sglang.planning.paper.remote import remote_prefix, sweep_peaks
 
 COMMAND = "python -m vericache_sglang.plan --paper"
 
@@ -40,6 +40,7 @@ def all_claims() -> tuple[Claim, ...]:
         *budget_sweep(),
         *link_sweep(),
         *remote_prefix(),
+        *sweep_peaks(),
     )
 
 
