@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vericache_sglang.compression.catalog import create_compressor
@@ -34,6 +33,7 @@ from vericache_sglang.evaluation.client import closed_loop
 from vericache_sglang.evaluation.experiment import Experiment
 from vericache_sglang.evaluation.figures import mismatches
 from vericache_sglang.evaluation.fleet import served
+from vericache_sglang.evaluation.inner_drafters import OPTION, chosen
 from vericache_sglang.evaluation.options import OPTIONS
 from vericache_sglang.evaluation.picture import require_matplotlib
 from vericache_sglang.evaluation.pipeline_page import draw_pipeline, pipeline_page
@@ -55,16 +55,9 @@ AGAIN = f"{FULL}, again"
 SPARSE_DRAFTS = 8
 """Draft length of SparseSpec's published figures, in tokens."""
 
-NGRAM = "n-gram"
-NO_NGRAM = "SGLang's own speculative workers need a GPU"
-
 LEFT_OUT: Mapping[str, str] = {
-    "EAGLE3": "`--vericache-inner eagle3` is not in this study yet",
-    "a small model as drafter": "SGLang's own needs a GPU; `--vericache-inner model` "
-    "is not in this study yet",
-    "VeriCache composed with EAGLE3 or a small model": "`bench inner` measures prompt "
-    "lookup; `--vericache-inner model` is not measured yet",
-    "pipeline 2 (remote prefixes)": "no remote instance drafts yet",
+    "pipeline 2 (remote prefixes)": "drafters and verifiers serve path B1 only: no "
+    "remote instance drafts yet",
     "HBM over link bandwidth": "SIMULATED by `bench --figure fig13-left-link`; "
     "`bench sweep --links` measures an emulated link",
     "KV budget on the paper's models": "SIMULATED by `bench --figure "
@@ -76,6 +69,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 SERVED: Mapping[str, tuple[Any, str]] = {
     **STUDY,
+    **OPTION,
     "repeats": (3, "timed passes of a closed loop"),
     "rates": ([float], "also Poisson arrivals a second, of systems that are lossless"),
     "prefill": (("cached", "timed"), OPTIONS["prefill"][1]),
@@ -351,7 +345,7 @@ def ours(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
 
 
 def lossless_systems(options: argparse.Namespace) -> list[System]:
-    """Return VeriCache, and the other systems whose answers are the full KV's."""
+    """Return VeriCache, drafters alone and under it, and sparse resident drafts."""
     drafts = {"compressor": options.compressor, "keep": options.keep}
     mine = ours(options, **drafts, draft_length=options.draft_length)
     resident = {"draft_length": SPARSE_DRAFTS, "residency": "device"}
@@ -372,8 +366,10 @@ def lossless_systems(options: argparse.Namespace) -> list[System]:
             about=f"{BUILT_IN['sparse'].about}; drafts of {SPARSE_DRAFTS} tokens",
         ),
     ]
-    if torch.cuda.is_available():
-        found.append(replace(BUILT_IN["ngram"], name=NGRAM))
+    for drafter in chosen(options)[0]:
+        composed = f"VeriCache + {drafter.name}"
+        about = "its proposals, as many as pay, in drafted and verified rows"
+        found += [drafter.alone(), drafter.under(mine, composed, about)]
     return found
 
 
@@ -385,7 +381,7 @@ def prepared(
     Args:
         options: The command line.
         results: Get ``left_out`` and ``prompts``.
-        out: What is not measured, and why; n-gram drafts join it without a GPU.
+        out: What is not measured, and why; drafters that the model has not join it.
 
     Raises:
         ConfigError: An option is out of bounds, data is missing or malformed, or
@@ -395,11 +391,11 @@ def prepared(
         require_matplotlib()
     if options.repeats < 1 or not all(rate > 0 for rate in options.rates):
         raise ConfigError("--repeats must be >= 1, --rates > 0")
-    ngram = {} if torch.cuda.is_available() else {NGRAM: NO_NGRAM}
+    _, missing = chosen(options)
     study = prepare(options)
     lengths = [len(request.prompt) for request in requests_of(study).requests]
     results.figures = {
-        "left_out": {**out, **ngram},
+        "left_out": {**out, **missing},
         "prompts": {
             "requests": len(lengths),
             "mean_tokens": statistics.fmean(lengths),
@@ -424,8 +420,9 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
 
 PIPELINE1 = Benchmark(
     about="The paper's pipeline 1 on the data sets: full KV, lossy sweeps, VeriCache, "
-    "sparse drafts over resident KV and n-gram drafts; quality, speed, latency over "
-    "arrival rates. Fails where an answer of a lossless system is not the full KV's.",
+    "sparse drafts over resident KV; EAGLE3, a small model and prompt lookup, alone "
+    "and under VeriCache; quality, speed, latency over arrival rates. Fails where an "
+    "answer of a lossless system is not the full KV's.",
     model=DEMO_LONG,
     options={
         "compressor": ("kvzip", "of VeriCache, as --vericache-compressor"),
