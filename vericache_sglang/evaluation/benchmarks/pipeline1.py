@@ -20,7 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.altered import LONGEST, LOSSY
-from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmark import DEMO_LONG, REPOSITORY, Benchmark
 from vericache_sglang.evaluation.benchmarks.divergence import (
     FULL,
     SEEDED,
@@ -119,6 +119,24 @@ class WarmServers:
 
 
 @dataclass(frozen=True, slots=True)
+class Series:
+    """One pass over systems, beside plain SGLang.
+
+    Attributes:
+        suffix: Ends the names of its rows.
+        pool: KV slots of every server; None: as SGLang has it.
+        whole: Measure answers too, and plain SGLang again at the end; else only speed.
+    """
+
+    suffix: str = ""
+    pool: int | None = None
+    whole: bool = True
+
+
+WHOLE = Series()
+
+
+@dataclass(frozen=True, slots=True)
 class FullKV:
     """Plain SGLang, which the other systems are compared with.
 
@@ -192,7 +210,7 @@ def _told(system: System, full: FullKV) -> dict[str, Any]:
     """Return the part of a row that is known before measuring."""
     return {
         "about": system.about,
-        "flags": list(system.flags),
+        "flags": [each.replace(f"{REPOSITORY}/", "") for each in system.flags],
         "lossy": system.lossy,
         "pool": full.pool,
     }
@@ -250,7 +268,7 @@ def measure(
     systems: Sequence[System],
     results: Results,
     start: Starter | None = None,
-    pool: int | None = None,
+    series: Series = WHOLE,
 ) -> None:
     """Add a row for plain SGLang and for every system.
 
@@ -260,18 +278,17 @@ def measure(
         results: Get the rows, and failures: an error, or an answer of a system that
             is not lossy which is not plain SGLang's.
         start: See ``served``.
-        pool: KV slots of every server: only speed is measured; None: as SGLang has it,
-            and plain SGLang is measured again at the end.
+        series: What is measured of them, and how the rows are named.
     """
     load, options = requests_of(study), study.options
     plain = described(FULL)
     again = replace(plain, name=AGAIN, about="what the full KV differs by from itself")
-    listed = [plain, *systems, *([again] if pool is None else [])]
-    plain, *others = (_equipped(each, options, pool) for each in listed)
+    listed = [plain, *systems, *([again] if series.whole else [])]
+    plain, *others = (_equipped(each, options, series) for each in listed)
     with ExitStack() as stack:
         server = stack.enter_context(served(plain, options.model, start=start))
-        answers = reference(study, server) if pool is None else None
-        full = FullKV(plain, load.ask(server, options), answers, pool)
+        answers = reference(study, server) if series.whole else None
+        full = FullKV(plain, load.ask(server, options), answers, series.pool)
         results.row(plain.name, answered, study, load, server, plain, full)
         if options.one_at_a_time:
             stack.close()
@@ -290,13 +307,12 @@ def measure(
         results.require(held, f"{name}: {differ} answers are not the full KV's")
 
 
-def _equipped(system: System, options: argparse.Namespace, pool: int | None) -> System:
+def _equipped(system: System, options: argparse.Namespace, series: Series) -> System:
     """Return a system with the flags of every server, and a pool of so many slots."""
     flags = (*system.flags, *words("--engine", options.engine))
-    if pool is None:
-        return replace(system, flags=flags)
-    flags = (*flags, "--max-total-tokens", str(pool))
-    return replace(system, name=f"{system.name}, pool {pool}", flags=flags)
+    if series.pool is not None:
+        flags = (*flags, "--max-total-tokens", str(series.pool))
+    return replace(system, name=f"{system.name}{series.suffix}", flags=flags)
 
 
 def lossy_systems(options: argparse.Namespace, prompt_tokens: float) -> list[System]:
@@ -413,7 +429,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     lossless, lossy = lossless_systems(options), lossy_systems(options, mean)
     measure(study, [*lossless, *lossy], results)
     for pool in options.pools:
-        measure(study, lossless, results, pool=pool)
+        series = Series(f", pool {pool}", pool, whole=False)
+        measure(study, lossless, results, series=series)
     if options.out:
         draw_pipeline(results.write(), options.out.with_suffix(".svg"))
 
