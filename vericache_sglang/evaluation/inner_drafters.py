@@ -48,7 +48,7 @@ NEVER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class InnerDrafter:
+class StudyDrafter:
     """One inner drafter of a model.
 
     Attributes:
@@ -96,7 +96,7 @@ class InnerDrafter:
 
 def chosen(
     options: argparse.Namespace,
-) -> tuple[list[InnerDrafter], dict[str, str]]:
+) -> tuple[list[StudyDrafter], dict[str, str]]:
     """Return the drafters of ``--drafters``, and why others of it are left out.
 
     Args:
@@ -105,7 +105,7 @@ def chosen(
     Raises:
         ConfigError: A drafter is unknown or given twice, or has no weights to name.
     """
-    found: dict[str, InnerDrafter] = {}
+    found: dict[str, StudyDrafter] = {}
     left: dict[str, str] = {}
     for given in options.drafters:
         inner, sign, weights = given.partition("=")
@@ -121,5 +121,5 @@ def chosen(
                 )
                 continue
             weights = str(WEIGHTS[inner][model])
-        found[inner] = InnerDrafter(inner, weights)
+        found[inner] = StudyDrafter(inner, weights)
     return [*found.values()], left

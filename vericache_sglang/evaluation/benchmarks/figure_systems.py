@@ -61,7 +61,7 @@ TABLES = DEMO / "calibration"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SystemGroup:
     """Systems of one model on the same samples.
 
     Attributes:
@@ -81,17 +81,17 @@ class Group:
         return f"{system}, {self.name}"
 
 
-CALLS = Group("calls", DEMO, listed=False, rates=RATES)
-LISTS = Group("lists", DEMO_LONG, listed=True)
-FORCED = Group("always drafting", DEMO, listed=False)
+CALLS = SystemGroup("calls", DEMO, listed=False, rates=RATES)
+LISTS = SystemGroup("lists", DEMO_LONG, listed=True)
+FORCED = SystemGroup("always drafting", DEMO, listed=False)
 """Speed and acceptance only: drafts and chains as long as asked, paying or not."""
 
-LONG_DRAFTS = Group("always drafting, lists", DEMO_LONG, listed=True)
+LONG_DRAFTS = SystemGroup("always drafting, lists", DEMO_LONG, listed=True)
 GROUPS = (CALLS, FORCED, LISTS, LONG_DRAFTS)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MeasuredColumn:
     """A measured column of a figure.
 
     Attributes:
@@ -215,7 +215,7 @@ def measure_rows(
         measure(prepare(mine), systems, results, start, series)
 
 
-def _given(group: Group, options: argparse.Namespace) -> argparse.Namespace:
+def _given(group: SystemGroup, options: argparse.Namespace) -> argparse.Namespace:
     tasks = [name for name in options.tasks if TASKS[name].listed == group.listed]
     more = {
         "model": options.model or group.model,
@@ -234,7 +234,7 @@ def _given(group: Group, options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(options), **more})
 
 
-def _systems(group: Group, options: argparse.Namespace) -> list[System]:
+def _systems(group: SystemGroup, options: argparse.Namespace) -> list[System]:
     """Return every system that a group may have."""
     fourfold = ours(options, compressor="kvzip", keep=FOURFOLD, residency="host")
     inner = chosen(options)[0]

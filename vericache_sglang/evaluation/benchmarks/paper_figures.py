@@ -44,7 +44,7 @@ from vericache_sglang.evaluation.benchmarks.figure_systems import (
     LISTS,
     LONG_DRAFTS,
     RATES,
-    Reading,
+    MeasuredColumn,
     acceptance_rate,
     accepted,
     accumulated,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.evaluation.benchmark import Results
     from vericache_sglang.evaluation.benchmarks.figure_columns import Column
-    from vericache_sglang.evaluation.benchmarks.figure_systems import Group
+    from vericache_sglang.evaluation.benchmarks.figure_systems import SystemGroup
 
 LEFT_OUT = {
     "fig1": "a sketch, of what fig14 and fig16 measure",
@@ -105,7 +105,7 @@ class Target:
     y: str
     points: tuple[Any, ...]
     columns: Mapping[str, Column] = field(default_factory=dict)
-    measured: Mapping[str, Reading] = field(default_factory=dict)
+    measured: Mapping[str, MeasuredColumn] = field(default_factory=dict)
     across: str = ""
 
 
@@ -115,7 +115,7 @@ OURS = "measured here"
 KEPT = {share: CALLS.of(f"lossy kvzip, keep {share:g}") for share in (0.25, 0.5, 0.75)}
 
 
-def _rows(group: Group, *systems: str) -> dict[str, str]:
+def _rows(group: SystemGroup, *systems: str) -> dict[str, str]:
     """Return system -> the name of its row, as points of a figure."""
     return {system: group.of(system) for system in systems}
 
@@ -134,9 +134,12 @@ EXTRA_FRONTIER = _rows(
 SPEED = "MEASURED, tokens/s / full KV's"
 
 
-def _over(rows: Mapping[str, str], y: str, value: Any) -> dict[str, Reading]:
+def _over(rows: Mapping[str, str], y: str, value: Any) -> dict[str, MeasuredColumn]:
     """Return the columns of a quality over throughput, a mark a system."""
-    return {SPEED: Reading(rows, ratio), f"MEASURED, {y}": Reading(rows, value)}
+    return {
+        SPEED: MeasuredColumn(rows, ratio),
+        f"MEASURED, {y}": MeasuredColumn(rows, value),
+    }
 
 
 DRAFTS = {x: LONG_DRAFTS.of(f"VeriCache, drafts of {x}") for x in LENGTHS}
@@ -169,10 +172,10 @@ TARGETS: Mapping[str, Target] = {
         points=tuple(KEPT),
         columns={"paper, calls (below)": printed({0.25: 0.1})},
         measured={
-            "MEASURED, word F1": Reading(
+            "MEASURED, word F1": MeasuredColumn(
                 KEPT, likeness("complex-func-bench", "word_f1")
             ),
-            "MEASURED, right calls": Reading(
+            "MEASURED, right calls": MeasuredColumn(
                 KEPT, score("complex-func-bench", "call accuracy")
             ),
         },
@@ -186,11 +189,13 @@ TARGETS: Mapping[str, Target] = {
         points=(5, 10, 20, 30, 40, 50, 250),
         columns={"paper, KVzip": printed({250: 6.0})},
         measured={
-            "MEASURED, KVzip": Reading(KEPT[FOURFOLD], accumulated("lmcache-trace")),
-            "MEASURED, TurboQuant": Reading(
+            "MEASURED, KVzip": MeasuredColumn(
+                KEPT[FOURFOLD], accumulated("lmcache-trace")
+            ),
+            "MEASURED, TurboQuant": MeasuredColumn(
                 CALLS.of("lossy turboquant, 2 bit"), accumulated("lmcache-trace")
             ),
-            "MEASURED, VeriCache": Reading(
+            "MEASURED, VeriCache": MeasuredColumn(
                 CALLS.of("VeriCache"), accumulated("lmcache-trace")
             ),
         },
@@ -207,7 +212,7 @@ TARGETS: Mapping[str, Target] = {
             "planned, Llama-70B": partial(planned_rate, PUBLISHED_LLAMA_70B),
             "planned, Qwen-32B": partial(planned_rate, PUBLISHED_QWEN_32B),
         },
-        measured={"MEASURED": Reading(DRAFTS, acceptance_rate)},
+        measured={"MEASURED": MeasuredColumn(DRAFTS, acceptance_rate)},
     ),
     "fig8-right": Target(
         title="Ideal speedup at 4x compaction, Llama-70B on 2x H100 NVL",
@@ -221,7 +226,7 @@ TARGETS: Mapping[str, Target] = {
                 LLAMA_70B, "hybrid", size, keep=0.25, draft_length=length
             ),
         },
-        measured={"MEASURED": Reading(DRAFTS, ratio)},
+        measured={"MEASURED": MeasuredColumn(DRAFTS, ratio)},
     ),
     "fig9": Target(
         title="Acceptance length, VeriCache at 4x compaction beside Eagle and a small "
@@ -237,11 +242,13 @@ TARGETS: Mapping[str, Target] = {
             "paper, small model, Qwen-32B": printed({30: 3}),
         },
         measured={
-            "MEASURED, VeriCache": Reading(
+            "MEASURED, VeriCache": MeasuredColumn(
                 {x: FORCED.of(f"VeriCache, drafts of {x}") for x in LENGTHS}, accepted
             ),
-            "MEASURED, EAGLE3 head": Reading({CHAIN: FORCED.of("EAGLE3")}, proposals),
-            "MEASURED, small model": Reading(
+            "MEASURED, EAGLE3 head": MeasuredColumn(
+                {CHAIN: FORCED.of("EAGLE3")}, proposals
+            ),
+            "MEASURED, small model": MeasuredColumn(
                 {CHAIN: FORCED.of("small model")}, proposals
             ),
         },
@@ -253,8 +260,8 @@ TARGETS: Mapping[str, Target] = {
         y="accepted tokens",
         points=("EAGLE3", "VeriCache", "VeriCache + EAGLE3"),
         measured={
-            "MEASURED, drafts a verification": Reading(COMPOSED, accepted),
-            "MEASURED, proposals a row": Reading(COMPOSED, proposals),
+            "MEASURED, drafts a verification": MeasuredColumn(COMPOSED, accepted),
+            "MEASURED, proposals a row": MeasuredColumn(COMPOSED, proposals),
         },
     ),
     "fig10-right": Target(
@@ -269,7 +276,7 @@ TARGETS: Mapping[str, Target] = {
             ),
             "planned": composed,
         },
-        measured={"MEASURED": Reading(SERVED_COMPOSED, ratio)},
+        measured={"MEASURED": MeasuredColumn(SERVED_COMPOSED, ratio)},
     ),
     "fig11-left": Target(
         title="Long-context decoding",
@@ -286,7 +293,7 @@ TARGETS: Mapping[str, Target] = {
             "SIMULATED, lock-step": partial(sim, MODELS, "lock-step"),
         },
         measured={
-            f"MEASURED, {system}": Reading({OURS: CALLS.of(row)}, throughput)
+            f"MEASURED, {system}": MeasuredColumn({OURS: CALLS.of(row)}, throughput)
             for system, row in SERVED_SYSTEMS.items()
         },
     ),
@@ -310,7 +317,7 @@ TARGETS: Mapping[str, Target] = {
         y="median latency of an answer, s",
         points=RATES,
         measured={
-            f"MEASURED, {system}": Reading(CALLS.of(row), latency)
+            f"MEASURED, {system}": MeasuredColumn(CALLS.of(row), latency)
             for system, row in SERVED_SYSTEMS.items()
         },
     ),
