@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from live_server import fork
 
-from vericache_sglang.evaluation.benchmark import Results
+from vericache_sglang.evaluation import inner_drafters
+from vericache_sglang.evaluation.benchmark import DEMO, DEMO_HEAD, Results
 from vericache_sglang.evaluation.benchmarks import peers, pipeline1
 from vericache_sglang.evaluation.benchmarks.divergence import FULL
 from vericache_sglang.evaluation.benchmarks.pipeline1 import AGAIN, PIPELINE1
@@ -29,7 +30,9 @@ def options(*words, benchmark=PIPELINE1):
 
 def setting(system, name):
     """Return the value of one of a system's flags."""
-    return system.flags[system.flags.index(f"--vericache-{name}") + 1]
+    spelled = f"--vericache-{name}"
+    flags = system.flags
+    return flags[flags.index(spelled) + 1] if spelled in flags else None
 
 
 def test_the_lossy_sweeps_are_the_papers():
@@ -66,7 +69,27 @@ def test_verified_systems_are_lossless_and_named_ones_draft_as_published():
         "MagicDec, SnapKV": ("device", "3"),
         "QuantSpec": ("device", "8"),
         "SparseSpec": ("device", "8"),
+        "TriForce": ("device", "8"),
+        "EAGLE3": (None, None),
     }
+    assert found.keys() >= PUBLISHED.keys()
+
+
+def test_a_drafter_is_measured_alone_and_under_vericache():
+    """The demo model has a head, the long one has none: it is named as left out."""
+    given = options("--model", str(DEMO))
+    found = {each.name: each for each in pipeline1.lossless_systems(given)}
+    composed = found["VeriCache + EAGLE3"]
+    assert setting(composed, "inner") == setting(found["EAGLE3 alone"], "inner")
+    assert setting(composed, "compressor") == setting(found["VeriCache"], "compressor")
+    assert str(DEMO_HEAD) in composed.flags
+    assert int(setting(found["EAGLE3 alone"], "min-prompt")) > 32768, "never compressed"
+    mine, left = inner_drafters.chosen(options())
+    assert [each.name for each in mine] == ["small model", "n-gram"]
+    assert left.keys() == {"EAGLE3"}
+    assert "demo-model-long" in left["EAGLE3"]
+    (head,), left = inner_drafters.chosen(options("--drafters", "eagle3=some/head"))
+    assert (head.weights, left) == ("some/head", {})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +101,9 @@ def test_verified_systems_are_lossless_and_named_ones_draft_as_published():
         (("pipeline1", "--offline", "nothing"), "nothing"),
         (("peers", "--compressor", "nothing"), "nothing"),
         (("peers", "--tasks", "poems"), "--tasks poems"),
+        (("peers", "--drafters", "parrot"), "--drafters parrot"),
+        (("peers", "--drafters", "ngram", "ngram"), "each once"),
+        (("pipeline1", "--drafters", "ngram=folder"), "--drafters ngram=folder"),
     ],
 )
 def test_what_cannot_be_measured_is_told_before_a_server_starts(words, message, capsys):
@@ -110,6 +136,7 @@ def row(name, speed, score=1.0, *, lossy=False, **more):
         "accepted": None,
         **dict.fromkeys(("moved_bytes_per_token", "link_share", "kv_read_share")),
         "accepted_per_verify": None if name.startswith(FULL) else 5.25,
+        "proposals_per_row": 1.5 if name == "EAGLE3" else None,
         "mismatches": 1 if lossy else 0,
         "failed_requests": 0,
         "rounds": passes,
@@ -182,11 +209,13 @@ def test_quality_is_over_the_full_kvs_scores():
 
 
 def test_published_figures_stand_beside_ours():
-    text = peers.page(reported(row("QuantSpec", 150.0)))
+    eagle = row("EAGLE3", 120.0, accepted_per_verify=None)
+    text = peers.page(reported(row("QuantSpec", 150.0), eagle))
     shown = {line[0]: line[1:] for name in PUBLISHED for line in cells(text, name)[:1]}
     assert shown["QuantSpec"][0] == "1.57x, 5.2 accepted a verification"
     assert "2.49x at 128K" in shown["QuantSpec"][1]
-    assert shown["TriForce"][0] == "left out"
+    assert shown["EAGLE3"][0] == "1.26x, 1.5 proposals accepted a row"
+    assert shown["TriForce"][0] == "not measured"
     assert set(shown) == set(PUBLISHED)
 
 
@@ -234,6 +263,49 @@ def test_a_server_that_fails_is_a_row_with_an_error(monkeypatch, tmp_path):
     assert failed["VeriCache, pool 900"]["pool"] == 900
     assert "VeriCache, pool 900: no memory" in report["failures"]
     assert (tmp_path / "p.svg").exists()
+
+
+@pytest.mark.parametrize("name", ["pipeline1", "peers"])
+def test_a_killed_run_resumes_and_gives_the_same_table(monkeypatch, tmp_path, name):
+    """The third server takes the process down; rows before it are not measured again.
+
+    A system's row depends on the system alone here, so that what differs is the order
+    and the choice of rows, which the resumed run answers for.
+    """
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    asked, fatal = [], ["a server that kills"]
+
+    @contextmanager
+    def serves(system, model, start=None):
+        yield Server("http://127.0.0.1:9")
+
+    def measured(study, load, server, system, full):
+        if system.name in fatal:
+            raise SystemExit(143)
+        asked.append(system.name)
+        return row(system.name, 100.0 + len(system.name), lossy=system.lossy)
+
+    monkeypatch.setattr(pipeline1, "served", serves)
+    monkeypatch.setattr(pipeline1, "answered", measured)
+    monkeypatch.setattr(pipeline1, "reference", lambda study, server: {"a": 1})
+    monkeypatch.setattr(pipeline1.TaskRequests, "ask", lambda self, server, given: None)
+    words = [name, "--samples", "1", "--context", "600", "--out"]
+
+    def table(file):
+        text = file.with_suffix(".md").read_text()
+        return [line for line in text.splitlines() if line.startswith(("| ", "- "))]
+
+    assert main([*words, str(tmp_path / "whole.json")]) == 0
+    whole, asked[:] = [*asked], []
+    fatal[:] = whole[3:4]
+    with pytest.raises(SystemExit):
+        main([*words, str(tmp_path / "cut.json")])
+    assert asked == whole[:3]
+    fatal.clear()
+    assert main([*words, str(tmp_path / "cut.json"), "--resume"]) == 0
+    assert asked == whole
+    assert table(tmp_path / "cut.json") == table(tmp_path / "whole.json")
+    assert (tmp_path / "cut.svg").read_text() == (tmp_path / "whole.svg").read_text()
 
 
 @pytest.mark.server

@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 ENV = "VERICACHE_ALTERED"
 """Variable with comma-separated alterations: ``lossy``, ``accept=P`` (a probability),
-``longest`` (drafts are as long as a request allows, whatever they cost), ``guesses``
-(the inner drafter proposes random tokens) and ``timed=FILE`` (see ``timers``)."""
+``longest`` (drafts and proposals are as long as a request allows, whatever they
+cost), ``guesses`` (the inner drafter proposes random tokens) and ``timed=FILE`` (see
+``timers``)."""
 
 KEY = "altered"
 """The server's counter that names its alterations; also the key in a request's
@@ -172,7 +173,8 @@ def _simulate_acceptance(acceptance: float) -> None:
 
 
 def _draft_longest() -> None:
-    """Set the draft length of every cycle to the maximum its request allows."""
+    """Draft and propose in every cycle and row the most that its request allows."""
+    from vericache_sglang.scheduling.proposals import Proposals
     from vericache_sglang.scheduling.throughput import Throughput
 
     best = Throughput.best
@@ -181,7 +183,11 @@ def _draft_longest() -> None:
         most = min(self._settings.draft_length, track.spec.longest)
         return replace(best(self, track, *args, **named), length=most)
 
+    def most(self: Any, cost: Any) -> None:
+        self.count = self.most
+
     _put(Throughput, "best", longest)
+    _put(Proposals, "choose", most)
 
 
 def _guess() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     """Request's index, and seconds after the session's previous answer, in order."""
 
 COUNTED = (
-    *("accepted_per_verify", "moved_bytes_per_token"),
+    *("accepted_per_verify", "proposals_per_row", "moved_bytes_per_token"),
     *("link_share", "kv_read_share"),
 )
 """Figures of a pass for which the median over rounds is reported."""

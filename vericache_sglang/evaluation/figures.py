@@ -41,7 +41,9 @@ DEFINITIONS: Mapping[str, str] = {
     "latency_s": "from sending (open loop: arrival) to the end of the stream",
     "accepted_per_verify": "drafts accepted / verifications (server's counters); the "
     "full KV's own token comes on top",
-    "accepted": "the same for each verification (the answers' own figures)",
+    "proposals_per_row": "an inner drafter's proposals that were accepted / drafted, "
+    "verified and plain rows (server's counters); none without proposals",
+    "accepted": "as accepted_per_verify, for each verification (the answers' figures)",
     "moved_bytes_per_token": "bytes copied to the host and back / output tokens "
     "(server's counters); 0 for plain SGLang",
     "link_share": "time prefetches were on the link / seconds (server's counters)",
@@ -184,6 +186,7 @@ def _counted(
     return {
         "counters": grown,
         "accepted_per_verify": per_verify(grown)["accepted_per_verify"],
+        "proposals_per_row": proposals_per_row(grown),
         "moved_bytes_per_token": _ratio(moved, tokens),
         "link_share": grown["prefetch_seconds"] / seconds if known else None,
         "kv_read_share": read / (memory_gbps * 1e9) if read and memory_gbps else None,
@@ -202,6 +205,17 @@ def per_verify(grown: Mapping[str, Any]) -> dict[str, float | None]:
         f"{what}_per_verify": _ratio(grown.get(what, 0), verified)
         for what in ("drafted", "accepted")
     }
+
+
+def proposals_per_row(grown: Mapping[str, Any]) -> float | None:
+    """Return an inner drafter's accepted proposals per row; None without proposals."""
+    phases = ("draft", "verify", "plain")
+    proposed, accepted = (
+        sum(grown.get(f"inner_{what}_{phase}", 0) for phase in phases)
+        for what in ("proposed", "accepted")
+    )
+    rows = sum(grown.get(f"{phase}_rows", 0) for phase in phases)
+    return _ratio(accepted, rows) if proposed else None
 
 
 def per_token(grown: Mapping[str, Any], tokens: int) -> float:

@@ -71,6 +71,7 @@ SPEED: Columns = {
 DRAFTING: Columns = {
     "accepted per verify": _number("accepted_per_verify", 2),
     "p10, p50": _shares("accepted", (10, 50), 0),
+    "proposals accepted per row": _number("proposals_per_row", 2),
     "moved B/token": _number("moved_bytes_per_token", 0),
     "link %": _number("link_share", 1, 100),
     "KV read %": _number("kv_read_share", 1, 100),

@@ -1,20 +1,19 @@
 """Systems of other papers on the same work: as settings of this server, measured.
 
-Each drafts on a compressed KV and verifies on the full KV in device memory; what a
-setting shares with its paper's system, and what not, is in the table. Published figures
-stand beside ours with their conditions; they are of other machines and models.
+Each verifies on the full KV in device memory; what a setting shares with its paper's
+system, and what not, is in the table. Published figures stand beside ours with their
+conditions; they are of other machines and models.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.evaluation.altered import LONGEST
-from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
 from vericache_sglang.evaluation.benchmarks.divergence import FULL
 from vericache_sglang.evaluation.benchmarks.pipeline1 import (
-    NGRAM,
     SERVED,
     SPARSE_DRAFTS,
     lossless_systems,
@@ -22,6 +21,7 @@ from vericache_sglang.evaluation.benchmarks.pipeline1 import (
     ours,
     prepared,
 )
+from vericache_sglang.evaluation.inner_drafters import NEVER, chosen
 from vericache_sglang.evaluation.pipeline_page import (
     draw_pipeline,
     measured,
@@ -29,6 +29,7 @@ from vericache_sglang.evaluation.pipeline_page import (
 )
 from vericache_sglang.evaluation.report import markdown_table
 from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.tasks.catalog import TASKS
 
 if TYPE_CHECKING:
     import argparse
@@ -43,22 +44,28 @@ class Peer:
     """A published system.
 
     Attributes:
-        settings: VeriCache's that come nearest to it; None: left out.
-        same: What they share with it; why it is left out.
+        settings: VeriCache's that come nearest to it; without a compressor nothing is
+            compressed.
+        inner: Its inner drafter; "" for none.
+        same: What they share with it.
         differs: What they do not.
         published: Its own figures.
         conditions: Of those figures.
     """
 
-    settings: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any]
+    inner: str = ""
     same: str
-    differs: str = ""
+    differs: str
     published: str
     conditions: str
 
 
 MAGICDEC_DRAFTS = 3
 """Draft length of MagicDec's own command lines, in tokens."""
+
+CHAIN = 4
+"""Tokens that an inner drafter proposes in every row."""
 
 PUBLISHED: Mapping[str, Peer] = {
     "MagicDec, StreamingLLM": Peer(
@@ -102,14 +109,31 @@ PUBLISHED: Mapping[str, Peer] = {
         "6000, Qwen-8B to Qwen-32B",
     ),
     "TriForce": Peer(
-        same="needs two levels of drafts, a small model below a retrieval KV that is "
-        "selected anew; this server has one level, selected once",
+        settings={
+            "compressor": "snapkv",
+            "draft_length": SPARSE_DRAFTS,
+            "inner_length": CHAIN,
+        },
+        inner="model",
+        same="two levels: a small model over a window of first and last tokens "
+        "proposes, a selected part of the KV checks its proposals, the full KV "
+        "verifies",
+        differs="its retrieval KV is selected anew, here tokens are selected once "
+        "after the prompt; its small model is trained on long text, here it is one of "
+        f"0.11M parameters; drafts of {SPARSE_DRAFTS}, chains of {CHAIN} in every row, "
+        "its own lengths are not known here",
         published="2.31x; 7.78x with offloading",
         conditions="A100 at 122K; 7.78x: two RTX 4090, batch 1",
     ),
     "EAGLE3": Peer(
-        same="needs a drafter trained for the model; none comes with this project. "
-        "With one on a GPU: `bench --system` with SGLang's own flags",
+        settings={"inner_length": CHAIN},
+        inner="eagle3",
+        same="a head trained for the model proposes from the outputs of three of its "
+        "layers, verification on resident full KV, nothing compressed",
+        differs=f"chains of {CHAIN}, no trees; the head attends to the last 512 "
+        "tokens, and reads nothing that came from the prefix cache, as prompts here "
+        "do: it foresees less until an answer has some dozen tokens. SGLang's own "
+        "EAGLE3 needs a GPU: `bench --system`",
         published="1 to 2 drafts accepted; 0.81x at long contexts",
         conditions="VeriCache's paper, Qwen-32B and Llama-70B; 0.81x: in HOWL's paper",
     ),
@@ -123,23 +147,24 @@ PAPER = {
 
 
 def systems_of(options: argparse.Namespace) -> list[System]:
-    """Return VeriCache, n-gram drafts and the peers that settings can express.
+    """Return VeriCache and the peers that the model has the drafters of.
 
-    Peers draft as many tokens as their settings say, whatever that costs.
+    Peers draft and propose as many tokens as their settings say, whatever that costs.
     """
     same = {"keep": options.keep, "residency": "device"}
-    kept = ("VeriCache", NGRAM)
-    found = [each for each in lossless_systems(options) if each.name in kept]
-    found += [
-        described(
-            name,
-            ours(options, **same, **peer.settings),
-            alteration=LONGEST,
-            about=peer.same,
-        )
-        for name, peer in PUBLISHED.items()
-        if peer.settings
-    ]
+    inner = {each.inner: each for each in chosen(options)[0]}
+    found = [each for each in lossless_systems(options) if each.name == "VeriCache"]
+    for name, peer in PUBLISHED.items():
+        settings = {"min_prompt": NEVER, **peer.settings}
+        if "compressor" in settings:
+            settings = ours(options, **same, **peer.settings)
+        if not peer.inner:
+            system = described(name, settings, about=peer.same)
+        elif peer.inner in inner:
+            system = inner[peer.inner].under(settings, name, peer.same)
+        else:
+            continue
+        found.append(replace(system, alteration=LONGEST))
     return found
 
 
@@ -151,14 +176,8 @@ def page(report: Mapping[str, Any]) -> str:
         **PAPER,
         **{name: (peer.published, peer.conditions) for name, peer in PUBLISHED.items()},
     }
-    cells = [
-        [name, _ours(name, rows.get(name)), *each] for name, each in published.items()
-    ]
-    faithful = [
-        [name, peer.same, peer.differs]
-        for name, peer in PUBLISHED.items()
-        if peer.settings
-    ]
+    cells = [[name, _ours(rows.get(name)), *each] for name, each in published.items()]
+    faithful = [[name, peer.same, peer.differs] for name, peer in PUBLISHED.items()]
     titles = ["system", "here (MEASURED)", "published", "conditions"]
     parts = [
         "# Systems of other papers on the same work (MEASURED)",
@@ -172,35 +191,36 @@ def page(report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _ours(name: str, row: Mapping[str, Any] | None) -> str:
-    if name in PUBLISHED and not PUBLISHED[name].settings:
-        return "left out"
+def _ours(row: Mapping[str, Any] | None) -> str:
     if row is None or "error" in row or not row["ratio"]:
         return "not measured"
-    found = row["ratio"]["median"]
-    accepted = row["accepted_per_verify"]
-    drafts = "" if accepted is None else f", {accepted:.1f} accepted a verification"
-    return f"{found:.2f}x{drafts}"
+    parts = [f"{row['ratio']['median']:.2f}x"]
+    if row["accepted_per_verify"] is not None:
+        parts.append(f"{row['accepted_per_verify']:.1f} accepted a verification")
+    if row["proposals_per_row"] is not None:
+        parts.append(f"{row['proposals_per_row']:.1f} proposals accepted a row")
+    return ", ".join(parts)
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
-    left = {name: peer.same for name, peer in PUBLISHED.items() if not peer.settings}
-    study = prepared(options, results, left)
+    study = prepared(options, results, {})
     measure(study, systems_of(options), results)
     if options.out:
         draw_pipeline(results.write(), options.out.with_suffix(".svg"))
 
 
 PEERS = Benchmark(
-    about="MagicDec, QuantSpec and SparseSpec as settings of this server, beside plain "
-    "SGLang and VeriCache, with their published figures. Fails where an answer is not "
-    "the full KV's.",
-    model=DEMO_LONG,
+    about="MagicDec, QuantSpec, SparseSpec, TriForce and EAGLE3 as settings of this "
+    "server, beside plain SGLang and VeriCache, with their published figures. Fails "
+    "where an answer is not the full KV's.",
+    model=DEMO,
     options={
         "compressor": ("snapkv", "of VeriCache, as --vericache-compressor"),
         "keep": (0.25, "share of tokens of every selector"),
         "draft-length": (25, "tokens, of VeriCache"),
         **SERVED,
+        "drafters": (["eagle3", "model"], SERVED["drafters"][1]),
+        "tasks": ([name for name in TASKS if not TASKS[name].listed], "data sets"),
     },
     measure=_measure,
     page=page,

@@ -15,13 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.altered import LONGEST, LOSSY
-from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.benchmark import DEMO_LONG, REPOSITORY, Benchmark
 from vericache_sglang.evaluation.benchmarks.divergence import (
     FULL,
     SEEDED,
@@ -34,6 +33,7 @@ from vericache_sglang.evaluation.client import closed_loop
 from vericache_sglang.evaluation.experiment import Experiment
 from vericache_sglang.evaluation.figures import mismatches
 from vericache_sglang.evaluation.fleet import served
+from vericache_sglang.evaluation.inner_drafters import OPTION, chosen
 from vericache_sglang.evaluation.options import OPTIONS
 from vericache_sglang.evaluation.picture import require_matplotlib
 from vericache_sglang.evaluation.pipeline_page import draw_pipeline, pipeline_page
@@ -55,16 +55,9 @@ AGAIN = f"{FULL}, again"
 SPARSE_DRAFTS = 8
 """Draft length of SparseSpec's published figures, in tokens."""
 
-NGRAM = "n-gram"
-NO_NGRAM = "SGLang's own speculative workers need a GPU"
-
 LEFT_OUT: Mapping[str, str] = {
-    "EAGLE3": "`--vericache-inner eagle3` is not in this study yet",
-    "a small model as drafter": "SGLang's own needs a GPU; `--vericache-inner model` "
-    "is not in this study yet",
-    "VeriCache composed with EAGLE3 or a small model": "`bench inner` measures prompt "
-    "lookup; `--vericache-inner model` is not measured yet",
-    "pipeline 2 (remote prefixes)": "no remote instance drafts yet",
+    "pipeline 2 (remote prefixes)": "drafters and verifiers serve path B1 only: no "
+    "remote instance drafts yet",
     "HBM over link bandwidth": "SIMULATED by `bench --figure fig13-left-link`; "
     "`bench sweep --links` measures an emulated link",
     "KV budget on the paper's models": "SIMULATED by `bench --figure "
@@ -76,6 +69,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 SERVED: Mapping[str, tuple[Any, str]] = {
     **STUDY,
+    **OPTION,
     "repeats": (3, "timed passes of a closed loop"),
     "rates": ([float], "also Poisson arrivals a second, of systems that are lossless"),
     "prefill": (("cached", "timed"), OPTIONS["prefill"][1]),
@@ -122,6 +116,24 @@ class WarmServers:
     def ready(self, system: System) -> tuple[Server, bool]:
         """See ``Fleet.ready``."""
         return self.by_name[system.name], False
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One pass over systems, beside plain SGLang.
+
+    Attributes:
+        suffix: Ends the names of its rows.
+        pool: KV slots of every server; None: as SGLang has it.
+        whole: Measure answers too, and plain SGLang again at the end; else only speed.
+    """
+
+    suffix: str = ""
+    pool: int | None = None
+    whole: bool = True
+
+
+WHOLE = Series()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,7 @@ def _told(system: System, full: FullKV) -> dict[str, Any]:
     """Return the part of a row that is known before measuring."""
     return {
         "about": system.about,
-        "flags": list(system.flags),
+        "flags": [each.replace(f"{REPOSITORY}/", "") for each in system.flags],
         "lossy": system.lossy,
         "pool": full.pool,
     }
@@ -256,7 +268,7 @@ def measure(
     systems: Sequence[System],
     results: Results,
     start: Starter | None = None,
-    pool: int | None = None,
+    series: Series = WHOLE,
 ) -> None:
     """Add a row for plain SGLang and for every system.
 
@@ -266,18 +278,17 @@ def measure(
         results: Get the rows, and failures: an error, or an answer of a system that
             is not lossy which is not plain SGLang's.
         start: See ``served``.
-        pool: KV slots of every server: only speed is measured; None: as SGLang has it,
-            and plain SGLang is measured again at the end.
+        series: What is measured of them, and how the rows are named.
     """
     load, options = requests_of(study), study.options
     plain = described(FULL)
     again = replace(plain, name=AGAIN, about="what the full KV differs by from itself")
-    listed = [plain, *systems, *([again] if pool is None else [])]
-    plain, *others = (_equipped(each, options, pool) for each in listed)
+    listed = [plain, *systems, *([again] if series.whole else [])]
+    plain, *others = (_equipped(each, options, series) for each in listed)
     with ExitStack() as stack:
         server = stack.enter_context(served(plain, options.model, start=start))
-        answers = reference(study, server) if pool is None else None
-        full = FullKV(plain, load.ask(server, options), answers, pool)
+        answers = reference(study, server) if series.whole else None
+        full = FullKV(plain, load.ask(server, options), answers, series.pool)
         results.row(plain.name, answered, study, load, server, plain, full)
         if options.one_at_a_time:
             stack.close()
@@ -296,13 +307,12 @@ def measure(
         results.require(held, f"{name}: {differ} answers are not the full KV's")
 
 
-def _equipped(system: System, options: argparse.Namespace, pool: int | None) -> System:
+def _equipped(system: System, options: argparse.Namespace, series: Series) -> System:
     """Return a system with the flags of every server, and a pool of so many slots."""
     flags = (*system.flags, *words("--engine", options.engine))
-    if pool is None:
-        return replace(system, flags=flags)
-    flags = (*flags, "--max-total-tokens", str(pool))
-    return replace(system, name=f"{system.name}, pool {pool}", flags=flags)
+    if series.pool is not None:
+        flags = (*flags, "--max-total-tokens", str(series.pool))
+    return replace(system, name=f"{system.name}{series.suffix}", flags=flags)
 
 
 def lossy_systems(options: argparse.Namespace, prompt_tokens: float) -> list[System]:
@@ -351,7 +361,7 @@ def ours(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
 
 
 def lossless_systems(options: argparse.Namespace) -> list[System]:
-    """Return VeriCache, and the other systems whose answers are the full KV's."""
+    """Return VeriCache, drafters alone and under it, and sparse resident drafts."""
     drafts = {"compressor": options.compressor, "keep": options.keep}
     mine = ours(options, **drafts, draft_length=options.draft_length)
     resident = {"draft_length": SPARSE_DRAFTS, "residency": "device"}
@@ -372,8 +382,10 @@ def lossless_systems(options: argparse.Namespace) -> list[System]:
             about=f"{BUILT_IN['sparse'].about}; drafts of {SPARSE_DRAFTS} tokens",
         ),
     ]
-    if torch.cuda.is_available():
-        found.append(replace(BUILT_IN["ngram"], name=NGRAM))
+    for drafter in chosen(options)[0]:
+        composed = f"VeriCache + {drafter.name}"
+        about = "its proposals, as many as pay, in drafted and verified rows"
+        found += [drafter.alone(), drafter.under(mine, composed, about)]
     return found
 
 
@@ -385,7 +397,7 @@ def prepared(
     Args:
         options: The command line.
         results: Get ``left_out`` and ``prompts``.
-        out: What is not measured, and why; n-gram drafts join it without a GPU.
+        out: What is not measured, and why; drafters that the model has not join it.
 
     Raises:
         ConfigError: An option is out of bounds, data is missing or malformed, or
@@ -395,11 +407,11 @@ def prepared(
         require_matplotlib()
     if options.repeats < 1 or not all(rate > 0 for rate in options.rates):
         raise ConfigError("--repeats must be >= 1, --rates > 0")
-    ngram = {} if torch.cuda.is_available() else {NGRAM: NO_NGRAM}
+    _, missing = chosen(options)
     study = prepare(options)
     lengths = [len(request.prompt) for request in requests_of(study).requests]
     results.figures = {
-        "left_out": {**out, **ngram},
+        "left_out": {**out, **missing},
         "prompts": {
             "requests": len(lengths),
             "mean_tokens": statistics.fmean(lengths),
@@ -417,15 +429,17 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     lossless, lossy = lossless_systems(options), lossy_systems(options, mean)
     measure(study, [*lossless, *lossy], results)
     for pool in options.pools:
-        measure(study, lossless, results, pool=pool)
+        series = Series(f", pool {pool}", pool, whole=False)
+        measure(study, lossless, results, series=series)
     if options.out:
         draw_pipeline(results.write(), options.out.with_suffix(".svg"))
 
 
 PIPELINE1 = Benchmark(
     about="The paper's pipeline 1 on the data sets: full KV, lossy sweeps, VeriCache, "
-    "sparse drafts over resident KV and n-gram drafts; quality, speed, latency over "
-    "arrival rates. Fails where an answer of a lossless system is not the full KV's.",
+    "sparse drafts over resident KV; EAGLE3, a small model and prompt lookup, alone "
+    "and under VeriCache; quality, speed, latency over arrival rates. Fails where an "
+    "answer of a lossless system is not the full KV's.",
     model=DEMO_LONG,
     options={
         "compressor": ("kvzip", "of VeriCache, as --vericache-compressor"),

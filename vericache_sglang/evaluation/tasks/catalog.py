@@ -92,10 +92,11 @@ def _samples(
         own = folder / name
         return TASKS[name].load(own if own.is_dir() else folder)[: options.samples]
     calls = DEMO_CALLS.get(options.model.name, 0)
-    if calls < 2:
+    if calls < 1 + TASKS[name].listed:
+        able = [model for model, n in DEMO_CALLS.items() if n > TASKS[name].listed]
         raise ConfigError(
-            "--data synthetic: only demo-model-long answers the synthetic twins; give "
-            "--data DIR"
+            f"--data synthetic: only {' and '.join(able)} can answer the twin of "
+            f"{name}; give --data DIR, or other --tasks"
         )
     try:
         return TASKS[name].twin(

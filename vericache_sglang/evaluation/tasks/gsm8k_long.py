@@ -151,6 +151,7 @@ GSM8K_LONG = Task(
     source=SOURCE,
     load=load,
     twin=twin,
+    listed=True,
     score=score,
     figures={
         "exact": ("right", "asked"),

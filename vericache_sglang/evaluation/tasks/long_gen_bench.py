@@ -156,6 +156,7 @@ LONG_GEN_BENCH = Task(
     source=SOURCE,
     load=load,
     twin=twin,
+    listed=True,
     score=score,
     figures={
         "completion rate": ("completion", "one"),

@@ -85,6 +85,7 @@ class Task:
             the demo model answers.
         score: From a sample and its answers to sums.
         figures: Name -> (sum, sum): the figure is the ratio of their totals.
+        listed: Whether the twin's answers are lists of calls.
         follow: From a sample and the answers so far to the next messages; None: the
             conversation has ended.
     """
@@ -94,6 +95,7 @@ class Task:
     twin: Callable[[TwinSize], list[TaskSample]]
     score: Callable[[TaskSample, Sequence[str]], Parts]
     figures: Mapping[str, tuple[str, str]]
+    listed: bool = False
     follow: Callable[[TaskSample, Sequence[str]], list[Message] | None] = (
         lambda sample, answers: None
     )
