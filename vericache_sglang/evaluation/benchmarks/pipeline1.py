@@ -373,7 +373,7 @@ def lossless_systems(options: argparse.Namespace) -> list[System]:
         ),
     ]
     if torch.cuda.is_available():
-        found.append(replace(BUILT_IN["ngram"], name=NGRAM))
+        found.append(replace(BUILT_IN["sglang-ngram"], name=NGRAM))
     return found
 
 
