@@ -12,6 +12,7 @@ from vericache_sglang.config.files import load_config, to_yaml
 from vericache_sglang.config.schema import VeriCacheConfig
 from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.planning.acceptance import AcceptanceCurve, Geometric, MissByKeep
+from vericache_sglang.planning.break_even import table
 from vericache_sglang.planning.hardware import GPUS, gpu_named, machine_of
 from vericache_sglang.planning.memory import (
     ledger,
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.memory:
             alone = args.model is args.gpu is None and not rest
             text = (_audited() if alone else _memory(args, rest)) + "\n"
+        elif args.drafters:
+            text = table() + "\n"
         else:
             plan = _remote if args.remote else _plan
             text = page() if args.paper else plan(args) + "\n"
@@ -100,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--draft-length", type=int, default=40, metavar="N", help="with --remote")
     add("--paper", action="store_true", help="print the paper's figures beside ours")
+    add(
+        "--drafters",
+        action="store_true",
+        help="print the acceptance from which inner drafters pay",
+    )
     add(
         "--memory",
         action="store_true",

@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 
 from vericache_sglang.evaluation.command import main
-from vericache_sglang.evaluation.systems import BUILT_IN, chosen_systems, command
-from vericache_sglang.serving.launch import split_arguments
+from vericache_sglang.evaluation.systems import (
+    BUILT_IN,
+    chosen_systems,
+    command,
+    speculation_lacks,
+    weighted,
+)
+from vericache_sglang.serving.launch import given_fields, split_arguments
 
 MODEL = str(Path(__file__).parents[2] / "configs" / "demo-model")
 
 
 def settings_of(name, *ours):
-    words = command(BUILT_IN[name], "m", 1234, ["--page-size", "4"], ours)
+    system = weighted(BUILT_IN[name], "m", "head")
+    words = command(system, "m", 1234, ["--page-size", "4"], ours)
     assert words[:3] == [sys.executable, "-m", "vericache_sglang.launch_server"]
     config, rest = split_arguments(words[3:])
     assert rest[:8] == [
@@ -25,18 +32,57 @@ def settings_of(name, *ours):
 
 def test_built_in_systems_are_what_they_say_to_the_launcher():
     assert settings_of("plain") == (None, [])
-    assert settings_of("ngram") == (None, ["--speculative-algorithm", "NGRAM"])
     ours = ("--vericache-keep", "0.5", "--vericache-draft-length", "9")
     config, rest = settings_of("vericache", *ours)
     assert (config.residency, config.keep, config.draft_length) == ("auto", 0.5, 9)
     assert rest == []
     assert settings_of("sparse", *ours)[0].residency == "device"
     assert settings_of("lossy", *ours)[0].residency == "host"
-    for name, least in (("vericache-ngram", 2048), ("ngram-alone", 1 << 20)):
-        config, rest = settings_of(name, *ours)
-        assert (config.inner, config.min_prompt, rest) == ("ngram", least, [])
     offload, _ = settings_of("offload", *ours)
     assert (offload.residency, offload.draft_length) == ("host", 1)
+
+
+HEAD = ["--speculative-draft-model-path", "head"]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "weights"),
+    [("ngram", []), ("model", HEAD), ("eagle3", HEAD), ("mtp", [])],
+)
+def test_every_inner_drafter_serves_alone_and_with_vericache(drafter, weights):
+    for name, least in ((f"vericache-{drafter}", 2048), (f"{drafter}-alone", 1 << 20)):
+        config, rest = settings_of(name)
+        assert (config.inner, config.min_prompt, rest) == (drafter, least, weights)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ngram", "--speculative-algorithm NGRAM"),
+        (
+            "standalone",
+            "--speculative-algorithm STANDALONE --speculative-draft-model-path head",
+        ),
+        (
+            "eagle3",
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path head",
+        ),
+        ("mtp", "--speculative-algorithm EAGLE --speculative-draft-model-path m"),
+    ],
+)
+def test_sglangs_own_drafters_are_what_its_parser_takes(name, line):
+    """Its parser, and whether it knows the algorithm and what it is asked of it."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    config, rest = settings_of(f"sglang-{name}")
+    assert (config, " ".join(rest)) == (None, line)
+    given = given_fields(["--model-path", "m", *rest])
+    algorithm = SpeculativeAlgorithm.from_string(given["speculative_algorithm"])
+    assert algorithm.is_ngram() is (name == "ngram")
+    assert algorithm.is_standalone() is (name == "standalone")
+    assert algorithm.is_eagle3() is (name == "eagle3")
+    assert algorithm.is_eagle() is (name in ("eagle3", "mtp"))
 
 
 def test_shared_settings_are_not_for_systems_without_vericache():
@@ -102,10 +148,10 @@ GIVEN = ["--systems", "a", "--base-url", "a=http://h:1"]
         ),
         (
             [
-                *("--model", MODEL, "--systems", "plain,ngram"),
+                *("--model", MODEL, "--systems", "plain,sglang-ngram"),
                 *("--simulated-acceptance", "0.9"),
             ],
-            "ngram would be measured beside simulated",
+            "sglang-ngram would be measured beside simulated",
         ),
         (
             ["--model", MODEL, "--engine", "--load-format dummy"],
@@ -124,6 +170,25 @@ def test_a_wrong_value_names_its_flag_before_anything_starts(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert named in error
+
+
+@pytest.mark.parametrize("name", ["sglang-eagle3", "vericache-eagle3", "model-alone"])
+def test_a_system_without_its_weights_names_the_flag(name, capsys, tmp_path):
+    flags = ["--model", MODEL, "--systems", name, "--out", str(tmp_path / "out")]
+    assert main(flags) == 2
+    assert f"--systems {name} needs --draft-model" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not speculation_lacks(), reason="this machine lacks nothing")
+def test_sglangs_own_drafters_say_what_this_machine_lacks(capsys, tmp_path):
+    flags = [
+        *("--model", MODEL, "--systems", "plain,sglang-eagle3"),
+        *("--draft-model", MODEL, "--out", str(tmp_path / "out")),
+    ]
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert f"SGLang's own speculation needs {speculation_lacks()}" in error
+    assert "--base-url sglang-eagle3=URL" in error
 
 
 def test_a_folder_that_cannot_be_made_is_named(capsys, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import faulty, run
+from live_server import informed, run
 from safetensors.torch import load_file, save_file
 
 from demo_model import checkpoint, eagle3
@@ -66,26 +66,15 @@ def plain(waves):
 
 @pytest.fixture(scope="module")
 def texts(waves, plain, tmp_path_factory):
-    return known_texts(waves, plain, tmp_path_factory.mktemp("texts"))
-
-
-def known_texts(waves, plain, folder):
-    """Write every text, prompt and answer, for the oracle."""
-    tokenizer = load_tokenizer(MODEL)
-    known = [
-        [*tokenizer.encode(prompt), *answer["ids"]]
-        for wave, answers in zip(waves, plain["waves"], strict=True)
-        for prompt, answer in zip(wave["prompts"], answers, strict=True)
-    ]
-    path = folder / "texts.json"
-    path.write_text(json.dumps(known))
-    return path
+    return informed(waves, plain, tmp_path_factory.mktemp("texts"))
 
 
 def extended(*values, **options):
     return pytest.param(*values, marks=pytest.mark.extended, **options)
 
 
+PAIR = "snapkv+split-planes:exponent_bits=3,mantissa_bits=2"
+"""Kept tokens are packed: a draft row begins with codes."""
 ALONE = {"min_prompt": 1 << 20}
 """No prompt is long enough to be compressed."""
 WHOLE = {"inner_window": 4096}
@@ -95,11 +84,13 @@ SYNCHRONOUS = {"disable_overlap_schedule": True}
 
 
 def serve(drafter, waves, texts, engine=None, more=None, **settings):
-    """Return the answers and counters of a server with the named drafter."""
+    """Return the answers and counters of a server with the named drafter.
+
+    ``texts`` is the environment from ``informed``.
+    """
     environment = {
-        **faulty("inner_drafter"),
+        **texts,
         "VERICACHE_TEST_DRAFTER": drafter,
-        "VERICACHE_TEST_TEXTS": str(texts),
         **(more or {}),
     }
     settings = {"draft_length": 16, "keep": 0.5, "inner_length": LENGTH, **settings}
@@ -121,6 +112,11 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
         ({"page_size": 16, "chunked_prefill_size": 256}, {}),
         extended({}, {"residency": "device"}),
         extended(SYNCHRONOUS, {}),
+        ({}, {"compressor": PAIR}),
+        extended({"page_size": 16}, {"compressor": PAIR, "residency": "device"}),
+        extended(SYNCHRONOUS, {"compressor": "kivi:bits=4"}),
+        extended({}, {"compressor": "split-planes:exponent_bits=4,mantissa_bits=3"}),
+        extended({}, {"compressor": "turboquant:bits=4", "residency": "device"}),
     ],
 )
 def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, texts):
@@ -167,6 +163,9 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("model", SYNCHRONOUS, {"residency": "device"}),
         extended("model", {"chunked_prefill_size": 256}, ALONE),
         extended("eagle3", SYNCHRONOUS, {"residency": "device"}),
+        extended("eagle3", {}, {"compressor": PAIR}),
+        extended("model", {"page_size": 16}, {"compressor": "kivi:bits=2"}),
+        extended("random", {}, {"compressor": "kivi:bits=2"}),
         extended("nan", {}, {}),
     ],
 )
@@ -251,20 +250,19 @@ def plain_mixed(mixed):
         extended("random", {}, {}),
     ],
 )
-def test_requests_beside_a_grammar_and_with_log_probabilities_have_proposals(
+def test_requests_with_a_grammar_or_log_probabilities_have_proposals(
     drafter, engine, settings, mixed, plain_mixed, tmp_path
 ):
-    texts = known_texts([mixed], plain_mixed, tmp_path)
+    texts = informed([mixed], plain_mixed, tmp_path)
     ours = serve(drafter, [mixed], texts, engine, **settings)
     assert compare(plain_mixed, ours) == []
     assert logprob_gap(plain_mixed, ours) < GAP
     stats = [answer["vericache"] for answer in ours["waves"][0]]
-    for kind in (0, 2):
+    for kind in range(3):
         proposed = sum(each["inner_proposed"] for each in stats[kind::3])
         accepted = sum(each["inner_accepted"] for each in stats[kind::3])
         assert proposed > 0
-        assert drafter == "random" or accepted > 40
-    assert not any(each["inner_proposed"] for each in stats[1::3])
+        assert drafter == "random" or accepted > 30
 
 
 @pytest.mark.extended

@@ -8,7 +8,7 @@ plain SGLang is stable on it, is said in ``evaluation/sampled.py``. More setting
 from pathlib import Path
 
 import pytest
-from live_server import run
+from live_server import informed, run
 
 from vericache_sglang.evaluation.lossless import compare
 from vericache_sglang.evaluation.matrix import PLAIN
@@ -27,6 +27,13 @@ GAP = 5e-4
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
+
+DEPENDENT = {
+    *("frequency and presence penalty", "repetition penalty, top-k"),
+    *("all penalties, greedy", "every parameter", "minimum of new tokens"),
+    *("regex", "regex, greedy", "JSON schema", "EBNF", "custom processor"),
+}
+"""Kinds in which a token depends on the tokens before, beyond their KV."""
 
 pytestmark = pytest.mark.server
 
@@ -77,6 +84,43 @@ def test_it_really_drafted(ours):
 def test_log_probabilities_are_the_full_kvs(plain, ours):
     assert logprob_gap(plain, ours) < GAP
     assert logprob_entries(ours) == logprob_entries(plain)
+
+
+@pytest.fixture(scope="module")
+def bound(waves, plain):
+    """Waves whose sampling depends on all tokens before, and what plain answered."""
+    pairs = [
+        (wave, answers)
+        for wave, answers in zip(waves, plain["waves"], strict=True)
+        if wave["kind"] in DEPENDENT
+    ]
+    asked, answered = map(list, zip(*pairs, strict=True))
+    assert len(asked) == len(DEPENDENT)
+    return asked, {**plain, "waves": answered}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [
+        ("oracle", {"residency": "host"}),
+        pytest.param(*("oracle", {"residency": "device"}), marks=pytest.mark.extended),
+        pytest.param(*("oracle", {"min_prompt": 1 << 20}), marks=pytest.mark.extended),
+        pytest.param(*("random", {"residency": "host"}), marks=pytest.mark.extended),
+    ],
+)
+def test_masks_and_penalties_follow_proposals(drafter, settings, bound, tmp_path):
+    asked, plain = bound
+    own = {**SETTINGS, "inner": "ngram", **settings}
+    environment = informed(asked, plain, tmp_path, drafter)
+    ours = run(described("ours", own, ENGINE, environment=environment), MODEL, asked)
+    assert compare(plain, ours) == []
+    for wave, answers in zip(asked, ours["waves"], strict=True):
+        stats = [answer["vericache"] for answer in answers]
+        tokens = sum(len(answer["ids"]) for answer in answers)
+        proposed = sum(each["inner_proposed"] for each in stats)
+        accepted = sum(each["inner_accepted"] for each in stats)
+        assert proposed > 0, wave["kind"]
+        assert drafter == "random" or accepted > tokens / 3, wave["kind"]
 
 
 @pytest.fixture(scope="module")

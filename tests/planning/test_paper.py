@@ -32,6 +32,15 @@ def test_wide_gaps_are_explained(claims):
     assert silent == []
 
 
+def test_a_drafter_composes_as_the_paper_says(claims):
+    """Within the bound beyond which a row must explain itself."""
+    (composed,) = [claim for claim in claims if claim.paper == 1.24]
+    assert not composed.wide
+    assert "m divides the iterations" in composed.open
+    (printed,) = [claim for claim in claims if claim.paper == 4.35]
+    assert printed.wide  # the appendix multiplies two gains that share a bottleneck
+
+
 def test_sweeps_go_the_papers_way():
     # A smaller KV budget helps VeriCache and hurts SparseSpec; a faster link helps.
     _, ours_wide, sparse_wide, _, ours_tight, sparse_tight = budget_sweep()

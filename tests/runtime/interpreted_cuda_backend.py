@@ -84,12 +84,13 @@ class Coded:
 
     Args:
         codec: Of the codes.
-        queries: Of the rows; 1 where coded.
+        queries: Of the rows.
         coded: Row -> packed tokens.
         alike: Heads have the same tokens, as without a selector.
+        proposals: Most queries of a coded row beyond the first one.
     """
 
-    def __init__(self, codec, queries, coded, alike=False):
+    def __init__(self, codec, queries, coded, alike=False, proposals=3):
         self.world = world = World(DIM)
         host = SimpleNamespace(dtype=torch.float32)
         handles = KVHandles(GEOMETRY, world.pool, world.table, host, None)
@@ -120,7 +121,7 @@ class Coded:
         self.plain = simple_batch("TARGET_VERIFY", where, parts, queries)
         self.plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
         self.batch = layout_batch(where, parts, queries, [sum(queries)])
-        self.drafts = DraftCodes(codes, handles, POSITIONS)
+        self.drafts = DraftCodes(codes, handles, POSITIONS, proposals)
         self.batch.spec_info.coded = self.drafts.of(rows)
         self.tokens = world.tokens(sum(queries))
 
@@ -159,13 +160,17 @@ def error(out, wanted):
 def main():
     found = {}
     for name, codec in CODECS.items():
-        case = Coded(codec, [1, 3, 1], CODED if name == "kivi" else FEW)
+        queries = [1, 3, 1] if name == "kivi" else [3, 3, 1]
+        case = Coded(codec, queries, CODED if name == "kivi" else FEW)
         out = case.found()
         found[name] = error(out, case.expected(case.packed))
         assert case.drafts.in_kernel is (name != "turboquant")
     without = {i: (n, lambda _: []) for i, (n, _) in case.packed.items()}
     found["without-codes"] = error(out, case.expected(without))
-    case = Coded(CODECS["kvquant"], [1, 2, 1], {0: 40, 2: 7}, alike=True)
+    # The kernel is asked more than a coded row has behind its codes.
+    case = Coded(CODECS["kivi"], [2, 3, 4], FEW, proposals=EXACT + 2)
+    found["proposals"] = error(case.found(), case.expected(case.packed))
+    case = Coded(CODECS["kvquant"], [1, 2, 4], {0: 40, 2: 7}, alike=True)
     found["heads-alike"] = error(case.found(), case.expected(case.packed))
     case = Coded(CODECS["kivi"], [1, 4, 2], {})
     assert case.batch.spec_info.coded is None

@@ -152,7 +152,7 @@ def layout_batch(where, parts, queries, grid):
     )
 
 
-def coded_rows(begins, exact=0):
+def coded_rows(begins, exact=0, queries=1):
     """Return rows with as many slots of codes; a segment for every coded one."""
     from vericache_kernels.packed_attention import KIVIStep
     from vericache_sglang.attention.codec_steps import CodecStep
@@ -170,6 +170,7 @@ def coded_rows(begins, exact=0):
         begin=torch.tensor(begins, dtype=torch.int32),
         first=torch.tensor([0, *segments]).cumsum(0).int(),
         exact=exact,
+        queries=queries,
     )
 
 

@@ -18,15 +18,16 @@ from vericache_sglang.attention.packed_rows import coded_forward
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), min_size=1
+        st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(1, 4)), min_size=1
     ),
     dummies=st.integers(0, 2),
     spare=st.integers(0, 3),
     room=st.integers(0, 4),
 )
 def test_coded_rows_are_parted_from_the_others(rows, dummies, spare, room):
-    """Rows: slots of codes, entries behind them, whether one without codes verifies."""
-    counts = [3 if verifies and not codes else 1 for codes, _, verifies in rows]
+    """Rows: slots of codes, entries behind them, query tokens."""
+    counts = [n for _, _, n in rows]
+    most = max((n for codes, _, n in rows if codes), default=1)
     ends = [
         codes + max(n, entries)
         for (codes, entries, _), n in zip(rows, counts, strict=True)
@@ -47,7 +48,7 @@ def test_coded_rows_are_parted_from_the_others(rows, dummies, spare, room):
     ]
     exact = sum(map(len, wanted)) + room
     tokens = sum(counts) + spare
-    forward, others = coded_forward(coded_rows(begins, exact=exact), places, tokens)
+    forward, others = coded_forward(coded_rows(begins, exact, most), places, tokens)
     listed = forward.slots.tolist()
     bounds = forward.first_slot.tolist()
     found = [listed[a:b] for a, b in pairwise(bounds)]
@@ -61,7 +62,11 @@ def test_coded_rows_are_parted_from_the_others(rows, dummies, spare, room):
     for token, r in enumerate(owners):
         assert forward.row_of[token] == r
         if begins[r]:
-            assert forward.query[r] == token
+            assert forward.query[r, forward.place[token]] == token
+            # The kernel gives the row's last token the last place.
+            assert forward.place[token] - most == token - sum(counts[: r + 1])
+            first = sum(counts[:r])
+            assert set(forward.query[r].tolist()) == {*range(first, first + counts[r])}
     coded = [begin > 0 for begin in begins]
     assert others.end[: len(rows)].tolist() == [
         0 if is_coded else end for is_coded, end in zip(coded, ends, strict=True)

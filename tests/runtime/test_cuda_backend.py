@@ -333,7 +333,7 @@ def interpreted():
     "name",
     [
         *("kivi", "split-planes", "kvquant", "rotatekv", "turboquant"),
-        *("heads-alike", "mixed"),
+        *("proposals", "heads-alike", "mixed"),
     ],
 )
 def test_with_the_kernels_it_is_what_the_cpu_backend_makes(interpreted, name):

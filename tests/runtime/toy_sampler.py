@@ -179,7 +179,12 @@ class Toy:
 
 
 def _state(params: SamplingParams, first: int, rejection: bool) -> RequestState:
-    req = SimpleNamespace(sampling_params=params, grammar=None, return_logprob=False)
+    req = SimpleNamespace(
+        sampling_params=params,
+        grammar=None,
+        custom_logit_processor=None,
+        return_logprob=False,
+    )
     return RequestState(
         req=req,
         prompt=PROMPT,

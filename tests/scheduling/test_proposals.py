@@ -11,6 +11,7 @@ from vericache_sglang.scheduling.draft_length import FIRST_WAIT, LAST_WAIT
 from vericache_sglang.scheduling.estimates import PROPOSALS_TRIALS
 from vericache_sglang.scheduling.proposals import (
     ENTER,
+    LEAVE,
     ProposalCost,
     Proposals,
     best_count,
@@ -62,7 +63,8 @@ def made(p, most=4):
 
 
 def test_what_pays_barely_is_kept_but_not_begun():
-    p = next(n / 1000 for n in range(1000) if best_count(n / 1000, CHEAP, 4)[1] > 1.001)
+    rates = (n / 1000 for n in range(1000))
+    p = next(p for p in rates if best_count(p, CHEAP, 4)[1] > LEAVE)
     assert best_count(p, CHEAP, 4)[1] < ENTER
     begun, kept = made(p), made(p)
     kept.count = 1
@@ -71,19 +73,21 @@ def test_what_pays_barely_is_kept_but_not_begun():
     assert (begun.count, kept.count) == (0, 1)
 
 
-def test_a_drafter_that_is_never_right_is_asked_less_and_less():
+@pytest.mark.parametrize(("cost", "most"), [(CHEAP, 30), (ProposalCost(1.0, 0.0), 250)])
+def test_a_drafter_that_is_never_right_is_asked_less_and_less(cost, most):
+    """Where it costs nothing, all evidence that is kept has to be against it."""
     proposals, asked = made(0.5), []
-    proposals.choose(CHEAP)
+    proposals.choose(cost)
     assert proposals.count > 0
     for now in range(8 * LAST_WAIT):
         count = proposals.next(now)
         if count:
             asked.append(now)
             proposals.acceptance.observe(count, 0)
-            proposals.choose(CHEAP)
+            proposals.choose(cost)
     gaps = [b - a for a, b in pairwise(asked)]
     assert asked[0] == 0
-    assert len(asked) < 30
+    assert len(asked) < most
     assert gaps[-1] == LAST_WAIT
     assert FIRST_WAIT in gaps
 

@@ -13,6 +13,7 @@ from demo.fork_server import AFTER_IMPORT, ForkServer
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.fleet import CHECKED, ONE_THREAD
 from vericache_sglang.evaluation.server import OwnServer, free_port, spawn
+from vericache_sglang.evaluation.workload import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "demo-model"
@@ -62,6 +63,30 @@ def faulty(fault, paths=PATHS):
         paths: What else it imports from.
     """
     return {"VERICACHE_TEST_FAULT": fault, "PYTHONPATH": f"{paths}{os.pathsep}{FAULTS}"}
+
+
+def informed(waves, plain, folder, drafter="oracle"):
+    """Return the environment that installs a test's inner drafter.
+
+    Args:
+        waves: As given to ``run``, with prompts as text.
+        plain: What plain SGLang answered; the oracle knows it.
+        folder: Of a file with the texts.
+        drafter: As in ``vericache_test_faults.inner_drafter``.
+    """
+    tokenizer = load_tokenizer(MODEL)
+    known = [
+        [*tokenizer.encode(prompt), *answer["ids"]]
+        for wave, answers in zip(waves, plain["waves"], strict=True)
+        for prompt, answer in zip(wave["prompts"], answers, strict=True)
+    ]
+    path = folder / "texts.json"
+    path.write_text(json.dumps(known))
+    return {
+        **faulty("inner_drafter"),
+        "VERICACHE_TEST_DRAFTER": drafter,
+        "VERICACHE_TEST_TEXTS": str(path),
+    }
 
 
 class LiveServer(OwnServer):

@@ -211,6 +211,21 @@ def test_an_inner_drafter_with_vericache_is_as_fast_as_the_better_of_the_two(acc
     assert both >= 0.97 * max(alone, ours)
 
 
+@pytest.mark.parametrize("policy", ["full-kv", "hybrid"])
+def test_useless_proposals_end_where_they_cost_nothing_too(policy, monkeypatch):
+    server = worked_example(policy, proposals=4, proposal_accept=0.0)
+    report, proposed = server.runtime.report, []
+
+    def counted(results):
+        results = [*results]
+        proposed.extend(result.proposed for result in results)
+        report(results)
+
+    monkeypatch.setattr(server.runtime, "report", counted)
+    server.run()
+    assert 0 < sum(proposed) < 0.3 * sum(server.emitted.values())
+
+
 # -- rules that hold for every run ----------------------------------------------------
 
 

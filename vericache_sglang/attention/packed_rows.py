@@ -39,19 +39,19 @@ TIMED_SEGMENTS = 1, 8
 class CodedRows:
     """The rows of R that begin with codes; stored as ``spec_info.coded``.
 
-    A coded row has one query token.
-
     Attributes:
         codes: Reader of the codes.
         begin: [R] int32, leading code slots of each row; 0 for an uncoded row.
         first: [R + 1] int32; row r has the segments ``first[r]`` to ``first[r + 1]``.
         exact: Upper bound on the exact entries of all coded rows together.
+        queries: N, most query tokens of a coded row; the kernel is compiled for it.
     """
 
     codes: CodeReader
     begin: torch.Tensor
     first: torch.Tensor
     exact: int
+    queries: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,10 @@ class CodedForward:
         segments: [R + 1] int32, first segment of every row.
         slots: [exact] int32, exact slots of the coded rows, row after row.
         first_slot: [R + 1] int32, start of each row in ``slots``.
-        query: [R] int64, first token of every row.
+        query: [R, N] int64, last tokens of every row; a row with fewer begins with
+            its first token several times.
         row_of: [T] int64, row of every token.
+        place: [T] int64, where ``query`` has the token, if its row is coded.
         coded: [T] bool, whether that row is coded.
     """
 
@@ -74,6 +76,7 @@ class CodedForward:
     first_slot: torch.Tensor
     query: torch.Tensor
     row_of: torch.Tensor
+    place: torch.Tensor
     coded: torch.Tensor
 
     def attend(
@@ -93,7 +96,7 @@ class CodedForward:
             scaling: Factor on the scores.
             others: [T, Hq, D], attention output of the rows without codes.
         """
-        asked = queries[self.query].unsqueeze(1)
+        asked = queries[self.query]
         found = torch.zeros_like(asked)
         step = self.codes.step
         for rows, packed in self.codes.rows(layer, kv, self.segments):
@@ -101,7 +104,8 @@ class CodedForward:
                 *kv, self.slots, self.first_slot[rows.start : rows.stop + 1]
             )
             found[rows] = packed_attention(asked[rows], packed, exact, step, scaling)
-        return torch.where(self.coded[:, None, None], found[self.row_of, 0], others)
+        own = found[self.row_of, self.place]
+        return torch.where(self.coded[:, None, None], own, others)
 
 
 class DraftCodes:
@@ -111,13 +115,17 @@ class DraftCodes:
         codes: Codes of compressed requests.
         handles: KV pool and block table.
         positions: Number of positions that tokens can have.
+        proposals: Most tokens that an inner drafter proposes in a row.
 
     Raises:
         CompressionError: K and V differ in width.
     """
 
-    def __init__(self, codes: Codes, handles: KVHandles, positions: int) -> None:
+    def __init__(
+        self, codes: Codes, handles: KVHandles, positions: int, proposals: int = 0
+    ) -> None:
         self._codes, self._handles = codes, handles
+        self._most_queries = 1 + proposals
         geometry = handles.geometry
         if geometry.head_dim != geometry.v_head_dim:
             raise CompressionError(
@@ -145,7 +153,7 @@ class DraftCodes:
         Returns:
             None if no row has codes.
         """
-        begins, counts, exact = [], [], 0
+        begins, counts, exact, queries = [], [], 0, 1
         states: dict[int, RequestState] = {}
         for i, row in enumerate(rows):
             if row.packed is None:
@@ -158,6 +166,8 @@ class DraftCodes:
             counts.append(len(self._codes.layout(budget.coded).segments))
             length = row.prefix + row.pending_max + len(row.columns)
             exact += length - budget.code_slots
+            if len(row.columns) > 1:  # one more compiled kernel, not one per number
+                queries = self._most_queries
         if not states:
             return None
         if self.in_kernel:
@@ -172,19 +182,21 @@ class DraftCodes:
         first = accumulate(counts, initial=0)
         sent = upload(self._handles.device, begins, list(first))
         begin, firsts = (column.to(torch.int32) for column in sent)
-        return CodedRows(codes, begin, firsts, exact)
+        return CodedRows(codes, begin, firsts, exact, queries)
 
     def seconds_per_token(self) -> float:
         """Time attention over codes in one layer; return seconds per coded token.
 
         Reads arbitrary pool contents as codes and writes nothing. Only valid if a
-        kernel decodes the codes.
+        kernel decodes the codes. The kernel of rows with proposals is compiled too.
         """
+        if self._most_queries > 1:
+            self._seconds(TIMED_SEGMENTS[0], self._most_queries)
         few, many = (self._seconds(count) for count in TIMED_SEGMENTS)
         tokens = TIMED_ROWS * SEGMENT * (TIMED_SEGMENTS[1] - TIMED_SEGMENTS[0])
         return max(0.0, many - few) / tokens
 
-    def _seconds(self, segments: int) -> float:
+    def _seconds(self, segments: int, queries: int = 1) -> float:
         """Return the seconds of attention over full segments and one exact slot."""
         geometry, device = self._handles.geometry, self._handles.device
         heads, dim, rows = geometry.kv_heads, geometry.head_dim, TIMED_ROWS
@@ -203,8 +215,9 @@ class DraftCodes:
             segments=(row * segments).to(torch.int32),
             slots=row[:-1].to(torch.int32),
             first_slot=row.to(torch.int32),
-            query=row[:-1],
+            query=row[:-1, None].expand(-1, queries),
             row_of=row[:-1],
+            place=torch.full_like(row[:-1], queries - 1),
             coded=row[:-1] >= 0,
         )
         q = torch.zeros(rows, heads, dim, dtype=kv[0].dtype, device=device)
@@ -307,13 +320,19 @@ def coded_forward(
     token = torch.arange(tokens, device=device)
     bounds = rows.first.to(torch.int64)
     row_of = torch.searchsorted(bounds[1:], token, right=True).clamp(max=count - 1)
+    # The kernel's rows have equally many queries, and their last ones are right: before
+    # them a shorter row asks its first token again, which sees less than it should.
+    last = torch.arange(-coded.queries, 0, device=device)
+    query = torch.maximum(bounds[1:, None] + last, bounds[:-1, None])
+    place = token - bounds[1:][row_of] + coded.queries
     forward = CodedForward(
         codes=coded.codes,
         segments=segments.to(torch.int32),
         slots=rows.table[rows.row[owner].to(torch.int64), entry],
         first_slot=first.to(torch.int32),
-        query=bounds[:-1].clamp(max=tokens - 1),
+        query=query.clamp(max=tokens - 1),
         row_of=row_of,
+        place=place.clamp(0, coded.queries - 1),
         coded=is_coded[row_of] & (token < bounds[-1]),
     )
     end = torch.where(is_coded, rows.begin, rows.end)

@@ -233,6 +233,20 @@ DRAFTED: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         {**TIGHT, "disable_overlap_schedule": True},
     ),
     ("never compressed", {"min_prompt": 1 << 20}, {}),
+    (
+        "packed, on the host",
+        {
+            "compressor": "snapkv+split-planes:exponent_bits=3,mantissa_bits=1",
+            "draft_length": 16,
+            "keep": 0.5,
+        },
+        {},
+    ),
+    (
+        "packed, on the device, page 16, no overlap",
+        {"compressor": "kivi:bits=4", "residency": "device", "draft_length": 8},
+        {"page_size": 16, "disable_overlap_schedule": True},
+    ),
 )
 """Where every inner drafter proposes."""
 

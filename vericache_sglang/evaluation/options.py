@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.altered import simulated
-from vericache_sglang.evaluation.systems import BUILT_IN, chosen_systems, words
+from vericache_sglang.evaluation.systems import (
+    BUILT_IN,
+    SPECULATION,
+    chosen_systems,
+    speculation_lacks,
+    weighted,
+    words,
+)
 from vericache_sglang.evaluation.workload import (
     demo_requests,
     random_requests,
@@ -48,6 +55,7 @@ OPTIONS: Mapping[str, tuple[Any, str]] = {
         f"with commas between; known: {', '.join(BUILT_IN)}",
     ),
     "system": ([], "NAME=FLAGS: one more, by flags of launch_server"),
+    "draft-model": (str, "small model or EAGLE3 head of the systems that need one"),
     "base-url": ([], "NAME=URL: a system whose server runs already"),
     "engine": ("", "SGLang flags of every server, quoted; one word needs --engine=..."),
     "vericache": ("", "VeriCache flags of every system that drafts, before its own"),
@@ -169,7 +177,10 @@ def check(options: argparse.Namespace) -> tuple[System, ...]:
         if not all(0 < value < math.inf for value in _values(options, name)):
             raise ConfigError(f"{_flag(name)} must be > 0")
     names = [name for name in options.systems.split(",") if name]
-    systems = chosen_systems(names, options.system, options.base_url)
+    systems = tuple(
+        system if system.url else weighted(system, options.model, options.draft_model)
+        for system in chosen_systems(names, options.system, options.base_url)
+    )
     if not options.model and not all(system.url for system in systems):
         raise ConfigError("--model is needed for systems without --base-url")
     if options.requests and options.random_prompts:
@@ -177,6 +188,7 @@ def check(options: argparse.Namespace) -> tuple[System, ...]:
     if not options.model and not options.requests:
         raise ConfigError("--model is needed to draw prompts; or give --requests")
     _check_label(options, systems)
+    _check_speculation(systems)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -199,12 +211,24 @@ def _check_label(options: argparse.Namespace, systems: tuple[System, ...]) -> No
             )
         return
     simulated(options.simulated_acceptance)
-    foreign = [s.name for s in systems if "--speculative-algorithm" in s.flags]
+    foreign = [s.name for s in systems if SPECULATION in s.flags]
     if foreign:
         raise ConfigError(
             f"--simulated-acceptance: {foreign[0]} would be measured beside simulated "
             "systems; leave it out"
         )
+
+
+def _check_speculation(systems: tuple[System, ...]) -> None:
+    """Refuse to start what SGLang itself cannot serve on this machine."""
+    lacks = speculation_lacks()
+    for system in systems:
+        if lacks and SPECULATION in system.flags and not system.url:
+            raise ConfigError(
+                f"--systems {system.name}: SGLang's own speculation needs {lacks}; "
+                f"serve it where there is one and give --base-url {system.name}=URL, "
+                "or leave it out"
+            )
 
 
 def draw_requests(options: argparse.Namespace) -> list[BenchRequest]:

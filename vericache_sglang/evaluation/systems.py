@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vericache_sglang.config.schema import flag
 from vericache_sglang.errors import ConfigError
@@ -18,7 +21,10 @@ REFERENCE = "plain"
 """The reference system: its answers are right, and its speed is 1."""
 
 OFF = "--disable-vericache"
-NGRAM = ("--vericache-inner", "ngram")
+SPECULATION = "--speculative-algorithm"
+DRAFT_PATH = "--speculative-draft-model-path"
+DRAFT_MODEL, SERVED_MODEL = "{--draft-model}", "{--model}"
+"""Values of ``DRAFT_PATH`` until it is known which models are meant (``weighted``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,40 @@ def described(
     return System(name=name, flags=tuple(flags), **more)
 
 
+INNER: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ngram": ("prompt lookup", ()),
+    "model": ("the small model --draft-model", (DRAFT_PATH, DRAFT_MODEL)),
+    "eagle3": ("the EAGLE3 head --draft-model", (DRAFT_PATH, DRAFT_MODEL)),
+    "mtp": ("the MTP head of the model's own checkpoint", ()),
+}
+"""Inner drafters: what they are, and the flags of their weights."""
+
+SGLANG: Mapping[str, tuple[str, ...]] = {
+    "ngram": ("NGRAM",),
+    "standalone": ("STANDALONE", DRAFT_PATH, DRAFT_MODEL),
+    "eagle3": ("EAGLE3", DRAFT_PATH, DRAFT_MODEL),
+    "mtp": ("EAGLE", DRAFT_PATH, SERVED_MODEL),
+}
+"""SGLang's own speculation: its algorithm, and the flags of its weights."""
+
+
+def _drafted(inner: str) -> tuple[System, System]:
+    what, weights = INNER[inner]
+    flags = ("--vericache-inner", inner, *weights)
+    return (
+        System(
+            name=f"{inner}-alone",
+            about=f"VeriCache's {what} on the full KV: nothing is compressed",
+            flags=(*flags, "--vericache-min-prompt", str(1 << 20)),
+        ),
+        System(
+            name=f"vericache-{inner}",
+            about=f"VeriCache with {what} as its inner drafter",
+            flags=flags,
+        ),
+    )
+
+
 BUILT_IN: Mapping[str, System] = {
     system.name: system
     for system in (
@@ -91,10 +131,13 @@ BUILT_IN: Mapping[str, System] = {
             flags=("--vericache-residency", "host"),
             alteration=LOSSY,
         ),
-        System(
-            name="ngram",
-            about="SGLang's NGRAM speculation, its defaults",
-            flags=(OFF, "--speculative-algorithm", "NGRAM"),
+        *(
+            System(
+                name=f"sglang-{name}",
+                about=f"SGLang's {flags[0]} speculation, its defaults; needs a GPU",
+                flags=(OFF, SPECULATION, *flags),
+            )
+            for name, flags in SGLANG.items()
         ),
         System(
             name="sparse",
@@ -109,16 +152,7 @@ BUILT_IN: Mapping[str, System] = {
             "verification of one draft, so for every one or two tokens",
             flags=("--vericache-residency", "host", "--vericache-draft-length", "1"),
         ),
-        System(
-            name="ngram-alone",
-            about="VeriCache's prompt lookup on the full KV: nothing is compressed",
-            flags=(*NGRAM, "--vericache-min-prompt", str(1 << 20)),
-        ),
-        System(
-            name="vericache-ngram",
-            about="VeriCache with prompt lookup as its inner drafter",
-            flags=NGRAM,
-        ),
+        *(system for inner in INNER for system in _drafted(inner)),
         System(
             name="vericache",
             about="VeriCache; where KV is and when drafting pays is its own choice",
@@ -162,6 +196,36 @@ def chosen_systems(
     if not systems:
         raise ConfigError("--systems is empty")
     return tuple(systems.values())
+
+
+def weighted(system: System, model: str | None, draft: str | None) -> System:
+    """Return a system with the weights of its drafter.
+
+    Args:
+        system: A built-in one, or any other.
+        model: The served model.
+        draft: The small model or head.
+
+    Raises:
+        ConfigError: It needs a draft model, and none is given.
+    """
+    paths = {DRAFT_MODEL: draft, SERVED_MODEL: model}
+    flags = [paths.get(word, word) for word in system.flags]
+    if None in flags:
+        raise ConfigError(
+            f"--systems {system.name} needs --draft-model: a small model or an EAGLE3 "
+            "head of the model"
+        )
+    return replace(system, flags=tuple(map(str, flags)))
+
+
+def speculation_lacks() -> str:
+    """Return what SGLang's own speculation lacks on this machine; "" for nothing."""
+    missing = [
+        *([] if torch.cuda.is_available() else ["a CUDA device"]),
+        *([] if find_spec("sgl_kernel") else ["the package sglang-kernel"]),
+    ]
+    return " and ".join(missing)
 
 
 def command(

@@ -230,7 +230,7 @@ class RequestState:
         self.proposals_in_flight -= queries - 1
         ended = not self.stops.isdisjoint(tokens)
         if self.cursor is not None:
-            ended = not self.cursor.draft(tokens[-1]) or ended
+            ended = not all(map(self.cursor.draft, tokens)) or ended
         return ended
 
     def launch_emission(self, queries: int) -> None:

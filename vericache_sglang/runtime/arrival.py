@@ -13,7 +13,6 @@ from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.sampling.penalties import Penalties
 from vericache_sglang.sampling.profile import (
     SamplingRule,
-    depends_on_tokens,
     looks_at_tokens,
     penalised,
     profile_of,
@@ -64,9 +63,6 @@ class RequestStateFactory:
                 token yet; 0 if it ran elsewhere, and its token is the last output.
         """
         options = read_options(req.sampling_params.custom_params, self._config)
-        longest = options.draft_length
-        if req.grammar is not None:
-            longest = min(longest, MOST_DRAFTS)
         profile = profile_of(
             req,
             deterministic=self._deterministic,
@@ -82,8 +78,11 @@ class RequestStateFactory:
             # A request that lost its KV once is not compressed again.
             and not getattr(req, "vericache_distrusted", False)
         )
-        inner = options.inner and exact and coupled and not depends_on_tokens(req)
+        inner = options.inner and exact and coupled
         proposals = min(self._config.proposals, options.inner_length) if inner else 0
+        longest = options.draft_length
+        if req.grammar is not None:  # proposals exceed it, and follow the last draft
+            longest = min(longest, MOST_DRAFTS - 2 * proposals)
         path = "local" if self._config.role == "drafter" else ""
         stats = RequestStats(enabled, longest, options.report, proposals, path=path)
         req.customized_info = {**(req.customized_info or {}), KEY: stats}

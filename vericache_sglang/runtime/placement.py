@@ -140,7 +140,9 @@ class KVPlacement:
         self.draft_codes: DraftCodes | None = None
         if self.codes is not None and self.handles.device.type != "cpu":
             longest = req_to_token_pool.max_context_len
-            self.draft_codes = DraftCodes(self.codes, self.handles, longest)
+            self.draft_codes = DraftCodes(
+                self.codes, self.handles, longest, config.proposals
+            )
         self.compressor = PromptCompressor(
             config,
             selector,

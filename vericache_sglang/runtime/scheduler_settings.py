@@ -58,8 +58,7 @@ def spec_of(
         remaining=state.remaining,
         longest=state.stats.draft_length,
         ready_in=1 if overlap else 0,
-        # A draft row that begins with codes has one query (``CodedRows``).
-        proposals=0 if budget.coded else state.stats.proposals,
+        proposals=state.stats.proposals,
     )
 
 

@@ -15,7 +15,7 @@ from vericache_sglang.sampling.request_view import processor_params
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_sglang.sampling.query import Query, RowQueries, SampledRequest
+    from vericache_sglang.sampling.query import RowQueries, SampledRequest
 
 
 def expand(
@@ -51,7 +51,7 @@ def expand(
         acc_additive_penalties=additive,
         acc_scaling_penalties=scaling,
         grammar_mask=mask,
-        **_processors(info, queries, late=late),
+        **_processors(info, rows, late=late),
     )
     return expanded, usable
 
@@ -101,8 +101,7 @@ def _penalties(
         state = row.state
         if state.penalties is None:
             continue
-        first, last = row.queries[0].drafts, row.queries[-1].drafts
-        made = state.penalties.rows(state.emitted, state.drafts[:last], first)
+        made = state.penalties.rows(state.emitted, row.ahead, row.queries[0].drafts)
         additive[start:end] = made.additive
         if made.scaling is not None:
             scaling[start:end], scaled = made.scaling, True
@@ -126,29 +125,32 @@ def _masks(
         cursor = row.state.cursor
         if cursor is None:
             continue
-        if row.verifies:
-            usable[i] = cursor.mask_verified(row.state.drafts, mask, range(start, end))
-        else:
-            cursor.mask_next(mask, start)
+        if row.emits:
+            cursor.settle()
+        behind = row.ahead[row.queries[0].drafts :]
+        usable[i] = cursor.mask_after(behind, mask, range(start, end))
     # ``move_vocab_mask`` copies from pageable memory, which synchronises.
     return GrammarMask(grammars[0], send(mask, info.device)), usable
 
 
 def _processors(
-    info: SamplingBatchInfo, queries: Sequence[Query[SampledRequest]], *, late: bool
+    info: SamplingBatchInfo, rows: Sequence[RowQueries[SampledRequest]], *, late: bool
 ) -> dict[str, object]:
     if not info.has_custom_logit_processor:
         return {}
+    owners = [row for row in rows for _ in row.queries]
     entries = {}
     for key, entry in info.custom_logit_processor.items():
-        rows = [i for i, query in enumerate(queries) if query.batch_index in entry.rows]
-        (indices,) = upload(info.device, rows)
-        entries[key] = ProcessorEntry(entry.processor, rows, indices)
+        own = [i for i, row in enumerate(owners) if row.batch_index in entry.rows]
+        (indices,) = upload(info.device, own)
+        entries[key] = ProcessorEntry(entry.processor, own, indices)
     params = []
-    for query in queries:
-        text = [*query.state.outputs, *query.state.drafts[: query.drafts]]
-        seen = text[:-1] if late else text
-        params.append(processor_params(query.state.req, seen))
+    for row in rows:
+        state = row.state
+        for query in row.queries:
+            text = [*state.outputs, *row.ahead[: query.drafts]]
+            seen = text[:-1] if late else text
+            params.append(processor_params(state.req, seen))
     return {
         "has_custom_logit_processor": True,
         "custom_logit_processor": entries,

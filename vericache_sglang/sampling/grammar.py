@@ -28,18 +28,8 @@ class GrammarCursor:
         self._grammar = grammar
         self._ahead = 0
         self._ended = False
-        self._allowed: torch.Tensor | None = None
-
-    def mask_next(self, mask: torch.Tensor, row: int) -> None:
-        """Write the mask of tokens allowed at the cursor.
-
-        Args:
-            mask: From the grammar's ``allocate_vocab_mask``, with all tokens allowed.
-        """
-        grammar = self._grammar
-        if not grammar.finished and not grammar.is_terminated():
-            grammar.fill_vocab_mask(mask, row)
-        self._allowed = mask[row]
+        # Masks of the next drafts; unknown ones are not checked.
+        self._allowed: list[torch.Tensor] = []
 
     def draft(self, token: int) -> bool:
         """Advance over one draft; return whether another draft can follow.
@@ -47,49 +37,54 @@ class GrammarCursor:
         If no token was allowed the draft is arbitrary. It is not passed to the grammar,
         because llguidance could not roll it back.
         """
-        allowed, self._allowed = self._allowed, None
-        if allowed is not None and not _bit(allowed, token):
+        if self._allowed and not _bit(self._allowed.pop(0), token):
             return False
         self._grammar.accept_token(token)
         self._ahead += 1
         self._ended = self._grammar.finished
         return not self._grammar.is_terminated()
 
-    def mask_verified(
-        self, drafts: Sequence[int], mask: torch.Tensor, rows: range
-    ) -> int:
-        """Write the masks of a verification's positions, then roll back.
+    def mask_after(self, tokens: Sequence[int], mask: torch.Tensor, rows: range) -> int:
+        """Write the masks of positions from the cursor on, which stays where it is.
 
         Args:
-            drafts: d drafted tokens.
-            mask: As for ``mask_next``.
-            rows: d + 1 rows of the mask.
+            tokens: n tokens, drafts or proposals, between the positions.
+            mask: From the grammar's ``allocate_vocab_mask``, with all tokens allowed.
+            rows: n + 1 rows of the mask.
 
         Returns:
-            The number of valid positions, 1 to d + 1: none follows the token that
-            completes the text.
+            The number of valid positions, 1 to n + 1: none follows the token that
+            completes the text, or one that is not allowed.
         """
-        self.settle()
-        usable = 1
-        self.mask_next(mask, rows[0])
-        for row, token in zip(rows[1:], drafts, strict=True):
-            if not self.draft(token):
+        grammar, start = self._grammar, self._ahead
+        seen: list[torch.Tensor] = []
+        for row, token in zip(rows, [*tokens, None], strict=True):
+            going = not grammar.finished and not grammar.is_terminated()
+            if going:
+                grammar.fill_vocab_mask(mask, row)
+            seen.append(mask[row])
+            self._allowed = seen[-1:]
+            if token is None or not going or not self.draft(token):
                 break
-            self.mask_next(mask, row)
-            usable += 1
-        self.settle()
-        return usable
+        self._roll_back(self._ahead - start)
+        self._allowed = seen
+        return len(seen)
 
     def settle(self) -> None:
         """Roll back every draft."""
-        if self._ahead:
-            # SGLang sets it with every result, also during drafting, and llguidance
-            # rolls back an end token only if it is set.
-            if self._ended:
-                self._grammar.finished = True
-            self._grammar.rollback(self._ahead)
-            self._ahead, self._ended = 0, False
-        self._allowed = None
+        self._roll_back(self._ahead)
+        self._allowed = []
+
+    def _roll_back(self, drafts: int) -> None:
+        if not drafts:
+            return
+        # SGLang sets it with every result, also during drafting, and llguidance rolls
+        # back an end token only if it is set.
+        if self._ended:
+            self._grammar.finished = True
+        self._grammar.rollback(drafts)
+        self._ahead -= drafts
+        self._ended = False
 
 
 def _bit(words: torch.Tensor, token: int) -> bool:

@@ -66,11 +66,18 @@ class RowQueries(Generic[R_co]):
         queries: Queries in order, with the same ``batch_index`` and ``state``.
         verifies: The row verifies ``state.drafts``.
         emits: The sampled tokens are emitted; False for a draft.
+        proposed: Tokens behind the drafts, where sampling depends on them.
     """
 
     queries: tuple[Query[R_co], ...]
     verifies: bool
     emits: bool
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def ahead(self) -> list[int]:
+        """Drafts and proposals after the verified text, before its last position."""
+        return [*self.state.drafts, *self.proposed]
 
     @property
     def batch_index(self) -> int:

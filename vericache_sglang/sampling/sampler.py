@@ -9,7 +9,7 @@ with classic rejection sampling are the exception (``rejection.py``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from vericache_sglang.sampling.accept import accepted_tokens
 from vericache_sglang.sampling.expand import expand
 from vericache_sglang.sampling.group import groups
 from vericache_sglang.sampling.logprobs import LogprobTable, read
-from vericache_sglang.sampling.profile import SamplingRule
+from vericache_sglang.sampling.profile import SamplingRule, depends_on_tokens
 from vericache_sglang.sampling.rejection import filtered_probs, reject
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class RowSampler:
     ) -> tuple[list[list[int]], LogprobTable]:
         """Sample the tokens of every row; synchronises once.
 
+        It does so twice if what may follow a proposal depends on it.
+
         Args:
             batch: The decode batch.
             rows: The rows of the forward.
@@ -88,6 +90,7 @@ class RowSampler:
             drafts or proposals behind its first query; and the log-probabilities of
             emitted tokens.
         """
+        rows = _with_proposals(rows, inputs)
         target, sampled = self._sample(batch, rows, logits, positions)
         told = [each for each in sampled if each.group.logprobs]
         drawn = [(s.group, s.counts) for s in sampled if s.counts is not None]
@@ -227,6 +230,32 @@ class RowSampler:
                 tokens,
             ).write_output_to(output)
         return output
+
+
+def _with_proposals(
+    rows: Sequence[RowQueries[SampledRequest]], inputs: torch.Tensor
+) -> Sequence[RowQueries[SampledRequest]]:
+    """Return the rows with the proposals that masks, penalties and processors see.
+
+    Args:
+        rows: The rows of the forward; results of those that depend on tokens are known.
+        inputs: [T] int64, see ``RowSampler.choose``.
+    """
+    counts = [
+        0
+        if row.state.profile.greedy_fast or not depends_on_tokens(row.state.req)
+        else row.queries[-1].drafts - len(row.state.drafts)
+        for row in rows
+    ]
+    if not any(counts):
+        return rows
+    tokens = download(inputs)[0].tolist()
+    return [
+        replace(row, proposed=tuple(tokens[q.at] for q in row.queries[-count:]))
+        if count
+        else row
+        for row, count in zip(rows, counts, strict=True)
+    ]
 
 
 def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:

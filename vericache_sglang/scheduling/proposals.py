@@ -10,8 +10,10 @@ from vericache_sglang.scheduling.draft_length import Patience
 ENTER = 1.03
 """Predicted gain from which tokens are proposed: 1 plus a margin for the model."""
 
-LEAVE = 1.0
-"""Predicted gain below which no more are; the gap to ``ENTER`` is hysteresis."""
+LEAVE = 1.02
+"""Predicted gain below which no more are; the gap to ``ENTER`` is hysteresis. Above 1,
+because a proposal that costs nothing never loses, and the estimated acceptance of a
+drafter that is never right does not reach 0."""
 
 
 @dataclass(frozen=True, slots=True)

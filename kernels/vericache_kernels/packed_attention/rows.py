@@ -59,8 +59,8 @@ class ExactRows:
         k_buffer: [slots, H, D], dtype of the queries, contiguous in D.
         v_buffer: As ``k_buffer``, same strides.
         slots: [*] int32 slot ids, row after row, the query tokens of a row last.
-        first: [R + 1] int32; row r has ``slots[first[r] : first[r + 1]]``: none, or at
-            least as many as it has queries.
+        first: [R + 1] int32; row r has ``slots[first[r] : first[r + 1]]``. If there
+            are fewer than queries, the first queries have no slot and see none.
     """
 
     k_buffer: torch.Tensor

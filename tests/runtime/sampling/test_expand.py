@@ -1,5 +1,6 @@
 """SGLang's sampling state of a batch, repeated for every position of every row."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,47 @@ def penalties(outputs, **params):
     return made
 
 
+def with_proposals(row, *proposed):
+    """Return a row that runs tokens behind its last one."""
+    last = row.queries[-1]
+    more = [
+        replace(last, at=last.at + i, drafts=last.drafts + i)
+        for i in range(1, len(proposed) + 1)
+    ]
+    return replace(row, queries=(*row.queries, *more), proposed=proposed)
+
+
+def test_proposals_count_like_the_drafts_before_them():
+    """Penalties, masks and processors are those of a row that has them as drafts."""
+    entry = ProcessorEntry("processor", [0], torch.tensor([0]))
+    found = []
+    for drafts, proposed in (([5, 4, 3], ()), ([5], (4, 3)), ([], (5, 4, 3))):
+        state = state_of(
+            1,
+            [4],
+            drafts,
+            penalties=penalties([4], frequency_penalty=1.0),
+            grammar=Grammar(),
+            cursor=Cursor(),
+            params={"__req__": SimpleNamespace()},
+        )
+        row = with_proposals(verification(0, state), *proposed)
+        info = info_of(
+            1,
+            has_custom_logit_processor=True,
+            custom_logit_processor={5: entry},
+            custom_params=[{}],
+        )
+        expanded, usable = expand(info, [row], late=False)
+        texts = [params["__req__"].output_ids for params in expanded.custom_params]
+        masks = expanded.grammar_mask.vocab_mask
+        found.append((usable, texts, masks, expanded.acc_additive_penalties))
+    for usable, texts, masks, additive in found[1:]:
+        assert (usable, texts) == found[0][:2]
+        assert torch.equal(masks, found[0][2])
+        assert torch.equal(additive, found[0][3])
+
+
 def test_penalties_count_the_drafts_before_each_position():
     counted = state_of(1, [4], [5, 4], penalties=penalties([4], frequency_penalty=1.0))
     free = state_of(2, [4, 4], [3])
@@ -164,13 +206,15 @@ class Grammar:
 class Cursor:
     """Allows one token after each draft, and ends after two."""
 
-    def mask_next(self, mask, row):
-        mask[row] = torch.arange(VOCABULARY) == 1
+    first = 1
 
-    def mask_verified(self, drafts, mask, rows):
-        for row, token in zip(rows, [2, *drafts], strict=True):
+    def settle(self):
+        self.first = 2
+
+    def mask_after(self, tokens, mask, rows):
+        for row, token in zip(rows, [self.first, *tokens], strict=True):
             mask[row] = torch.arange(VOCABULARY) == token
-        return 2
+        return min(2, len(rows))
 
 
 def test_masks_lie_in_the_rows_of_their_requests():

@@ -77,7 +77,7 @@ def mask_after(template, text):
 def next_mask(grammar):
     """Return the mask [words] of what may follow where a grammar stands."""
     mask = masks(grammar, 1)
-    GrammarCursor(grammar).mask_next(mask, 0)
+    GrammarCursor(grammar).mask_after([], mask, range(1))
     return mask[0]
 
 
@@ -111,7 +111,7 @@ def test_verified_masks_are_those_of_the_text(backend, kind):
         grammar = after(template, text)
         cursor = GrammarCursor(grammar)
         mask = masks(grammar, len(drafts) + 3)
-        usable = cursor.mask_verified(drafts, mask, range(1, len(drafts) + 2))
+        usable = cursor.mask_after(drafts, mask, range(1, len(drafts) + 2))
         ends = after(template, text + drafts).is_terminated()
         ended += ends
         assert usable == len(drafts) + (not ends)
@@ -142,12 +142,13 @@ def test_drafting_sees_the_drafts_and_settling_forgets_them(backend, kind):
         drafts = walk_on(template, rng, text, 5)
         for j, token in enumerate(drafts):
             mask = masks(grammar, 2)
-            cursor.mask_next(mask, 1)
+            cursor.mask_after([], mask, range(1, 2))
             assert torch.equal(mask[1], mask_after(template, text + drafts[:j]))
             going = not after(template, text + drafts[: j + 1]).is_terminated()
             assert cursor.draft(token) is going
+        cursor.settle()
         mask = masks(grammar, len(drafts) + 1)
-        cursor.mask_verified(drafts, mask, range(len(drafts) + 1))
+        cursor.mask_after(drafts, mask, range(len(drafts) + 1))
         assert torch.equal(mask[0], mask_after(template, text)), "drafts taken back"
         cursor.settle()
         cursor.settle()
@@ -158,6 +159,46 @@ def test_drafting_sees_the_drafts_and_settling_forgets_them(backend, kind):
         text += kept
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+def test_proposals_are_taken_back_and_drafts_before_them_are_not(backend, kind):
+    """Any prefix of a run that was looked at may be drafted; the cursor goes on."""
+    template = compiled(backend, kind, SOURCES[kind])
+    rng = random.Random(3)
+    for _ in range(12):
+        grammar = template.copy()
+        cursor, drafted = GrammarCursor(grammar), []
+        going = True
+        while going and len(drafted) < 9:
+            proposed = walk_on(template, rng, drafted, 4)
+            mask = masks(grammar, len(proposed) + 1)
+            usable = cursor.mask_after(proposed, mask, range(len(proposed) + 1))
+            ends = after(template, drafted + proposed).is_terminated()
+            assert usable == len(proposed) + (not ends)
+            for j in range(usable):
+                wanted = mask_after(template, drafted + proposed[:j])
+                assert torch.equal(mask[j], wanted)
+            kept = proposed[: rng.randrange(1, len(proposed) + 1)]
+            for token in kept:
+                drafted.append(token)
+                going = cursor.draft(token)
+                assert going is not after(template, drafted).is_terminated()
+        cursor.settle()
+        assert torch.equal(next_mask(grammar), mask_after(template, []))
+
+
+def test_a_run_may_end_with_a_token_that_is_not_allowed(backend, tokenizer):
+    template = compiled(backend, "regex", "[0-9]{9}")
+    (digit,) = tokenizer.encode("7", add_special_tokens=False)
+    (letter,) = tokenizer.encode("q", add_special_tokens=False)
+    grammar = template.copy()
+    cursor = GrammarCursor(grammar)
+    mask = masks(grammar, 3)
+    assert cursor.mask_after([digit, digit], mask, range(3)) == 3
+    assert [cursor.draft(token) for token in (digit, letter)] == [True, False]
+    cursor.settle()
+    assert torch.equal(next_mask(grammar), mask_after(template, []))
+
+
 @pytest.mark.parametrize("tail", [[], [20]], ids=["last", "one more"])
 def test_nothing_follows_the_draft_that_ends_the_text(backend, tokenizer, tail):
     template = compiled(backend, "regex", "name=[a-z]")
@@ -165,7 +206,7 @@ def test_nothing_follows_the_draft_that_ends_the_text(backend, tokenizer, tail):
     drafts = [*letters, EOS, *tail]
     grammar = template.copy()
     mask = masks(grammar, len(drafts) + 1)
-    usable = GrammarCursor(grammar).mask_verified(drafts, mask, range(len(drafts) + 1))
+    usable = GrammarCursor(grammar).mask_after(drafts, mask, range(len(drafts) + 1))
     assert usable == len(letters) + 1
     assert allowed(mask[len(letters)]) == [EOS]
     assert not grammar.is_terminated()
@@ -179,7 +220,7 @@ def test_a_result_processed_while_drafts_are_ahead_changes_nothing(backend, toke
         grammar = after(template, text[:start])
         cursor = GrammarCursor(grammar)
         for token in (*text[start:], EOS):
-            cursor.mask_next(masks(grammar, 1), 0)
+            cursor.mask_after([], masks(grammar, 1), range(1))
             assert cursor.draft(token) is (token != EOS)
             grammar.finished = False
         cursor.settle()
@@ -197,10 +238,10 @@ def test_an_illegal_draft_ends_what_means_something(backend, tokenizer):
     cursor = GrammarCursor(grammar)
     drafts = [digit, letter, digit]
     mask = masks(grammar, 4)
-    assert cursor.mask_verified(drafts, mask, range(4)) == 2
+    assert cursor.mask_after(drafts, mask, range(4)) == 2
     assert torch.equal(mask[1], mask_after(template, [digit]))
     for token, legal in ((digit, True), (letter, False)):
-        cursor.mask_next(masks(grammar, 1), 0)
+        cursor.mask_after([], masks(grammar, 1), range(1))
         assert cursor.draft(token) is legal
     cursor.settle()
     assert torch.equal(next_mask(grammar), mask_after(template, []))
@@ -229,7 +270,7 @@ def test_drafts_may_cross_the_end_of_a_reasoners_thinking(backend, tokenizer):
     free = [True] * (1 + len(end)) + [False] * 3
     for _ in range(2):
         mask = masks(grammar, len(drafts) + 1)
-        usable = cursor.mask_verified(drafts, mask, range(len(drafts) + 1))
+        usable = cursor.mask_after(drafts, mask, range(len(drafts) + 1))
         assert usable == len(drafts)
         assert [bool((row == ALL_ALLOWED).all()) for row in mask[:usable]] == free
         assert torch.equal(mask[usable - 1], mask_after(template, [digit, digit]))

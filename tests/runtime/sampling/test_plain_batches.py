@@ -16,8 +16,9 @@ COUPLED = Profile(SamplingRule.COUPLED, seed=1)
 pytestmark = pytest.mark.sglang
 
 
-def states(*profiles, penalties=None, rounds=0, room=None):
-    own = {"stats": SimpleNamespace(cycles=rounds), "penalties": penalties}
+def states(*profiles, penalties=None, rounds=0, proposed=0, room=None):
+    stats = SimpleNamespace(cycles=rounds, inner_proposed=proposed)
+    own = {"stats": stats, "penalties": penalties}
     req = SimpleNamespace(bootstrap_room=room)
     return [SimpleNamespace(profile=profile, req=req, **own) for profile in profiles]
 
@@ -51,8 +52,8 @@ def test_without_a_seed_any_way_to_draw_is_right(flags):
     assert samples_as_sglang(states(GREEDY_FAST), info(**flags))
 
 
-@pytest.mark.parametrize("since", [{"rounds": 1}, {"room": 7}])
-def test_penalties_are_ours_after_a_verification_or_anothers_prefill(since):
+@pytest.mark.parametrize("since", [{"rounds": 1}, {"proposed": 1}, {"room": 7}])
+def test_penalties_are_ours_after_several_tokens_at_once_or_anothers_prefill(since):
     penalties = object()
     fresh = states(GREEDY_FAST, penalties=penalties)
     assert samples_as_sglang(fresh, info())

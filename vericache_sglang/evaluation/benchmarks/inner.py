@@ -28,7 +28,12 @@ from vericache_sglang.evaluation.benchmarks.paired import engine_for
 from vericache_sglang.evaluation.figures import growth, per_token, per_verify
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import answer, differing, greedy
-from vericache_sglang.evaluation.systems import BUILT_IN, System, described
+from vericache_sglang.evaluation.systems import (
+    BUILT_IN,
+    System,
+    described,
+    weighted,
+)
 from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_prompts
 
 if TYPE_CHECKING:
@@ -49,8 +54,7 @@ WITH_NGRAM = BUILT_IN["vericache-ngram"]
 
 
 def _weighted(inner: str, folder: Path) -> System:
-    flags = (flag("inner"), inner, "--speculative-draft-model-path", str(folder))
-    return System(name=f"vericache+{inner}", flags=flags)
+    return weighted(BUILT_IN[f"vericache-{inner}"], None, str(folder))
 
 
 VARIANTS: Mapping[str, System] = {

@@ -131,9 +131,7 @@ EAGLE3 = InnerDrafter(length=3, accept=0.5, weight_bytes=1.5e9, kv_bytes=2048 * 
 
 def composition() -> tuple[Claim, ...]:
     """Return the composed ideal speedup: A.3 as printed, and with denser cycles."""
-    plain = server("qwen3-32b", RTX)
-    lengths, composed = range(1, 64), replace(plain, inner=EAGLE3)
-    alone, both = (search(each, [KEEP], lengths) for each in (plain, composed))
+    others = ", ".join(f"{gpu} {_composed(gpu):.2f}" for gpu in ("h100-nvl", "gh200"))
     given = f"k = {EAGLE3.length}, acceptance {EAGLE3.accept}, 1.5 GB of weights"
     return (
         Claim(
@@ -148,10 +146,18 @@ def composition() -> tuple[Claim, ...]:
         Claim(
             what="the same over VeriCache alone: 4.35 / 3.50 (4.2)",
             paper=1.24,
-            ours=both.tokens_per_s / alone.tokens_per_s,
+            ours=_composed(RTX),
             unit="x",
-            open=f"Qwen3-32B on {RTX}, the best x of each; {given}",
-            why="m divides the iterations of a cycle, not its verifications; the text "
-            "names neither the GPU nor the head (an H100 NVL: 1.20, a GH200: 1.51)",
+            open=f"Qwen3-32B on {RTX}, the best x of each; {given}; m divides the "
+            "iterations that a cycle drafts in, not its verifications; the text names "
+            f"neither the GPU nor the head, and the ratio depends on both: {others}",
         ),
     )
+
+
+def _composed(gpu: str) -> float:
+    """Return the speed with ``EAGLE3`` over that without, each at its best x."""
+    plain = server("qwen3-32b", gpu)
+    both = replace(plain, inner=EAGLE3)
+    one, other = (search(each, [KEEP], range(1, 64)) for each in (plain, both))
+    return other.tokens_per_s / one.tokens_per_s

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
     """Return whether SGLang's batch-wide sampling is correct for every request.
 
-    It counts one token per step for penalties, which is wrong after a verification, and
-    under overlap counts the first token of another server's prefill twice.
+    It counts one token per step for penalties, which is wrong after a verification and
+    after proposals, and under overlap counts the first token of another server's
+    prefill twice.
     In a batch of mixed sampling kinds a seed yields different tokens than alone
     (``Group``). The batch's flags outlive the request that set them, so they are
     checked too.
@@ -35,11 +36,11 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
         states: The batch's requests.
         info: The batch's sampling state.
     """
-    if any(
-        state.penalties and (state.stats.cycles or state.req.bootstrap_room is not None)
-        for state in states
-    ):
-        return False
+    for state in states:
+        stats, room = state.stats, state.req.bootstrap_room
+        ahead = stats.cycles or stats.inner_proposed or room is not None
+        if state.penalties and ahead:
+            return False
     kinds = {(state.profile.rule, state.profile.filtered) for state in states}
     if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):
         return True
