@@ -55,7 +55,10 @@ ALL_SIX = Rules(name="all six paths")
 RULES = (
     BASELINE,
     Rules(name="B1 and B2, by arrival", speculates=False, program=False),
-    *(Rules(name=name.upper(), forced=name) for name in ("b1", "b2", "p1", "p2")),
+    *(
+        Rules(name=name.upper(), forced=name, speculates=name.startswith("p"))
+        for name in ("b1", "b2", "p1", "p2")
+    ),
     Rules(name="all six, by arrival", program=False),
     ALL_SIX,
 )
