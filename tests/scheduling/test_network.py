@@ -80,7 +80,7 @@ def test_no_more_is_held_than_there_is(moves, slots):
                 first, end = found
                 assert now - WINDOW_S < first <= end - load_s + 1e-9
         assert len(rings.held) <= slots
-        assert rings.free <= slots - len(rings.held)
+        assert rings.free() <= slots - len(rings.held)
     for rid in "abcdef":
         rings.release(rid)
-    assert rings.free == slots
+    assert rings.free() == slots

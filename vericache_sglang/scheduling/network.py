@@ -42,10 +42,13 @@ class NetworkRings:
         self._admission = Admission(rings, WINDOWS)
         self.held: set[str] = set()
 
-    @property
-    def free(self) -> int:
-        """Slots that are free in every window."""
-        return self._pool.limit - max(self._pool.horizon())
+    def free(self, spare: int = 0) -> int:
+        """Return the slots that are free in every window.
+
+        Args:
+            spare: Slots that verifications keep, reserved or not; >= 0.
+        """
+        return self._pool.limit - max(spare, *self._pool.horizon())
 
     def advance(self, now_s: float) -> None:
         """Advance to the window of the time ``now_s``, in seconds."""
@@ -60,13 +63,13 @@ class NetworkRings:
         Args:
             rid: Request id.
             load_s: Time of its load, in seconds, >= 0.
-            spare: Slots that have to stay free besides, >= 0.
+            spare: See ``free``.
 
         Returns:
             Whether there was room; nothing is taken otherwise.
         """
         load = _load(min(load_s, (WINDOWS - 2) * WINDOW_S), ())
-        if self.free <= spare:
+        if self.free(spare) < 1:
             return False
         if self._admission.admit(rid, load, load.span) is None:
             return False

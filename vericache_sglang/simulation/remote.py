@@ -55,7 +55,10 @@ ALL_SIX = Rules(name="all six paths")
 RULES = (
     BASELINE,
     Rules(name="B1 and B2, by arrival", speculates=False, program=False),
-    *(Rules(name=name.upper(), forced=name) for name in ("b1", "b2", "p1", "p2")),
+    *(
+        Rules(name=name.upper(), forced=name, speculates=name.startswith("p"))
+        for name in ("b1", "b2", "p1", "p2")
+    ),
     Rules(name="all six, by arrival", program=False),
     ALL_SIX,
 )
@@ -444,7 +447,7 @@ class Pools:
             whole_wait_s=max(drafter.link.backlog_s(WHOLE), pool_wait_s),
             rest_wait_s=drafter.link.backlog_s(REST),
             verify_load_s=inf if granted is None else granted - self.clock.now,
-            holds=verifier.rings.free > self.spare,
+            holds=verifier.rings.free(self.spare) > 0,
             host_room=True,
             prefill_s=inf,
             tokens=cluster.output_tokens,
@@ -458,7 +461,7 @@ class Pools:
         """Return when a slot is free behind those that wait for one."""
         ahead = len(server.waiting) if isinstance(server, NearInstance) else 0
         spare = self.spare if isinstance(server, NearInstance) else 0
-        needed = ahead + 1 - max(server.rings.free - spare, 0)
+        needed = ahead + 1 - max(server.rings.free(spare), 0)
         if needed <= 0:
             return 0.0
         left = sorted(self._running[rid].left_s for rid in server.rings.held)
