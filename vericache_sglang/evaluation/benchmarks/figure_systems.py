@@ -177,11 +177,16 @@ def likeness(task: str, name: str) -> Callable[[Row, Any], float | None]:
 
 
 def accumulated(task: str) -> Callable[[Row, Any], float | None]:
-    """Return what reads KL_1:t after ``point`` tokens; an ended sequence adds 0."""
+    """Return what reads KL_1:t after ``point`` tokens; an ended sequence adds 0.
+
+    Beyond the longest sequence nothing is known.
+    """
 
     def read(row: Row, point: Any) -> float | None:
-        steps = row["tasks"].get(task, {}).get("steps")
-        return statistics.fmean(sum(each[:point]) for each in steps) if steps else None
+        steps = row["tasks"].get(task, {}).get("steps", [])
+        if point > max(map(len, steps), default=0):
+            return None
+        return statistics.fmean(sum(each[:point]) for each in steps)
 
     return read
 
