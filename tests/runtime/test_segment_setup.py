@@ -26,6 +26,16 @@ def test_only_a_cheap_method_takes_what_was_chosen_offline_first(line, offline):
     assert _better(config) == ([] if offline else [identity_of("kvzip", config)])
 
 
+def test_what_was_chosen_offline_is_taken_with_the_same_codec_only():
+    create_compressor("keynorm", 0)
+    found = [
+        _better(VeriCacheConfig(compressor=line))
+        for line in ("keynorm+kivi:bits=4", "kvzip+kivi", "kivi", "split-planes")
+    ]
+    wanted = identity_of("kvzip+kivi:bits=4", VeriCacheConfig())
+    assert found == [[wanted], [], [], []]
+
+
 def test_the_store_is_priced_as_it_was_measured():
     estimates = Estimates()
     assert Ranks(estimates).prices(None).store_s_per_byte == float("inf")
