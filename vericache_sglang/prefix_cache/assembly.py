@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
 from vericache_sglang.compression.codecs.base import CODECS
-from vericache_sglang.errors import InvariantError
+from vericache_sglang.errors import StoreError
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
@@ -103,7 +103,7 @@ def _store_codec(codec: Codec, copies: SegmentCopies) -> StoreCodec:
 
     def check(draft: Tensors, rest: Tensors) -> None:
         if copies.codes is None:
-            raise InvariantError("packed draft KV is read before its codec is there")
+            raise StoreError("codes", "are read before their codec is there")
         copies.codes.check(draft, rest, SEGMENT)
 
     return StoreCodec(codec_identity(codec.identity), SEGMENT, check)

@@ -546,7 +546,6 @@ class CachedSegments:
             parent = known.parent if known else names[at - 1] if at else None
             if parent is not None and parent not in self._index:
                 continue
-            self._index.settle_image(name, Form.RESIDUAL)
             content = self._tiers.compressed(name, Tier.DEVICE)
             self._tiers.know(name, parent, content)
             self._index.update(name, content)

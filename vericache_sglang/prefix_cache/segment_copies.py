@@ -214,7 +214,6 @@ class SegmentCopies:
             pairs = zip(rest["keys"], rest["values"], strict=True)
             for layer, pair in enumerate(pairs):
                 residual.write(layer, *pair)
-        self.index.settle_image(name, Form.RESIDUAL)
         self.save_scores(name, draft.get("noted"))
         return True
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
-from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.counters import TierCounters
@@ -119,20 +118,20 @@ class SegmentTiers:
         segment = self._index.get(name)
         if segment is None or not isinstance(segment.residual, PlaneResidual):
             return
-        self._index.settle_image(name, Form.RESIDUAL)
         if segment.content.draft is not None:
             nbytes = self._residual_bytes(segment)
             residual = replace(segment.content.residual, nbytes=nbytes)
             self._index.update(name, replace(segment.content, residual=residual))
 
     def _residual_bytes(self, segment: Segment) -> int:
-        """Return the recorded bytes of residual KV on the host.
+        """Return the recorded bytes of residual KV on the host; frees pages it left.
 
         Residual planes that a transfer still fills count as much as they may become.
         """
         rest = segment.residual
         if rest is None:
-            raise InvariantError(f"no residual KV of segment {segment.name}")
+            return 0  # which no part can be
+        self._index.settle_image(segment.name, Form.RESIDUAL)
         if isinstance(rest, PlaneResidual) and not rest.sealed:
             return rest.held_bytes
         return rest.nbytes_layer * rest.layers

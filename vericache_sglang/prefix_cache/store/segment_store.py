@@ -445,8 +445,7 @@ class SegmentStore:
         """Return the manifest of parts to be written.
 
         Raises:
-            StoreError: tensor: there are no keys.
-            InvariantError: Draft KV is packed, but this store has no codec.
+            StoreError: tensor: there are no keys, or codes without a codec.
         """
         model, draft = self.fingerprint.short, parts.get("draft", {})
         if "coded" not in draft:
@@ -455,7 +454,7 @@ class SegmentStore:
             return Manifest(model, name, compressor, tokens, kept, objects)
         codec = self.codec
         if codec is None:
-            raise InvariantError(f"packed draft KV of segment {name} without a codec")
+            raise StoreError("tensor", f"codes of segment {name}, without a codec")
         kept, coded = draft["coded"].shape[2], coded_of(codec.identity, parts)
         return Manifest(model, name, compressor, codec.tokens, kept, objects, coded)
 
