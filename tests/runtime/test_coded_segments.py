@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("sglang")
 
+import segment_checks
+import segment_world
+import tiny_segments
 from bound_codecs import DIM, HEADS, LAYERS, bound_codecs
 from bound_codecs import LINES as ALL
 from known_kv import KnownKV
 from segment_world import IDENTITY, SHORT, attach_store, fetched, shorten_segments
+from simulated_cuda import simulated, until
 from storages import HeldStore
 from test_compress_segments import ABOVE, STEP, History, left_behind, on_host, to
 from tiny_segments import tiered
@@ -38,6 +42,11 @@ LINES = {
     "planes": "split-planes:exponent_bits=4,mantissa_bits=3,block=4",
     "kivi": "kivi:bits=2,group=4,window=4",
 }
+WIDE = {
+    "planes": "split-planes:exponent_bits=4,mantissa_bits=3,block=16",
+    "kivi": "kivi:bits=2,group=16,window=16",
+}
+"""As kernels take them: groups of at least 16 tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +60,7 @@ def short_segments(monkeypatch):
 def test_any_history_keeps_every_bit_and_every_slot(line, page, selects):
     options = {"codec": LINES[line], "page": page, "selects": selects}
 
-    @settings(deadline=None, max_examples=8)
+    @settings(deadline=None, max_examples=5)
     @given(
         st.sampled_from([8, 1000]),
         st.sampled_from([torch.float32, torch.bfloat16]),
@@ -277,3 +286,45 @@ def with_store(engine, storage):
     check = partial(segments.copies.codes.check, tokens=SHORT)
     store.codec = StoreCodec("this codec", SHORT, check)
     return store
+
+
+@pytest.mark.parametrize("line", WIDE)
+def test_a_device_joins_shared_codes_with_the_residual_kv_of_segments(
+    line, monkeypatch
+):
+    for module in (segment_world, segment_checks, tiny_segments):
+        monkeypatch.setattr(module, "SHORT", 16)
+    shorten_segments(monkeypatch, ABOVE)
+    with simulated() as cuda:
+        cuda.runs = True
+        options = {"cuda": cuda, "codec": WIDE[line], "dtype": torch.bfloat16}
+        with tiered(slots=220, stores=True, keep=0.8, **options) as engine:
+            state = on_host(engine, "a", "x", 44)
+            until(lambda: not waiting(engine))
+            assert state.split.shared_slots is not None
+            on_host(engine, "b", "x/16/y", 44)
+            until(lambda: not waiting(engine))
+            for rid in "ab":
+                engine.draft(rid)
+                engine.verify(rid, 1)
+            assert engine.move(Load("a"), "a")
+            cuda.drain()
+            engine.checks.all()
+            assert engine.move(Offload("a"), "a")
+            engine.verify("a", 0)
+            for rid in "ab":
+                engine.finish(rid)
+            engine.evict()
+            cuda.drain()
+            engine.checks.all()
+            restored, _ = engine.match("c", engine.ids("x", 44))
+            cuda.drain()
+            kv, _ = engine.kv.truth("x")
+            assert len(restored) == 32
+            assert torch.equal(engine.kv.at(restored), kv[:, :, :32])
+
+
+def waiting(engine):
+    """Return whether copies to the host are under way."""
+    engine.placement.poll_outgoing()
+    return engine.placement._outgoing

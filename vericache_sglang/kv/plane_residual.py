@@ -212,7 +212,9 @@ class PlaneResidual(HostResidual):
         }
 
     def fill(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Write and seal every layer, the inverse of ``stored``; described before.
+        """Write and seal every layer, the inverse of ``stored``.
+
+        ``describe`` comes before, and ``settle`` behind.
 
         Raises:
             TransferError: The counts do not tell the size of the escapes.
@@ -226,7 +228,6 @@ class PlaneResidual(HostResidual):
             for target, source in self.receive(layer, both, counts[layer : layer + 1]):
                 target.copy_(source)
             self.seal(layer)
-        self.settle()
 
     # -- to the device ------------------------------------------------------------
 

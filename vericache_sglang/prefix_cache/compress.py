@@ -415,15 +415,15 @@ class PromptCompressor:
     def _select_as_before(self, piece: PromptPiece) -> None:
         """Take the tokens of a piece over from what the host has of its draft KV."""
         copies, device = self._segments.copies, self._handles.device
+        # Synchronous copies: the host pages may be reused soon.
         if self._copied(piece.name):
             found = copies.images_of(piece.name, Form.DRAFT)
             if found is not None:
-                coded = found["coded"].read(device=device)
+                coded = found["coded"].read().to(device, copy=True)
                 piece.kept, piece.coded, piece.on_host = coded[..., :0], coded, True
                 return
         rest = self._selecting(piece.name)
         if rest is not None:
-            # Synchronous copies: the host pages may be reused soon.
             piece.kept = rest.kept.to(device, copy=True)
         if isinstance(rest, PlaneResidual):
             piece.coded = rest.coded.read().to(device, copy=True)
