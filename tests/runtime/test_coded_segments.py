@@ -114,6 +114,7 @@ class CodedWorld:
         fingerprint = replace(
             IDENTITY.model,
             layers=LAYERS,
+            kv_heads=HEADS,
             kv_dtype=str(dtype).removeprefix("torch."),
             head_dim=DIM,
             v_head_dim=DIM,
