@@ -115,6 +115,7 @@ def open_engine(options: argparse.Namespace) -> Any:
     from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()
+    refuse_unshared(options.compressor, int(given.get("tp_size", 1)))
     import sglang
     import torch
 
@@ -139,6 +140,29 @@ def open_engine(options: argparse.Namespace) -> Any:
             **given,
         }
     )
+
+
+def refuse_unshared(line: str, ranks: int) -> None:
+    """Refuse a compressor whose draft KV no other prompt can use.
+
+    Raises:
+        ConfigError: It cannot be stored; the message names the flag and the remedy.
+    """
+    from vericache_sglang.compression.catalog import create_compressor
+    from vericache_sglang.prefix_cache.assembly import may_be_shared
+
+    made = create_compressor(line, 0)
+    if not may_be_shared(made.selector):
+        raise ConfigError(
+            f"--compressor {line}: which tokens it keeps depends on the question behind"
+            " a prefix, or on its length: no other prompt can use them. Choose kvzip, "
+            "keynorm or a codec"
+        )
+    if made.codec is not None and ranks > 1:
+        raise ConfigError(
+            f"--compressor {line}: draft KV that a codec packs is stored by a single "
+            f"rank, and --engine asks for a tp_size of {ranks}. Leave the codec out"
+        )
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -197,10 +221,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VeriCacheError as error:
         print(f"vericache: error: {error}", file=sys.stderr, flush=True)
         return 2
-    written, dropped = (
-        report[f"cache_store_{name}"] for name in ("written_bytes", "dropped_writes")
+    names = ("written_bytes", "written_draft_bytes", "dropped_writes")
+    written, draft, dropped = (report[f"cache_store_{name}"] for name in names)
+    print(
+        f"{written} bytes written, {draft} of them draft KV; "
+        f"{dropped} segments not stored",
+        flush=True,
     )
-    print(f"{written} bytes written, {dropped} segments not stored", flush=True)
     return 2 if dropped else 0
 
 

@@ -174,6 +174,8 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     ("compressor", "store", "ranks"),
     [
         ("keynorm", True, 1),
+        pytest.param("keynorm+split-planes", True, 1, marks=pytest.mark.extended),
+        pytest.param("kivi", True, 1, marks=pytest.mark.extended),
         pytest.param("snapkv", False, 1, marks=pytest.mark.extended),
         pytest.param("keynorm", True, 2, marks=pytest.mark.extended),
         pytest.param("snapkv", False, 2, marks=pytest.mark.extended),
@@ -217,8 +219,20 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
         server.close()
 
 
-@pytest.mark.extended
-def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents):
+@pytest.mark.parametrize(
+    ("made", "served"),
+    [
+        ("split-planes", ["split-planes"]),
+        pytest.param("kivi", ["kivi"], marks=pytest.mark.extended),
+        pytest.param("kvzip", ["kvzip", "keynorm"], marks=pytest.mark.extended),
+        pytest.param(
+            "kvzip+kivi", ["kvzip+kivi", "keynorm+kivi"], marks=pytest.mark.extended
+        ),
+    ],
+)
+def test_prefixes_are_compressed_before_anybody_asks(
+    tmp_path, plain, documents, made, served
+):
     """A costly method runs in a process of its own; servers draft on its KV.
 
     Also one whose own method is cheap: what was made offline is taken before its own.
@@ -236,17 +250,17 @@ def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents)
     command = [sys.executable, "-m", "vericache_sglang.compress"]
     command += ["--model-path", str(MODEL)]
     command += ["--prompts", str(prompts), "--store-config", store, "--engine", engine]
-    command += ["--store-key", str(key)]
+    command += ["--store-key", str(key), "--compressor", made]
     log = tmp_path / "compress.log"
     child = fork(command, {}, log)
     assert child.wait(240) == 0, log.read_text()[-4000:]
     assert "2 of 2: " in log.read_text()
-    made = [tmp_path / "store", *(tmp_path / "store").iterdir()]
-    assert {file.stat().st_mode & 0o777 for file in made} == {0o700, 0o600}
+    files = [tmp_path / "store", *(tmp_path / "store").iterdir()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o700, 0o600}
     flags = (*FLAGS, "--max-total-tokens", "20000", "--hicache-storage-backend", "file")
     flags += ("--hicache-storage-backend-extra-config", store)
     flags += ("--vericache-store-key", str(key))
-    for compressor in ("kvzip", "keynorm"):
+    for compressor in served:
         server = LiveServer(tmp_path, *flags, "--vericache-compressor", compressor)
         try:
             server.wait()
@@ -257,7 +271,8 @@ def test_prefixes_are_compressed_before_anybody_asks(tmp_path, plain, documents)
         assert ids(answers) == wanted
         assert min(map(cached, answers)) >= SEGMENT
         assert all(answer["meta_info"]["vericache"]["cycles"] for answer in answers)
-        assert counters["cache_draft_slots"] >= 6 * KEPT
+        whole = sum(cached(answer) // SEGMENT for answer in answers) * SEGMENT
+        assert 0 < counters["cache_draft_slots"] < whole
         assert counters["cache_store_written_bytes"] == 0, "nothing was left to make"
 
 
@@ -298,9 +313,12 @@ def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "compressor"),
+    [(1, "keynorm"), (2, "keynorm"), (1, "split-planes"), (1, "keynorm+kivi")],
+)
 def test_a_server_that_starts_again_answers_from_the_store(
-    tmp_path, plain, documents, ranks
+    tmp_path, plain, documents, ranks, compressor
 ):
     """Killed or drained, and whatever became of the files: the same tokens."""
     asked = documents[:3]
@@ -309,7 +327,7 @@ def test_a_server_that_starts_again_answers_from_the_store(
     store = {"directory": str(folder)}
     flags = ("--hicache-storage-backend", "file", "--max-total-tokens", "20000")
     extra = ("--hicache-storage-backend-extra-config", json.dumps(store))
-    extra += ("--tp-size", str(ranks))
+    extra += ("--tp-size", str(ranks), "--vericache-compressor", compressor)
 
     def answers_of_a_new_server(end):
         server = LiveServer(tmp_path, *FLAGS, *flags, *extra)

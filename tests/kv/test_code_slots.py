@@ -4,52 +4,22 @@ import math
 
 import pytest
 import torch
+from bound_codecs import DIM, HEADS, LINES, bound_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.codecs.base import CodecNeeds, PartShape, PartSpec
-from vericache_sglang.compression.codecs.catalog import create_codec
-from vericache_sglang.compression.codecs.kvquant_tables import (
-    Samples,
-    calibrate_layer,
-)
-from vericache_sglang.compression.codecs.kvquant_tables import (
-    write_tables as write_kvquant,
-)
-from vericache_sglang.compression.codecs.rope import Rope
-from vericache_sglang.compression.codecs.rotatekv_tables import (
-    write_tables as write_rotatekv,
-)
 from vericache_sglang.kv.code_slots import ALIGN, CodeLayout
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.segment_length import SEGMENT, segment_bounds
 
-HEADS, DIM, POOL = 2, 32, 700
-LINES = [
-    "split-planes:exponent_bits=4,mantissa_bits=3,block=16",
-    "split-planes:exponent_bits=1,mantissa_bits=0,block=1",
-    "kivi:bits=2,group=32,window=32",
-    "kvquant:tables={kvquant},cap=0.05",
-    "rotatekv:tables={rotatekv},group=32,bits=3,clip=1.0",
-    "turboquant:bits=3",
-]
+POOL = 700
 DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.fixture(scope="module")
 def codecs(tmp_path_factory):
-    """Return every line's codec, bound, as the runtime uses it."""
-    folder = tmp_path_factory.mktemp("tables")
-    rows = torch.randn(200, HEADS * DIM, generator=torch.Generator().manual_seed(0))
-    layer = calibrate_layer(*[Samples(rows, torch.ones_like(rows))] * 2, 3)
-    write_kvquant(folder / "kvquant", [layer], 0.01)
-    write_rotatekv(folder / "rotatekv", [torch.arange(HEADS * DIM)], HEADS)
-    files = {name: str(folder / name) for name in ("kvquant", "rotatekv")}
-    rope = Rope(10_000.0 ** -(torch.arange(0, DIM, 2) / DIM))
-    return {
-        line: create_codec(line.format(**files)).bind(rope).without_tail()
-        for line in LINES
-    }
+    return bound_codecs(tmp_path_factory.mktemp("tables"))
 
 
 def layout_of(codec, dtype, coded, page=1, v_head_dim=DIM):

@@ -4,5 +4,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = (HERE, HERE.parent / "simulated", HERE.parent / "prefix_cache" / "store")
+OTHERS = ("simulated", "prefix_cache/store", "kv")
+FOLDERS = (HERE, *(HERE.parent / each for each in OTHERS))
 sys.path[:0] = map(str, FOLDERS)

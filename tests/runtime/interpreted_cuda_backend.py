@@ -18,6 +18,7 @@ import torch
 from ragged_world import KV_HEADS, World, layer, layout_batch, simple_batch
 
 from vericache_sglang.attention.packed_rows import DraftCodes
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.compression.codecs.kivi import KIVI
 from vericache_sglang.compression.codecs.kvquant import KVQuant
 from vericache_sglang.compression.codecs.kvquant_tables import KVQuantTables
@@ -102,7 +103,7 @@ class Coded:
         for i, n in enumerate(queries):
             state = None
             if i in coded:
-                used = codes.layout(coded[i]).slots
+                used = codes.used(coded[i])
                 slots, free = free[:used], free[used:]
                 world.table[where[i], :used] = slots
                 world.table[where[i], used : used + EXACT] = parts[i]
@@ -137,8 +138,9 @@ class Coded:
         return SimpleNamespace(
             req=SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)),
             split=SimpleNamespace(
-                budget=SimpleNamespace(code_slots=len(slots), coded=count),
+                budget=Budget(count, count, 0, 0, count, len(slots)),
                 coded=kept,
+                shared_slots=None,
                 residency=Residency.HOST,
             ),
         )

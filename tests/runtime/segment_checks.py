@@ -44,7 +44,7 @@ class SegmentChecks(TinyChecks):
             assert parts.shared_count == len(parts.shared_slots)
             assert row[: parts.shared_count].tolist() == parts.shared_slots.tolist()
             super().row(request)
-        kv.holds(parts.shared_slots, text, parts.kept)
+        self.draft_part(request, parts.shared_slots)
         drafts = [engine.segments.draft(name) for name in parts.segments]
         listed = [draft.slots.tolist() for draft in drafts]
         assert list(chain(*listed)) == parts.shared_slots.tolist(), (
@@ -102,9 +102,11 @@ class SegmentChecks(TinyChecks):
             yield each.name, engine.kv.at(each.slots), _every(len(each.slots))
         for name in engine.truths:
             part, rest = segments.draft(name), segments.residual(name)
-            if part is not None:
+            if rest is not None and engine.placement.codes is not None:
+                yield from self._packed(name, rest)
+            elif part is not None and part.coded is None:
                 yield name, engine.kv.at(part.slots), part.kept.cpu()
-            if rest is not None:
+            if rest is not None and engine.placement.codes is None:
                 until(lambda rest=rest: rest.sealed)  # by the copy's thread, on a GPU
                 for layer in range(LAYERS):
                     rest.verify(layer)
@@ -113,12 +115,23 @@ class SegmentChecks(TinyChecks):
                 assert part is None or torch.equal(part.kept.cpu(), rest.kept)
             for form in (Form.WHOLE, Form.DRAFT):
                 copy = segments.copies.images_of(name, form)
-                if copy is not None:
+                if copy is not None and "coded" not in copy:
                     copy = {field: found.read() for field, found in copy.items()}
                     where = copy.get("kept", _every(copy["keys"].shape[1]))
                     yield name, _stacked(copy["keys"], copy["values"]), where
                     if form is Form.DRAFT:
                         assert torch.equal(where, rest.kept), "of one split"
+
+    def _packed(self, name, rest):
+        """Yield the full KV that packed draft KV, wherever it lies, is joined to."""
+        copies = self._engine.segments.copies
+        until(lambda: rest.sealed)
+        segment = copies.index.find(name)
+        if segment.draft is None and not segment.has(Form.DRAFT):
+            return
+        pairs = zip(*copies._joined(name), strict=True)
+        keys, values = (torch.stack(each) for each in pairs)
+        yield name, _stacked(keys, values), _every(SHORT)
 
     def host_bytes(self):
         """Every page in use is a request's, a complement's or a copy's."""

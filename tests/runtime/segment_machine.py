@@ -10,6 +10,7 @@ from hypothesis.stateful import (
 )
 from segment_world import KEPT, SHORT, SegmentWorld, attach_store, fetched, tiers_of
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.prefix_cache.segment import Form, Tier, Use
 
 SLOTS = 96
@@ -115,7 +116,7 @@ class SegmentMachine(RuleBasedStateMachine):
             ]
             opened = {}
             if len(drafts) == len(parts):
-                opened = self.segments.open_residuals(rests, SHORT - KEPT, KEPT)
+                opened = self.segments.open_residuals(rests, Budget(SHORT, KEPT, 0, 0))
             if len(drafts) < len(parts) or opened is None:
                 for part in drafts:
                     world.give(part.slots)

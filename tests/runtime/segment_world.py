@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from storages import HeldStore
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.host_pages import HostPagePool
@@ -244,7 +245,7 @@ class SegmentWorld:
     def split(self, name):
         """Put a segment's draft part on the shelf, and its complement on the host."""
         self.index.add_draft(name, self.draft(name))
-        self.fill(name, self.copies.open_residual(name, SHORT - KEPT, KEPT))
+        self.fill(name, self.copies.open_residual(name, Budget(SHORT, KEPT, 0, 0)))
         assert self.copies.save_scores(name, self.truth_scores(name))
 
     def damage(self, name):

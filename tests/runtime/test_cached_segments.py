@@ -7,8 +7,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from segment_machine import SegmentMachine
 from segment_world import KEPT, SHORT, SegmentWorld, shorten_segments
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.prefix_cache.segment import Form, Use
+
+SPLIT = Budget(SHORT, KEPT, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -105,16 +108,16 @@ def test_a_kept_back_segment_does_not_give_way():
 
 def test_without_room_for_all_residuals_none_is_opened():
     world = SegmentWorld(host=1500)
-    assert world.segments.open_residuals(["a", "b", "c"], 5, 3) is None
+    assert world.segments.open_residuals(["a", "b", "c"], SPLIT) is None
     assert (world.index.residual_bytes, world.page_pool.used_bytes) == (0, 0)
-    assert len(world.segments.open_residuals(["a", "b"], 5, 3)) == 2
+    assert len(world.segments.open_residuals(["a", "b"], SPLIT)) == 2
 
 
 def test_older_segments_give_way_to_new_residuals():
     world = SegmentWorld(host=2400)
     world.segments.leaving(registered(world, ["a", "ab"]))
     assert world.index.find("ab").restorable
-    assert world.segments.open_residuals(["c", "cd", "cde"], 5, 3) is not None
+    assert world.segments.open_residuals(["c", "cd", "cde"], SPLIT) is not None
     assert not world.index.find("ab").restorable
     world.segments.check()
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_world import KEPT, SHORT, SegmentWorld
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.prefix_cache.segment import Form
 
@@ -108,7 +109,7 @@ def test_parts_that_were_stored_are_taken_in():
     world.split("a")
     draft, rest = world.copies.read_parts("a")
     other = SegmentWorld()
-    assert other.copies.take_split("a", draft, rest)
+    assert other.copies.take_split("a", draft, rest, SHORT)
     assert other.index.find("a").has(Form.DRAFT)
     target = other.take(SHORT)
     other.copies.restore("a", 0, target)
@@ -135,7 +136,7 @@ def test_without_room_for_both_parts_neither_is_taken_in(room):
     world.split("a")
     parts = world.copies.read_parts("a")
     other = SegmentWorld(host=room)
-    assert not other.copies.take_split("a", *parts)
+    assert not other.copies.take_split("a", *parts, SHORT)
     assert other.page_pool.used_bytes == 0
     assert not other.index.find("a").restorable
     assert other.segments.residual("a") is None
@@ -162,7 +163,7 @@ def test_a_residual_that_is_still_being_filled_is_waited_for():
     """
     world = SegmentWorld()
     world.index.add_draft("a", world.draft("a"))
-    opened = world.copies.open_residual("a", SHORT - KEPT, KEPT)
+    opened = world.copies.open_residual("a", Budget(SHORT, KEPT, 0, 0))
     assert world.copies.read_parts("a") is None
     target = world.take(SHORT)
     with pytest.raises(TransferError):
@@ -292,7 +293,7 @@ def test_scores_are_stored_with_a_draft_part_and_taken_in():
     assert world.copies.save_rest("a", part, slots)
     draft, rest = world.copies.read_parts("a")
     other = SegmentWorld()
-    assert other.copies.take_split("a", draft, rest)
+    assert other.copies.take_split("a", draft, rest, SHORT)
     target = other.take(SHORT)
     other.copies.restore("a", 0, target)
     found = torch.stack(other.scores.noted(target))

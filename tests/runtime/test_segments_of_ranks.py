@@ -21,6 +21,7 @@ from segment_world import (
     attach_store,
 )
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.errors import RankError
 from vericache_sglang.kv.host_pages import HostPagePool
 from vericache_sglang.prefix_cache import cached_segments, segment_slots, segment_tiers
@@ -164,7 +165,7 @@ class RankWorld(SegmentWorld):
         with segments.kept_back(names):
             rests = [n for n in names if segments.residual(n) is None]
             if None not in parts.values():
-                opened = segments.open_residuals(rests, SHORT - KEPT, KEPT)
+                opened = segments.open_residuals(rests, Budget(SHORT, KEPT, 0, 0))
             self.log.append(("compressed", text, opened is not None))
             for name, residual in (opened or {}).items():
                 self.fill(name, residual)

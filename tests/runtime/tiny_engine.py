@@ -33,6 +33,7 @@ from vericache_sglang.kv.sglang_pools import staged_pool_class
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.planning.block_table import block_table_shape
 from vericache_sglang.platforms.cpu.paged_allocator import TorchPagedAllocator
+from vericache_sglang.runtime import placement
 from vericache_sglang.runtime.block_table import BlockTablePool
 from vericache_sglang.runtime.forward.rows import MixedRows
 from vericache_sglang.runtime.placement import KVPlacement
@@ -85,7 +86,8 @@ class TinyEngine:
         dtype: Of the KV.
         config: Further settings; ``cuda`` is a simulated device on which the pool and
             its tables lie, instead of ``device``; without ``shares`` a selection is
-            never that of another prompt.
+            never that of another prompt; with ``stores`` packed draft KV is shared, as
+            on a server with a store.
 
     Attributes:
         device: Of pool and row table.
@@ -106,6 +108,7 @@ class TinyEngine:
         self.page, self.dtype = page, dtype
         self.cuda = cuda = config.pop("cuda", None)
         shares = config.pop("shares", True)
+        stores = config.pop("stores", False)
         where = self.device if cuda is None else "cuda:0"
         self.streams = None if cuda is None else Streams(cuda)
         config = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 3} | config
@@ -148,6 +151,9 @@ class TinyEngine:
                 # Heads are narrower than the kernel takes; ``fake_device`` times it.
                 weigh = patch.object(KVPlacement, "_weigh_codes", lambda placement: 1.0)
                 stack.enter_context(weigh)
+            if stores:
+                shared = patch.object(placement, "shares_draft_kv", lambda *_: True)
+                stack.enter_context(shared)
             self.placement = KVPlacement(
                 self.config,
                 TensorParallelSync(self.estimates()),

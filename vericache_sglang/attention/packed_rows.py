@@ -16,6 +16,7 @@ from vericache_kernels.packed_attention import (
 )
 from vericache_sglang.attention.codec_steps import codec_step
 from vericache_sglang.attention.packed_readers import DecodedRows, Images
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.calibration import TIMED_ROWS, seconds_of
@@ -163,7 +164,7 @@ class DraftCodes:
             states[i] = row.packed
             budget = row.packed.split.budget
             begins.append(budget.code_slots)
-            counts.append(len(self._codes.layout(budget.coded).segments))
+            counts.append(len(self._codes.layout(budget).segments))
             length = row.prefix + row.pending_max + len(row.columns)
             exact += length - budget.code_slots
             if len(row.columns) > 1:  # one more compiled kernel, not one per number
@@ -173,7 +174,7 @@ class DraftCodes:
         if self.in_kernel:
             parts = [state.split for state in states.values()]
             codes: CodeReader = self._images(
-                [part.budget.coded for part in parts],
+                [part.budget for part in parts],
                 [self._handles.table[rows[i].table_row] for i in states],
                 [part.coded for part in parts],
             )
@@ -201,14 +202,15 @@ class DraftCodes:
         geometry, device = self._handles.geometry, self._handles.device
         heads, dim, rows = geometry.kv_heads, geometry.head_dim, TIMED_ROWS
         coded = segments * SEGMENT
-        slots = torch.arange(rows * self._codes.layout(coded).slots, device=device)
+        budget = Budget(coded, coded, 0, 0, coded=coded)
+        slots = torch.arange(rows * self._codes.layout(budget).slots, device=device)
         pool = self._handles.pool
         kv = pool.k_buffer[0], pool.v_buffer[0]
         where = torch.arange(coded, dtype=torch.int32, device=device)
         row = torch.arange(rows + 1, device=device)
         forward = CodedForward(
             codes=self._images(
-                [coded] * rows,
+                [budget] * rows,
                 (slots % len(kv[0])).chunk(rows),
                 [where.expand(geometry.layers, heads, coded)] * rows,
             ),
@@ -225,14 +227,14 @@ class DraftCodes:
 
     def _images(
         self,
-        coded: Sequence[int],
+        budgets: Sequence[Budget],
         slots: Sequence[torch.Tensor],
         positions: Sequence[torch.Tensor],
     ) -> Images:
         """Return the codes of rows that a kernel decodes.
 
         Args:
-            coded: Coded tokens of each row.
+            budgets: Counts of each row.
             slots: Slots of each row, code slots first.
             positions: Per row [L, H, coded] int32.
         """
@@ -240,14 +242,15 @@ class DraftCodes:
         tokens: list[int] = []
         starts: list[int] = []
         lengths: list[int] = []
-        for count, before in zip(coded, accumulate(coded, initial=0), strict=False):
-            segments = self._codes.layout(count).segments
-            at = sum(lengths) * self._slot_bytes
-            for segment, handles in zip(segments, self._fields(count), strict=True):
+        coded = [budget.coded for budget in budgets]
+        for budget, before in zip(budgets, accumulate(coded, initial=0), strict=False):
+            layout, at = self._codes.layout(budget), sum(lengths) * self._slot_bytes
+            fields = self._fields(budget.coded, budget.run)
+            for segment, handles in zip(layout.segments, fields, strict=True):
                 offsets += [at + place for place in handles]
                 tokens.append(segment.tokens)
                 starts.append(before + segment.start)
-            lengths.append(sum(segment.slots for segment in segments))
+            lengths.append(layout.used)
         device = self._handles.device
         sent = upload(device, offsets, tokens, starts)
         used = [row[:length] for row, length in zip(slots, lengths, strict=True)]
@@ -274,7 +277,7 @@ class DraftCodes:
         tokens: list[int] = []
         for state in states.values():
             at = 0
-            for segment in self._codes.layout(state.split.budget.coded).segments:
+            for segment in self._codes.layout(state.split.budget).segments:
                 size = segment.tokens * self._slot_bytes
                 offsets += [at, at + size]
                 tokens.append(segment.tokens)
@@ -283,9 +286,10 @@ class DraftCodes:
         decode = {row: self._codes.segments(state) for row, state in states.items()}
         return DecodedRows(decode, sent[0].view(-1, 2), sent[1].to(torch.int32))
 
-    def _fields_of(self, coded: int) -> list[list[int]]:
+    def _fields_of(self, coded: int, run: int) -> list[list[int]]:
         """Return the byte offsets of the fields in a row's codes, in step order."""
-        found, layout = [], self._codes.layout(coded)
+        budget = Budget(coded, coded, 0, 0, coded=coded, run=run)
+        found, layout = [], self._codes.layout(budget)
         for segment in layout.segments:
             at, offsets = segment.first * self._slot_bytes, layout.offsets(segment)
             found.append([at + offsets[name] for name in self._step.step.fields])

@@ -23,6 +23,8 @@ class Budget:
         recent: Last tokens always kept.
         coded: Kept tokens that a codec encodes; the other kept tokens stay exact.
         code_slots: KV slots of the encoded tokens.
+        run: Encoded tokens of each segment that prompts share, which has slots of its
+            own, in whole pages; 0: the prompt's codes are those of one request.
     """
 
     offered: int
@@ -31,6 +33,7 @@ class Budget:
     recent: int
     coded: int = 0
     code_slots: int = 0
+    run: int = 0
 
     @property
     def dropped(self) -> int:
@@ -93,11 +96,13 @@ def coded_rows(kept: torch.Tensor, budget: Budget) -> tuple[torch.Tensor, torch.
         budget: Budget with n kept tokens.
 
     Returns:
-        [..., exact] and [..., coded], ascending: the encoded tokens follow the sinks.
+        [..., exact] and [..., coded], ascending: the encoded tokens follow the sinks,
+        unless these are encoded too.
     """
     if not budget.coded:
         return kept, kept[..., :0]
-    begin, end = budget.sinks, budget.sinks + budget.coded
+    begin = min(budget.sinks, budget.exact)
+    end = begin + budget.coded
     exact = torch.cat([kept[..., :begin], kept[..., end:]], dim=-1)
     return exact, kept[..., begin:end]
 

@@ -56,18 +56,20 @@ class CodeLayout:
         geometry: Shapes of the pool.
         dtype: Dtype of the pool.
         coded: Packed tokens per head.
+        run: See ``Budget.run``.
     """
 
     codec: Codec
     geometry: KVGeometry
     dtype: torch.dtype
     coded: int
+    run: int = 0
 
     @cached_property
     def segments(self) -> tuple[CodeSegment, ...]:
         """All segments in order; the last one may be shorter."""
         found, first = [], 0
-        for start, stop in segment_bounds(self.coded):
+        for start, stop in segment_bounds(self.coded, self.run):
             part_shape = self._part_shape(stop - start)
             slots = max(
                 -(-size // width)
@@ -78,15 +80,24 @@ class CodeLayout:
             found.append(
                 CodeSegment(start, part_shape.tokens, first, slots, part_shape)
             )
-            first += slots
+            first += self._paged(slots) if self.run else slots
         return tuple(found)
+
+    @property
+    def used(self) -> int:
+        """Code slots up to the last that holds codes."""
+        last = self.segments[-1:]
+        return sum(segment.first + segment.slots for segment in last)
 
     @cached_property
     def slots(self) -> int:
         """Code slots of the prompt, in whole pages."""
+        return self._paged(self.used)
+
+    def _paged(self, slots: int) -> int:
+        """Round a number of slots up to whole pages."""
         page = self.geometry.page_size
-        used = sum(segment.slots for segment in self.segments)
-        return -(-used // page) * page
+        return -(-slots // page) * page
 
     def offsets(self, segment: CodeSegment) -> dict[str, int]:
         """Return the byte offset of each field in a segment's keys or values."""
@@ -161,7 +172,7 @@ class CodeLayout:
         Returns:
             Bytes of keys and of values: [used slots * bytes per slot] uint8 each.
         """
-        used = slots[: sum(segment.slots for segment in self.segments)]
+        used = slots[: self.used]
         keys, values = (
             as_bits(buffer).index_select(0, used).view(torch.uint8).view(-1)
             for buffer in buffers

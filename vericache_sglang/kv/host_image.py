@@ -48,6 +48,9 @@ class DraftReader(Protocol):
     def planes(self, layer: int) -> DraftPlanes:
         """Return it in the kernel's layout; copies, made on the caller's stream."""
 
+    def of(self, segment: int) -> DraftReader:
+        """Return a reader of one segment alone."""
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep its slot indices alive for work on another stream."""
 

@@ -156,9 +156,23 @@ class HostStore:
         """
         self._expect_none(rid)
         self.fits_residual(budget)
-        residual = self._new(budget)
+        residual = self.new(budget)
         self.adopt(rid, "", residual, [residual])
         return residual
+
+    def new(self, budget: Budget) -> HostResidual:
+        """Allocate residual KV that belongs to the caller.
+
+        Args:
+            budget: Counts of its tokens.
+
+        Raises:
+            TransferError: The pool has no room; nothing was allocated.
+        """
+        geometry, dtype, pool = self.geometry, self.dtype, self.page_pool
+        if isinstance(self._codec, SplitPlanes):
+            return PlaneResidual(geometry, self._codec, budget, dtype, pool)
+        return RawResidual(geometry, budget.staged, budget.exact, dtype, pool)
 
     def open_full(self, tokens: int) -> RawImage:
         """Allocate full KV for a request, to be passed to ``adopt`` once it is filled.
@@ -341,9 +355,3 @@ class HostStore:
             return 0
         del self._groups[group.name]
         return group.free()
-
-    def _new(self, budget: Budget) -> HostResidual:
-        geometry, dtype, pool = self.geometry, self.dtype, self.page_pool
-        if isinstance(self._codec, SplitPlanes):
-            return PlaneResidual(geometry, self._codec, budget, dtype, pool)
-        return RawResidual(geometry, budget.staged, budget.exact, dtype, pool)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
+
 from vericache_sglang.kv.host_image import HostImage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vericache_sglang.kv.host_image import Blocks
 
@@ -41,6 +41,35 @@ class JoinedImages(HostImage):
     def sides(self, layer: int) -> Blocks:
         """See ``HostImage.sides``."""
         return concatenated(part.sides(layer) for part in self._joined)
+
+    def outgoing(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """See ``HostImage.outgoing``; each part encodes its own entries."""
+        counts = [part.slots for part in self._joined]
+        if len(keys) != sum(counts):
+            return (keys, values), None  # ``receive`` refuses them
+        rows = zip(keys.split(counts), values.split(counts), strict=True)
+        found = [
+            part.outgoing(layer, *own)
+            for part, own in zip(self._joined, rows, strict=True)
+        ]
+        sizes = [each for _, each in found if each is not None]
+        if not sizes:
+            return (keys, values), None
+        return [part for parts, _ in found for part in parts], torch.cat(sizes)
+
+    def receive(
+        self, layer: int, parts: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See ``HostImage.receive``; with ``sizes`` there is one for every part."""
+        if not sizes:
+            yield from super().receive(layer, parts, sizes)
+            return
+        each = len(parts) // len(self._joined)
+        for i, (part, size) in enumerate(zip(self._joined, sizes, strict=True)):
+            own = parts[i * each : (i + 1) * each]
+            yield from part.receive(layer, own, [size])
 
     @property
     def nbytes_layer(self) -> int:

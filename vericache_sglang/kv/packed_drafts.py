@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_kernels.join_planes import DraftPlanes
-from vericache_sglang.compression.budget import code_from
+from vericache_sglang.compression.budget import Budget, code_from
 from vericache_sglang.compression.codecs.base import PartShape
-from vericache_sglang.errors import CompressionError
+from vericache_sglang.compression.codecs.split_planes import SplitPlanes
+from vericache_sglang.errors import CompressionError, StoreError, TransferError
 from vericache_sglang.kv.calibration import seconds_of
 from vericache_sglang.kv.code_slots import CodeLayout
+from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.segment_length import SEGMENT, segment_bounds
 from vericache_sglang.scheduling.plan import Residency
 
@@ -22,11 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vericache_kernels.packed_attention import Segment
-    from vericache_sglang.compression.budget import Budget
-    from vericache_sglang.compression.codecs.base import Codec, PartSpec
+    from vericache_sglang.compression.codecs.base import Codec, PartSpec, Tensors
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.host_image import DraftReader
-    from vericache_sglang.kv.request import Parts, RequestState
+    from vericache_sglang.kv.request import RequestState
 
 
 class Codes:
@@ -49,7 +49,7 @@ class Codes:
                 f"--vericache-compressor: {codec.name} packs {self.block} tokens "
                 f"together, which does not divide a segment of {SEGMENT}"
             )
-        self.layout = cache(self._new_layout)
+        self._layouts = cache(self._new_layout)
 
     @property
     def transfer_fraction(self) -> float:
@@ -67,8 +67,21 @@ class Codes:
     def complete(self, budget: Budget) -> Budget:
         """Return the budget with as many tokens packed as fill whole blocks."""
         packed = code_from(budget, self.block)
-        slots = self.layout(packed.coded).slots
-        return replace(packed, code_slots=slots)
+        return replace(packed, code_slots=self.layout(packed).slots)
+
+    def segment(self, tokens: int, kept: int) -> Budget:
+        """Return the counts of a segment that prompts share: all kept tokens packed.
+
+        Args:
+            tokens: Its tokens.
+            kept: Tokens that each head keeps, whole blocks.
+        """
+        packed = Budget(tokens, kept, 0, 0, coded=kept, run=kept)
+        return replace(packed, code_slots=self.layout(packed).slots)
+
+    def layout(self, budget: Budget) -> CodeLayout:
+        """Return the layout of a prompt's codes in its code slots."""
+        return self._layouts(budget.coded, budget.run)
 
     def encode(
         self,
@@ -76,6 +89,7 @@ class Codes:
         keys: torch.Tensor,
         values: torch.Tensor,
         positions: torch.Tensor,
+        run: int = 0,
     ) -> list[PartSpec]:
         """Pack tokens of one layer.
 
@@ -84,6 +98,7 @@ class Codes:
             keys: [coded, H, D] of these tokens.
             values: [coded, H, Dv].
             positions: [H, coded] integers, their positions in the prompt.
+            run: See ``Budget.run``.
 
         Returns:
             Packed draft KV, one part per segment.
@@ -96,34 +111,112 @@ class Codes:
                 positions=positions[:, start:stop],
                 sinks=torch.empty(0, dtype=torch.int64),
             )
-            for start, stop in segment_bounds(positions.shape[1])
+            for start, stop in segment_bounds(positions.shape[1], run)
         ]
 
-    def put(self, layer: int, slots: torch.Tensor, parts: list[PartSpec]) -> None:
+    def put(
+        self, layer: int, slots: torch.Tensor, parts: list[PartSpec], run: int = 0
+    ) -> None:
         """Write one layer's packed draft KV.
 
         Args:
             layer: Layer index.
             slots: [code slots] int64.
             parts: As ``encode`` returned them.
+            run: As given to ``encode``.
         """
-        layout = self.layout(sum(part.part_shape.tokens for part in parts))
+        layout = self._layouts(sum(part.part_shape.tokens for part in parts), run)
         for segment, part in zip(layout.segments, parts, strict=True):
             layout.write(segment, self.buffers(layer), slots, part)
 
-    def drafts(self, state: RequestState) -> DraftReader:
+    def drafts(self, state: RequestState) -> SlotDrafts:
         """Return a reader of a request's packed draft KV in its present slots."""
-        return SlotDrafts(self, state.split, self._slots(state))
+        parts = state.split
+        layout, slots = self.layout(parts.budget), self._slots(state)
+        return SlotDrafts(layout, self.buffers, parts.coded, slots)
+
+    def read(self, tensors: Tensors) -> SlotDrafts:
+        """Return a reader of a segment's packed draft KV on the host.
+
+        Args:
+            tensors: ``keys`` [L, slots, H, D], ``values``, and ``coded`` [L, H, c].
+        """
+        keys, values, coded = (tensors[name] for name in ("keys", "values", "coded"))
+        return SlotDrafts(
+            self._layouts(coded.shape[2], 0),
+            lambda layer: (keys[layer], values[layer]),
+            coded,
+            torch.arange(keys.shape[1]),
+        )
+
+    def used(self, kept: int) -> int:
+        """Return the slots that hold the codes of a segment; others fill its pages."""
+        return self._layouts(kept, 0).used
+
+    def whole(self, draft: Tensors, rest: Tensors, tokens: int) -> Tensors:
+        """Return the full KV of a segment as it is stored, in token order.
+
+        Args:
+            draft: As for ``read``.
+            rest: ``PlaneResidual.stored``, or the full KV where the codec has no
+                residual of its own.
+            tokens: Its tokens.
+
+        Returns:
+            ``keys`` [L, tokens, H, D] and ``values``.
+
+        Raises:
+            CompressionError: The parts do not belong together.
+            TransferError: Likewise.
+        """
+        if not isinstance(self.codec, SplitPlanes):
+            return rest
+        geometry, dtype = self._handles.geometry, self._handles.host.dtype
+        budget = self.segment(tokens, draft["coded"].shape[2])
+        residual = PlaneResidual(geometry, self.codec, budget, dtype)
+        residual.describe(draft["coded"][..., :0], draft["coded"])
+        residual.fill(rest)
+        drafts = self.read(draft)
+        found = [residual.blocks(layer, drafts) for layer in range(geometry.layers)]
+        keys, values = zip(*found, strict=True)
+        return {
+            name: torch.stack([torch.cat(blocks) for blocks in side])
+            for name, side in (("keys", keys), ("values", values))
+        }
+
+    def check(self, draft: Tensors, rest: Tensors, tokens: int) -> None:
+        """Require that a segment as it is stored is restored and decoded finitely.
+
+        Args:
+            draft: As for ``whole``.
+            rest: As for ``whole``.
+            tokens: As for ``whole``.
+
+        Raises:
+            StoreError: tensor: it is not; non-finite KV could end the process.
+        """
+        drafts, layers = self.read(draft), range(self._handles.geometry.layers)
+        # The class's own: failures of the guarded one are those of a request.
+        decode = type(self.codec).decode
+        try:
+            sides = [*self.whole(draft, rest, tokens).values()]
+            for layer in layers:
+                sides += decode(self.codec, drafts.part(layer, 0))
+        except (CompressionError, TransferError) as error:
+            raise StoreError("tensor", f"codes: {error}") from error
+        if not all(bool(side.isfinite().all()) for side in sides):
+            raise StoreError("tensor", "codes: not every entry is finite")
 
     def segments(self, state: RequestState) -> Callable[[int], list[Segment]]:
         """Return a function from layer to decoders, one per segment of the draft KV."""
-        parts, slots = state.split, self._slots(state)
-        count = len(self.layout(parts.budget.coded).segments)
+        drafts = self.drafts(state)
 
         def decoded(layer: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.codec.decode(self.part(layer, parts, slots, i))
+            return self.codec.decode(drafts.part(layer, i))
 
-        return lambda layer: [partial(decoded, layer, i) for i in range(count)]
+        return lambda layer: [
+            partial(decoded, layer, i) for i in range(len(drafts.layout.segments))
+        ]
 
     def seconds_per_token(self) -> float:
         """Time decoding one segment of one layer; return seconds per packed token."""
@@ -134,23 +227,11 @@ class Codes:
         part = self.encode(0, keys, keys, where)[0]
         return seconds_of(lambda: self.codec.decode(part), device) / SEGMENT
 
-    def part(self, layer: int, parts: Parts, slots: torch.Tensor, i: int) -> PartSpec:
-        """Return one layer's draft KV of a segment.
-
-        Args:
-            layer: Layer index.
-            parts: Parts of the request.
-            slots: [code slots] int64.
-            i: Index of the segment.
-        """
-        layout = self.layout(parts.budget.coded)
-        span = layout.segments[i]
-        positions = parts.coded[layer, :, span.start : span.start + span.tokens]
-        return layout.read(span, self.buffers(layer), slots, layer, positions)
-
     def _slots(self, state: RequestState) -> torch.Tensor:
         """Return a request's code slots: the first slots of its draft KV."""
         parts = state.split
+        if parts.shared_slots is not None:
+            return parts.shared_slots
         first = parts.budget.offered if parts.residency is Residency.DEVICE else 0
         row = self._handles.row(state)
         return row[first : first + parts.budget.code_slots].to(torch.int64).clone()
@@ -160,34 +241,70 @@ class Codes:
         pool = self._handles.pool
         return pool.k_buffer[layer], pool.v_buffer[layer]
 
-    def _new_layout(self, coded: int) -> CodeLayout:
+    def _new_layout(self, coded: int, run: int) -> CodeLayout:
         geometry, dtype = self._handles.geometry, self._handles.host.dtype
-        return CodeLayout(self.codec, geometry, dtype, coded)
+        return CodeLayout(self.codec, geometry, dtype, coded, run)
 
 
 class SlotDrafts:
     """See ``DraftReader``; reads the slots a request had at its construction.
 
     Args:
-        codes: Codes of the server.
-        parts: Parts of the request.
+        layout: Layout of the codes in the slots.
+        buffers: Returns keys and values of a layer, which ``slots`` index.
+        coded: [L, H, coded] integers, positions of the packed tokens.
         slots: [code slots] int64.
+
+    Attributes:
+        layout: As given.
     """
 
-    def __init__(self, codes: Codes, parts: Parts, slots: torch.Tensor) -> None:
-        self._codes, self._parts, self._slots = codes, parts, slots
-        self._layout = codes.layout(parts.budget.coded)
+    def __init__(
+        self,
+        layout: CodeLayout,
+        buffers: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+        coded: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        self.layout = layout
+        self._buffers, self._coded, self._slots = buffers, coded, slots
 
     def __call__(self, layer: int) -> list[PartSpec]:
         """See ``DraftReader``."""
+        return [self.part(layer, i) for i in range(len(self.layout.segments))]
+
+    def part(self, layer: int, i: int) -> PartSpec:
+        """Return one layer's draft KV of a segment."""
+        span = self.layout.segments[i]
+        positions = self._coded[layer, :, span.start : span.start + span.tokens]
+        return self.layout.read(
+            span, self._buffers(layer), self._slots, layer, positions
+        )
+
+    def of(self, segment: int) -> SlotDrafts:
+        """See ``DraftReader.of``."""
+        return self._each[segment]
+
+    @cached_property
+    def _each(self) -> list[SlotDrafts]:
+        segments = self.layout.segments
+        layouts = {
+            n: replace(self.layout, coded=n, run=0)
+            for n in {s.tokens for s in segments}
+        }
         return [
-            self._codes.part(layer, self._parts, self._slots, i)
-            for i in range(len(self._layout.segments))
+            SlotDrafts(
+                layouts[span.tokens],
+                self._buffers,
+                self._coded[:, :, span.start : span.start + span.tokens],
+                self._slots[span.first : span.first + span.slots],
+            )
+            for span in segments
         ]
 
     def planes(self, layer: int) -> DraftPlanes:
-        """See ``DraftReader.planes``."""
-        images = self._layout.images(self._codes.buffers(layer), self._slots)
+        """See ``DraftReader.planes``; without shared segments, see ``of``."""
+        images = self.layout.images(self._buffers(layer), self._slots)
         return DraftPlanes(*images, *self._where)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -200,13 +317,13 @@ class SlotDrafts:
 
         Computed on the device: an upload from the host would synchronise.
         """
-        segments, device = self._layout.segments, self._slots.device
+        segments, device = self.layout.segments, self._slots.device
         first, last = segments[0], segments[-1]
         number = torch.arange(len(segments), device=device)
-        ends = self._layout.offsets(last)
+        ends = self.layout.offsets(last)
         columns = []
-        for name, offset in self._layout.offsets(first).items():
-            width = self._layout.widths[name.startswith("value")]
+        for name, offset in self.layout.offsets(first).items():
+            width = self.layout.widths[name.startswith("value")]
             column = number * (first.slots * width) + offset
             column[-1:].add_(ends[name] - offset)
             columns.append(column)

@@ -37,7 +37,7 @@ from vericache_sglang.kv.segment_length import segment_bounds
 from vericache_sglang.kv.split_layers import as_bits, pick, put
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.compression.codecs.split_planes import SplitPlanes
@@ -66,9 +66,9 @@ class Fields(NamedTuple):
 class PlaneResidual(HostResidual):
     """Residual planes of packed tokens, and entries of dropped tokens.
 
-    It cannot be shared: it is joined with one request's draft KV, in that request's
-    slots. A layer is one byte range, so one copy moves it in either direction. Its
-    length depends on the number of escapes, which is known after encoding.
+    It is joined with draft KV, of a request or of a segment that prompts share. A layer
+    is one byte range, so one copy moves it in either direction. Its length depends on
+    the number of escapes, which is known after encoding.
 
     Args:
         geometry: Shapes of the pool.
@@ -193,6 +193,41 @@ class PlaneResidual(HostResidual):
         """See ``HostImage.settle``; the size of the escapes is known only now."""
         if not self._pages.freed:
             self._pages.shrink(min(self._end, self._pages.nbytes))
+
+    # -- to and from a store -------------------------------------------------------
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Return copies of its bytes for a store; sealed, and of one segment.
+
+        Returns:
+            ``fixed`` uint8 [L, n], the fields of fixed size; ``counts`` int32 [L], the
+            escaped numbers of each layer; ``escapes`` uint8 [*], their exponents.
+        """
+        regions = [self._region(layer) for layer in range(self.layers)]
+        end = self._fields.end
+        return {
+            "fixed": torch.stack([region[:end] for region in regions]),
+            "counts": self.escapes.read().flatten().clone(),
+            "escapes": torch.cat([region[end:] for region in regions]),
+        }
+
+    def fill(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """Write and seal every layer, the inverse of ``stored``.
+
+        ``describe`` comes before, and ``settle`` behind.
+
+        Raises:
+            TransferError: The counts do not tell the size of the escapes.
+        """
+        counts = stored["counts"].tolist()
+        sizes = self._escape_bytes(counts)
+        if min(counts) < 0 or sum(sizes) != len(stored["escapes"]):
+            raise TransferError(f"{len(stored['escapes'])} bytes for {counts} escapes")
+        parts = zip(stored["fixed"], stored["escapes"].split(sizes), strict=True)
+        for layer, both in enumerate(parts):
+            for target, source in self.receive(layer, both, counts[layer : layer + 1]):
+                target.copy_(source)
+            self.seal(layer)
 
     # -- to the device ------------------------------------------------------------
 

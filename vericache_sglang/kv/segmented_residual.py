@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.kv.host_image import CopyTarget
 from vericache_sglang.kv.joined_images import (
     JoinedImages,
     concatenated,
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vericache_sglang.kv.host_image import Blocks, DraftReader
+    from vericache_sglang.kv.host_image import Blocks, Buffers, DraftReader
 
 
 class SegmentedResidual(JoinedImages, HostResidual):
@@ -44,8 +45,28 @@ class SegmentedResidual(JoinedImages, HostResidual):
         raise InvariantError("a segmented residual KV is described by its segments")
 
     def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
-        """See ``HostResidual.blocks``; views, those of each segment in order."""
-        return concatenated(segment.blocks(layer, drafts) for segment in self.segments)
+        """See ``HostResidual.blocks``; those of each segment in order."""
+        return concatenated(
+            segment.blocks(layer, None if drafts is None else drafts.of(i))
+            for i, segment in enumerate(self.segments)
+        )
+
+    def place(
+        self,
+        layer: int,
+        buffers: Buffers,
+        target: CopyTarget,
+        drafts: DraftReader | None,
+    ) -> None:
+        """See ``HostImage.place``; packed segments have no exact entries."""
+        if drafts is None:
+            super().place(layer, buffers, target, None)
+            return
+        first = 0
+        for i, segment in enumerate(self.segments):
+            own = CopyTarget(target.slots[first : first + segment.slots])
+            segment.place(layer, buffers, own, drafts.of(i))
+            first += segment.slots
 
     def equals(self, other: HostResidual) -> bool:
         """See ``HostResidual.equals``: requests share single segments only."""

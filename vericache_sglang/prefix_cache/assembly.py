@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS, Selector
+from vericache_sglang.compression.codecs.base import CODECS
+from vericache_sglang.errors import StoreError
+from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.cached_segments import CachedSegments
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_tiers import Identity
+from vericache_sglang.prefix_cache.store.keys import codec_identity
 from vericache_sglang.prefix_cache.store.opening import (
     fingerprint_of,
     identity_of,
     open_store,
 )
+from vericache_sglang.prefix_cache.store.segment_store import StoreCodec
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
 if TYPE_CHECKING:
@@ -22,10 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.compression.codecs.base import Codec
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.ranks import Ranks
+    from vericache_sglang.prefix_cache.store.objects import Tensors
 
 
 def open_segments(
@@ -63,14 +70,17 @@ def open_segments(
     if backend:
         # A segment has one name on all ranks, in the store one key for each.
         own = replace(identity.model, tp_rank=ranks.rank)
+        store = open_store(server_args, config, own)
         segments.stored = StoredSegments(
-            open_store(server_args, config, own),
+            store,
             identity.compressor,
             segments.take_in,
             _better(config),
             kept=lambda: segments.kept,
         )
         segments.stored.alone = ranks.alone
+        if compressor.codec is not None:
+            store.codec = _store_codec(compressor.codec.without_tail(), copies)
     host.evictor = segments.make_room
     return segments
 
@@ -81,12 +91,22 @@ def _better(config: VeriCacheConfig) -> list[str]:
     ``python -m vericache_sglang.compress`` runs them offline, with additional forwards;
     a prefix is upgraded when it is next fetched from the store.
     """
-    lines = [name for name in SELECTORS.names() if _mode(name) == "offline"]
-    return [
-        identity_of(line, config)
-        for line in lines
-        if _mode(config.compressor.partition(":")[0]) != "offline"
-    ]
+    own, plus, codec = config.compressor.partition("+")
+    if _mode(own.partition(":")[0]) == "offline" or own.partition(":")[0] in CODECS:
+        return []
+    names = [name for name in SELECTORS.names() if _mode(name) == "offline"]
+    return [identity_of(f"{name}{plus}{codec}", config) for name in names]
+
+
+def _store_codec(codec: Codec, copies: SegmentCopies) -> StoreCodec:
+    """Return what the store writes and reads packed draft KV with."""
+
+    def check(draft: Tensors, rest: Tensors) -> None:
+        if copies.codes is None:
+            raise StoreError("codes", "are read before their codec is there")
+        copies.codes.check(draft, rest, SEGMENT)
+
+    return StoreCodec(codec_identity(codec.identity), SEGMENT, check)
 
 
 def _mode(line: str) -> str:
@@ -100,8 +120,21 @@ def may_be_shared(selector: Selector | None) -> bool:
     """Return whether a selection is valid for other prompts with the same prefix.
 
     It is not if it depends on the last queries, or if the prompt determines how many of
-    its tokens are kept.
+    its tokens are kept. Without a selector all are.
     """
-    if selector is None or selector.needs.q_tail:
+    if selector is None:
+        return True
+    shared = type(selector).keep_share is Selector.keep_share
+    return shared and not selector.needs.q_tail
+
+
+def shares_draft_kv(compressor: Compressor, segments: CachedSegments) -> bool:
+    """Return whether prompts share the draft KV of segments.
+
+    Packed draft KV only on a server of one rank with a store.
+    """
+    if compressor.codec is not None and (
+        segments.stored is None or not segments.stored.alone
+    ):
         return False
-    return type(selector).keep_share is Selector.keep_share
+    return may_be_shared(compressor.selector)

@@ -13,7 +13,6 @@ import torch
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.segment import Form, Part, Tier, Use
-from vericache_sglang.prefix_cache.segment_copies import joined
 from vericache_sglang.prefix_cache.segment_tiers import SegmentTiers
 from vericache_sglang.prefix_cache.store.counters import StoreCounters
 from vericache_sglang.prefix_cache.store.keys import segment_names
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterator, Sequence
 
+    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.residual import RawResidual
+    from vericache_sglang.kv.residual import HostResidual
     from vericache_sglang.prefix_cache.ranks import Ranks
-    from vericache_sglang.prefix_cache.segment import Content
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.segment_images import SegmentDraft
     from vericache_sglang.prefix_cache.segment_tiers import Identity
@@ -267,7 +266,7 @@ class CachedSegments:
         """Return a segment's draft KV on the device, or None."""
         return self._index.find(name).draft
 
-    def residual(self, name: str) -> RawResidual | None:
+    def residual(self, name: str) -> HostResidual | None:
         """Return a segment's residual KV on the host, or None."""
         return self._index.find(name).residual
 
@@ -291,22 +290,21 @@ class CachedSegments:
         return self._index.evictable_bytes
 
     def open_residuals(
-        self, names: Sequence[str], slots: int, kept: int
-    ) -> dict[str, RawResidual] | None:
+        self, names: Sequence[str], budget: Budget
+    ) -> dict[str, HostResidual] | None:
         """Allocate residual KV of segments, to be filled by the caller.
 
         Args:
             names: Segments without residual KV.
-            slots: Dropped tokens of each segment.
-            kept: Kept tokens of each segment.
+            budget: Counts of each segment.
 
         Returns:
             Residual KV by name; None without free host pages, and none was allocated.
         """
-        opened: dict[str, RawResidual] = {}
+        opened: dict[str, HostResidual] = {}
         for name in names:
-            attempt = partial(self.copies.open_residual, name, slots, kept)
-            found = self._tiers.with_room(attempt, (slots + kept) * self._token_bytes)
+            attempt = partial(self.copies.open_residual, name, budget)
+            found = self._tiers.with_room(attempt, budget.offered * self._token_bytes)
             if found is None:
                 for other in opened:
                     self.drop_residual(other)
@@ -345,9 +343,12 @@ class CachedSegments:
 
     def leaving(self, slots: torch.Tensor) -> None:
         """Save the segments that contain ``slots``, which the tree is about to free."""
+        left = self._slots.leave(slots)
         with self.copies.batched_saves():
-            for segment in self._slots.leave(slots):
+            for segment in left:
                 self._leave(*segment)
+        for name, *_ in left:
+            self._tiers.recount(name)
 
     def _leave(self, name: str, parent: str | None, own: torch.Tensor) -> None:
         """Save an evicted segment to the host unless it has copies; see ``leaving``."""
@@ -403,7 +404,7 @@ class CachedSegments:
                 return
             own = slots[(at - first) * SEGMENT : (at - first + 1) * SEGMENT]
             attempt = partial(self._save, name, own)
-            if not self._enter_host(name, parent, attempt, self._tiers.on_host):
+            if not self._enter_host(name, parent, attempt, split=False):
                 return
             self._write(name, own)
 
@@ -412,14 +413,15 @@ class CachedSegments:
         name: str,
         parent: str | None,
         attempt: Callable[[], bool],
-        content: Content,
+        *,
+        split: bool,
     ) -> bool:
         """Copy a segment to the host and index it, without evicting its parent.
 
         Args:
             parent: Its parent, which is in the index; None for a root segment.
             attempt: Copies it; returns False without free host pages.
-            content: Its content after the copy.
+            split: It copies draft KV and residual KV.
 
         Returns:
             False without free host pages.
@@ -427,7 +429,8 @@ class CachedSegments:
         with self.kept_back([] if parent is None else [parent]):
             if not self._tiers.with_room(attempt):
                 return False
-        self._tiers.know(name, parent, content)
+        content = self._tiers.compressed(name, Tier.HOST) if split else None
+        self._tiers.know(name, parent, content or self._tiers.on_host)
         return True
 
     def _write(self, name: str, slots: torch.Tensor) -> None:
@@ -452,18 +455,18 @@ class CachedSegments:
             return True
         if self.residual(name) is not None:  # in use, without draft KV
             return False
-        parts, kept = found.parts, found.manifest.kept
-        if self.stored is not None and self.stored.usable(found):
-            attempt = partial(
-                self.copies.take_split, name, parts["draft"], parts["residual"]
-            )
-            content = self._tiers.compressed(kept, Tier.HOST)
+        parts, tokens = found.parts, found.manifest.tokens
+        split = self.stored is not None and self.stored.usable(found)
+        if split:
+            both = parts["draft"], parts["residual"]
+            attempt = partial(self.copies.take_split, name, *both, tokens)
         else:
-            whole = parts.get("whole") or joined(parts["draft"], parts["residual"])
+            whole = parts.get("whole") or self.copies.joined(
+                parts["draft"], parts["residual"], tokens
+            )
             attempt = partial(self.copies.take_whole, name, whole)
-            content = self._tiers.on_host
         try:
-            taken = self._enter_host(name, parent, attempt, content)
+            taken = self._enter_host(name, parent, attempt, split=split)
         except Exception:
             self.forget(name)  # its partial copies
             raise
@@ -543,7 +546,7 @@ class CachedSegments:
             parent = known.parent if known else names[at - 1] if at else None
             if parent is not None and parent not in self._index:
                 continue
-            content = self._tiers.compressed(len(part.slots), Tier.DEVICE)
+            content = self._tiers.compressed(name, Tier.DEVICE)
             self._tiers.know(name, parent, content)
             self._index.update(name, content)
             if self.stored is not None and self.stored.wants(name, split=True):

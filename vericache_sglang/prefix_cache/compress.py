@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from vericache_sglang.compression.budget import Budget, budget_for
 from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.picked_residual import PickedResidual
+from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.request import Parts, RequestState
 from vericache_sglang.kv.row_edit import (
     allocate,
@@ -29,7 +31,7 @@ from vericache_sglang.prefix_cache.prompt_pieces import (
     PromptPiece,
     place,
 )
-from vericache_sglang.prefix_cache.segment import Use
+from vericache_sglang.prefix_cache.segment import Form, Use
 from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 from vericache_sglang.scheduling.plan import Residency
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.kv.packed_drafts import Codes
+    from vericache_sglang.kv.residual import HostResidual
     from vericache_sglang.kv.selection import Look
     from vericache_sglang.kv.transfers import Transfer
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
@@ -83,10 +86,10 @@ class PromptCompressor:
     prompt that begins with it, its whole segments are pieces with one copy of draft KV,
     in the draft-segment pool, and one of residual KV, on the host; in each of them all
     heads keep equally many tokens, selected by their scores in the first prompt that
-    was compressed there. Otherwise the whole pages of the prompt are one piece, whose
-    draft KV belongs to the request. Its first segments share one copy of full KV on the
-    host, of which the residual KV is picked, unless a codec packs the draft KV. Tokens
-    after the last piece stay uncompressed.
+    was compressed there. A codec packs all of these. Otherwise the whole pages of the
+    prompt are one piece, whose draft KV belongs to the request. Its first segments
+    share one copy of full KV on the host, of which the residual KV is picked, unless a
+    codec packs the draft KV. Tokens after the last piece stay uncompressed.
 
     Slots owned by the prefix tree are never written, because other rows may list them:
     draft KV gets slots of its own, and the tree keeps its full copy until it is
@@ -122,12 +125,20 @@ class PromptCompressor:
         if selector is not None:
             self._align *= selector.needs.token_align
         self._keep = 1.0 if selector is None else config.keep
-        self._each = budget_for(
-            SEGMENT, config.keep, config.sink_tokens, 0, self._align
-        )
-        segments.kept = self._each.kept if shareable and self._each.dropped else 0
+        self._each = self._segment_budget()
+        smaller = self._each.slots < self._each.offered
+        segments.kept = self._each.kept if shareable and smaller else 0
 
     # -- token counts ---------------------------------------------------------
+
+    def _segment_budget(self) -> Budget:
+        """Return the counts of the first segment of a prompt of shared segments."""
+        codes, sinks = self._codes, self._config.sink_tokens
+        align = self._align if codes is None else math.lcm(self._align, codes.block)
+        budget = budget_for(SEGMENT, self._keep, sinks, 0, align)
+        if codes is None:
+            return budget
+        return replace(codes.segment(SEGMENT, budget.kept), sinks=budget.sinks)
 
     def budget(self, prompt: int, share: float | None = None) -> Budget | None:
         """Return the counts for a prompt of one request; None: not compressed.
@@ -159,7 +170,15 @@ class PromptCompressor:
         if state.prompt < self._config.min_prompt:
             return None
         each = self._each
-        counts = Budget(whole * SEGMENT, whole * each.kept, each.sinks, 0)
+        counts = Budget(
+            whole * SEGMENT,
+            whole * each.kept,
+            each.sinks,
+            0,
+            whole * each.coded,
+            whole * each.code_slots,
+            each.run,
+        )
         return counts if self._segments.trusts(self._names(state, counts)) else None
 
     def known(self, state: RequestState) -> bool:
@@ -167,11 +186,26 @@ class PromptCompressor:
         budget = self.shared_budget(state)
         if budget is None:
             return False
-        draft, residual = self._segments.draft, self._segments.residual
         return all(
-            draft(name) is not None or residual(name) is not None
+            self._segments.draft(name) is not None
+            or self._copied(name)
+            or self._selecting(name) is not None
             for name in self._names(state, budget)
         )
+
+    def _copied(self, name: str) -> bool:
+        """Return whether packed draft KV of a segment is on the host."""
+        found = self._segments.copies.index.find(name)
+        return self._codes is not None and found.has(Form.DRAFT)
+
+    def _selecting(self, name: str) -> HostResidual | None:
+        """Return residual KV that is of one selection, if a segment has such.
+
+        Beside a codec without residual planes it is the full KV.
+        """
+        rest = self._segments.residual(name)
+        fits_any = self._codes is not None and not isinstance(rest, PlaneResidual)
+        return None if fits_any else rest
 
     def _names(self, state: RequestState, budget: Budget) -> list[str]:
         count = budget.offered // SEGMENT
@@ -239,6 +273,7 @@ class PromptCompressor:
             free(tree_cache, body[owned:])
             if fresh is None:
                 fresh = self._put_waiting(state.rid, tree_cache, pieces, slots, waiting)
+            self._place_copies(pieces)
             tail.put(self._handles, self._segments.copies, row, fresh[drafted:])
             self._share(pieces)
         self._segments.settle(names)
@@ -268,6 +303,7 @@ class PromptCompressor:
                 return False
             place(pieces, fresh)
             self._writer.write(state.rid, pieces, body, look, [])
+            self._place_copies(pieces)
             self._share(pieces)
         self._segments.settle(names)
         head = self._enter(state, budget, pieces, Residency.DEVICE)
@@ -288,10 +324,17 @@ class PromptCompressor:
         if fresh is None:
             raise InvariantError(f"{rid}: its own prompt's slots are taken")
         place(pieces, fresh)
-        target = fresh[: sum(each.budget.slots for each in pieces if each.drafted)]
+        new = [each.slots for each in pieces if each.drafted and not each.on_host]
+        target = torch.cat([fresh[:0], *(each for each in new if each is not None)])
         for layer, draft in enumerate(waiting):
             self._writer.put(layer, target, draft)
         return fresh
+
+    def _place_copies(self, pieces: list[PromptPiece]) -> None:
+        """Write packed draft KV that is on the host into its slots."""
+        for each in pieces:
+            if each.on_host and each.slots is not None:
+                self._segments.copies.place_draft(each.name, each.slots)
 
     def finish(self, state: RequestState) -> None:
         """Cache the whole segments that a finished request appended to its prefix.
@@ -335,14 +378,15 @@ class PromptCompressor:
             if parts is not None:
                 found.kept, found.coded = parts.kept, parts.coded
             return [found]
-        each, n = self._each, self._each.kept
+        each, n, c = self._each, self._each.exact, self._each.coded
         others = replace(each, sinks=0)
         pieces = []
         for at, name in enumerate(self._names(state, budget)):
             found = PromptPiece(at * SEGMENT, others if at else each, name)
             if parts is not None:
                 kept = parts.kept[:, :, at * n : (at + 1) * n]
-                found.kept = kept - found.first
+                coded = parts.coded[:, :, at * c : (at + 1) * c]
+                found.kept, found.coded = kept - found.first, coded - found.first
             pieces.append(found)
         return pieces
 
@@ -364,10 +408,25 @@ class PromptCompressor:
             each.wanted = residuals and rest is None
             # Both parts must be of one selection, so an existing part decides.
             if part is not None:
-                each.kept, each.slots = part.kept, part.slots
-            elif rest is not None:
-                # A synchronous copy: the host pages may be reused soon.
-                each.kept = rest.kept.to(self._handles.device, copy=True)
+                each.kept, each.coded, each.slots = part.kept, part.coded, part.slots
+            else:
+                self._select_as_before(each)
+
+    def _select_as_before(self, piece: PromptPiece) -> None:
+        """Take the tokens of a piece over from what the host has of its draft KV."""
+        copies, device = self._segments.copies, self._handles.device
+        # Synchronous copies: the host pages may be reused soon.
+        if self._copied(piece.name):
+            found = copies.images_of(piece.name, Form.DRAFT)
+            if found is not None:
+                coded = found["coded"].read().to(device, copy=True)
+                piece.kept, piece.coded, piece.on_host = coded[..., :0], coded, True
+                return
+        rest = self._selecting(piece.name)
+        if rest is not None:
+            piece.kept = rest.kept.to(device, copy=True)
+        if isinstance(rest, PlaneResidual):
+            piece.coded = rest.coded.read().to(device, copy=True)
 
     def _cached(self, state: RequestState, budget: Budget) -> tuple[str, ...]:
         """Return the first segments of a prompt of its own that are cached as full KV.
@@ -434,9 +493,7 @@ class PromptCompressor:
             piece.residual = self._host.open(state.rid, piece.budget)
             return True
         opened = self._segments.open_residuals(
-            [each.name for each in pieces if each.wanted],
-            self._each.dropped,
-            self._each.kept,
+            [each.name for each in pieces if each.wanted], self._each
         )
         if opened is None:
             return False
@@ -480,7 +537,8 @@ class PromptCompressor:
         """Add new draft KV of segments to the draft-segment pool."""
         for each in pieces:
             if each.name and each.drafted and each.slots is not None:
-                part = SegmentDraft(each.slots, each.exact.contiguous())
+                coded = each.packed.contiguous() if self._codes else None
+                part = SegmentDraft(each.slots, each.exact.contiguous(), coded)
                 self._segments.add_draft(each.name, part)
 
     def _refer(

@@ -27,7 +27,7 @@ from vericache_sglang.prefix_cache.segment import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-    from vericache_sglang.kv.host_image import RawImage
+    from vericache_sglang.kv.host_image import HostImage
     from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 
 HALF_LIFE_S = 600.0
@@ -356,7 +356,7 @@ class SegmentIndex:
         """Return the segments with draft KV on the device, the latest used last."""
         return list(self._drafts)
 
-    def add_image(self, name: str, form: Form, image: RawImage) -> None:
+    def add_image(self, name: str, form: Form, image: HostImage) -> None:
         """Add a host image, taking ownership of its pages; scores replace older ones.
 
         Raises:
@@ -371,6 +371,12 @@ class SegmentIndex:
             self.drop_image(name, form)
         with self._changed(name) as segment:
             segment.images[form] = image
+
+    def settle_image(self, name: str, form: Form) -> None:
+        """Free the pages that an image does not need, once it is sealed."""
+        if self.find(name).images[form].sealed:
+            with self._changed(name) as segment:
+                segment.images[form].settle()
 
     def drop_image(self, name: str, form: Form) -> None:
         """Free a host image.

@@ -66,7 +66,8 @@ class PromptPiece:
         kept: [L, H, exact] int32 on the pool's device, positions in the piece kept
             exactly; None: not selected yet.
         coded: [L, H, coded] int32, likewise, positions that a codec packs.
-        drafted: Its draft KV has to be written.
+        drafted: Its draft KV has to be written into new slots.
+        on_host: Namely from its copy on the host.
         wanted: Its residual KV has to be written.
         slots: [code slots + exact] int64, slots of its draft KV; None: not allocated.
         residual: Destination of its residual KV; None: not written.
@@ -81,6 +82,7 @@ class PromptPiece:
     kept: torch.Tensor | None = None
     coded: torch.Tensor | None = None
     drafted: bool = False
+    on_host: bool = False
     wanted: bool = False
     slots: torch.Tensor | None = None
     residual: HostResidual | None = None
@@ -111,11 +113,15 @@ class PromptPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLayer:
-    """One layer of draft KV: exact entries [n, H, D], and packed segments."""
+    """One layer of draft KV: exact entries [n, H, D], and packed segments.
+
+    ``run``: see ``Budget.run``.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     packed: list[PartSpec]
+    run: int
 
 
 class PieceWriter:
@@ -161,7 +167,7 @@ class PieceWriter:
         """
         if any(each.kept is None for each in pieces):
             self._select(rid, pieces, body, look)
-        drafted = [each for each in pieces if each.drafted]
+        drafted = [each for each in pieces if each.drafted and not each.on_host]
         image, away = self._away(pieces)
         blocks = self._layers(drafted, away, body, waiting)
         if image is None:
@@ -175,7 +181,7 @@ class PieceWriter:
         codes = len(target) - len(draft.keys)
         self._handles.put(layer, target[codes:], draft.keys, draft.values)
         if self._codes is not None and draft.packed:
-            self._codes.put(layer, target[:codes], draft.packed)
+            self._codes.put(layer, target[:codes], draft.packed, draft.run)
 
     def _select(
         self,
@@ -261,11 +267,12 @@ class PieceWriter:
         coded = [each.packed + each.first for each in drafted]
         index = torch.cat(exact, dim=2) if exact else None
         packed = torch.cat(coded, dim=2) if coded else None
+        run = drafted[0].budget.run if drafted else 0
         for layer in range(handles.geometry.layers):
             if index is not None and packed is not None:
                 entries = handles.pick(layer, body, index[layer])
-                coded_parts = self._packed(layer, body, packed[layer])
-                draft = DraftLayer(*entries, coded_parts)
+                coded_parts = self._packed(layer, body, packed[layer], run)
+                draft = DraftLayer(*entries, coded_parts, run)
                 if target is None:
                     waiting.append(draft)
                 else:
@@ -275,12 +282,12 @@ class PieceWriter:
                 yield handles.pick(layer, body, tokens)
 
     def _packed(
-        self, layer: int, body: torch.Tensor, positions: torch.Tensor
+        self, layer: int, body: torch.Tensor, positions: torch.Tensor, run: int
     ) -> list[PartSpec]:
         if self._codes is None or not positions.shape[1]:
             return []
         entries = self._handles.pick(layer, body, positions)
-        return self._codes.encode(layer, *entries, positions)
+        return self._codes.encode(layer, *entries, positions, run)
 
 
 def place(pieces: Sequence[PromptPiece], fresh: torch.Tensor | None) -> None:

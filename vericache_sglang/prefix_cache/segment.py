@@ -12,8 +12,8 @@ from vericache_sglang.errors import InvariantError
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from vericache_sglang.kv.host_image import RawImage
-    from vericache_sglang.kv.residual import RawResidual
+    from vericache_sglang.kv.host_image import HostImage
+    from vericache_sglang.kv.residual import HostResidual
     from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 
 
@@ -194,7 +194,7 @@ class Segment:
     uses: float = 1.0
     stored: bool = False
     draft: SegmentDraft | None = None
-    images: dict[Form, RawImage] = field(default_factory=dict)
+    images: dict[Form, HostImage] = field(default_factory=dict)
     damaged: set[Form] = field(default_factory=set)
     users: dict[Hashable, int] = field(default_factory=dict)
     distrusted: bool = False
@@ -246,9 +246,9 @@ class Segment:
         return draft and self.residual is not None
 
     @property
-    def residual(self) -> RawResidual | None:
+    def residual(self) -> HostResidual | None:
         """Its residual KV on the host."""
-        return cast("RawResidual | None", self.images.get(Form.RESIDUAL))
+        return cast("HostResidual | None", self.images.get(Form.RESIDUAL))
 
     def has(self, form: Form) -> bool:
         """Return whether it has a host image that is not known to be corrupt."""

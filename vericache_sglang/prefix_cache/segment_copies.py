@@ -6,15 +6,17 @@ import logging
 from contextlib import contextmanager
 from itertools import chain
 from math import nan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.compression.placed import placed
 from vericache_sglang.errors import InvariantError, TransferError
 from vericache_sglang.kv.host_image import shapes_of
+from vericache_sglang.kv.host_pages import HOST
 from vericache_sglang.kv.joined_images import JoinedImages
-from vericache_sglang.kv.residual import RawResidual
+from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.split_layers import as_bits, join_layer, rest_of
 from vericache_sglang.kv.stream_transfer import HeldMemory
 from vericache_sglang.kv.swapped import gathered
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vericache_sglang.kv.handles import KVHandles
-    from vericache_sglang.kv.host_image import HostImage
+    from vericache_sglang.kv.host_image import HostImage, RawImage
     from vericache_sglang.kv.host_pages import HostTensor
+    from vericache_sglang.kv.packed_drafts import Codes
     from vericache_sglang.kv.prefill_observer import PrefillObserver
+    from vericache_sglang.kv.residual import HostResidual, RawResidual
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     Tensors = Mapping[str, torch.Tensor]
@@ -76,11 +80,13 @@ class SegmentCopies:
     Attributes:
         index: Records of all segments.
         scores: Scores of tokens by slot; None if the selector keeps none.
+        codes: Packs the draft KV of segments; None: draft KV is exact.
     """
 
     def __init__(self, handles: KVHandles) -> None:
         self.index = SegmentIndex()
         self.scores: PrefillObserver | None = None
+        self.codes: Codes | None = None
         self._handles = handles
         self._saves: list[Save] = []
         self._collecting = False
@@ -135,18 +141,36 @@ class SegmentCopies:
         return {**self.read(slots), **_named(self.scores_of(slots))}
 
     def read_parts(self, name: str) -> tuple[Tensors, Tensors] | None:
-        """Return host copies of draft KV and residual KV; None unless both exist."""
+        """Return host copies of draft KV and residual KV; None unless both exist.
+
+        Draft KV that a codec packs, and what only it restores, are bytes, see
+        ``Coded``.
+        """
         segment = self.index.find(name)
         part, rest = segment.draft, segment.residual
         if part is None or rest is None or not rest.sealed:
             return None
         noted = self._saved_scores(name)
         draft = {
-            **self.read(part.slots),
-            "kept": part.kept.to("cpu", copy=True),
+            **self._read_draft(part),
             **_named(None if noted is None else noted.clone()),
         }
-        return draft, {"keys": rest.keys.clone(), "values": rest.values.clone()}
+        if isinstance(rest, PlaneResidual):
+            return draft, rest.stored()
+        keys, values = zip(*map(rest.sides, range(rest.layers)), strict=True)
+        sides = {"keys": keys, "values": values}
+        return draft, {
+            field: torch.stack([torch.cat(blocks) for blocks in side])
+            for field, side in sides.items()
+        }
+
+    def _read_draft(self, part: SegmentDraft) -> dict[str, torch.Tensor]:
+        """Return host copies of draft KV: entries or codes, and positions."""
+        slots = part.slots
+        if self.codes is not None and part.coded is not None:
+            slots = slots[: self.codes.used(part.coded.shape[2])]
+        where = {name: each.to("cpu", copy=True) for name, each in part.where.items()}
+        return {**self.read(slots), **where}
 
     def save_whole(self, name: str, slots: torch.Tensor) -> bool:
         """Copy a segment's full KV from slots to the host; False without free pages.
@@ -174,29 +198,50 @@ class SegmentCopies:
         """Copy full KV from the store in; False without free pages."""
         return self._put(name, Form.WHOLE, tensors)
 
-    def take_split(self, name: str, draft: Tensors, rest: Tensors) -> bool:
+    def take_split(self, name: str, draft: Tensors, rest: Tensors, tokens: int) -> bool:
         """Copy draft KV and residual KV from the store in; False without free pages."""
-        kept = draft["kept"]
-        own = {field: draft[field] for field in ("keys", "values", "kept")}
+        own = {field: each for field, each in draft.items() if field != "noted"}
         if not self._put(name, Form.DRAFT, own):
             return False
-        residual = self.open_residual(name, rest["keys"].shape[1], kept.shape[2])
+        where = own["kept" if self.codes is None else "coded"]
+        residual = self._open_rest(name, where, tokens)
         if residual is None:
             self.index.drop_image(name, Form.DRAFT)
             return False
-        residual.describe(kept, kept[..., :0])
-        for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
-            residual.write(layer, *pair)
+        if isinstance(residual, PlaneResidual):
+            residual.fill(rest)
+        else:
+            pairs = zip(rest["keys"], rest["values"], strict=True)
+            for layer, pair in enumerate(pairs):
+                residual.write(layer, *pair)
         self.save_scores(name, draft.get("noted"))
         return True
 
-    def open_residual(self, name: str, slots: int, kept: int) -> RawResidual | None:
+    def joined(self, draft: Tensors, rest: Tensors, tokens: int) -> Tensors:
+        """Return the full KV of a stored segment in token order, for any compressor.
+
+        Args:
+            draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``; or packed.
+                Scores are ignored: they are specific to the selector that made them.
+            rest: ``keys`` [L, m, H, D] and ``values``; or residual planes.
+            tokens: Tokens of the segment.
+        """
+        if self.codes is not None and "coded" in draft:
+            return self.codes.whole(draft, rest, tokens)
+        whole = {}
+        for side in ("keys", "values"):
+            layers = zip(draft[side], draft["kept"], rest[side], strict=True)
+            whole[side] = torch.stack(
+                [_in_order(own, kept.long(), other) for own, kept, other in layers]
+            )
+        return whole
+
+    def open_residual(self, name: str, budget: Budget) -> HostResidual | None:
         """Allocate a segment's residual KV, to be filled by the caller.
 
         Args:
             name: A segment without residual KV.
-            slots: Its dropped tokens.
-            kept: Its kept tokens.
+            budget: Its counts.
 
         Returns:
             None without free pages; nothing was allocated.
@@ -204,14 +249,28 @@ class SegmentCopies:
         Raises:
             InvariantError: The segment has residual KV.
         """
-        handles, host = self._handles, self._handles.host
         try:
-            residual = RawResidual(
-                handles.geometry, slots, kept, host.dtype, host.page_pool
-            )
+            residual = self._handles.host.new(budget)
         except TransferError:
             return None
         self.index.add_image(name, Form.RESIDUAL, residual)
+        return residual
+
+    def _open_rest(
+        self, name: str, where: torch.Tensor, tokens: int
+    ) -> HostResidual | None:
+        """Allocate a segment's residual KV, and describe it; see ``open_residual``.
+
+        Args:
+            where: [L, H, n] int32, tokens of the draft KV, packed if a codec packs it.
+            tokens: Tokens of the segment.
+        """
+        n, none = where.shape[2], where[..., :0]
+        codes = self.codes
+        budget = Budget(tokens, n, 0, 0) if codes is None else codes.segment(tokens, n)
+        residual = self.open_residual(name, budget)
+        if residual is not None:
+            residual.describe(*((where, none) if codes is None else (none, where)))
         return residual
 
     def save_scores(self, name: str, noted: torch.Tensor | None) -> bool:
@@ -247,9 +306,20 @@ class SegmentCopies:
         part = self.index.find(name).draft
         if part is None:
             raise InvariantError(f"no draft KV of segment {name}")
-        if not self._save_all(name, Form.DRAFT, part.slots, {"kept": part.kept}):
+        if not self._save_all(name, Form.DRAFT, part.slots, part.where):
             return None
         return self.index.remove_draft(name).slots
+
+    def place_draft(self, name: str, slots: torch.Tensor) -> None:
+        """Write packed draft KV from the host into slots, bit by bit.
+
+        Args:
+            name: A segment with draft KV on the host, verified by the caller.
+            slots: Its slots, in whole pages.
+        """
+        image = cast("RawImage", self.index.find(name).images[Form.DRAFT])
+        pairs = _pairs(image.tensors, HOST)
+        self._handles.transfers.bring(pairs, slots[: image.slots], [image.pages])
 
     def save_rest(self, name: str, part: SegmentDraft, slots: torch.Tensor) -> bool:
         """Copy a segment's residual KV to the host; False without free pages.
@@ -259,11 +329,10 @@ class SegmentCopies:
             part: Its draft KV.
             slots: [SEGMENT] int64, slots of all its tokens in order.
         """
-        n = part.kept.shape[2]
-        residual = self.open_residual(name, len(slots) - n, n)
+        (where,) = part.where.values()
+        residual = self._open_rest(name, where, len(slots))
         if residual is None:
             return False
-        residual.describe(part.kept, part.kept[..., :0])
         self._save(Form.RESIDUAL, name, residual, slots, part.kept)
         return True
 
@@ -395,7 +464,7 @@ class SegmentCopies:
         segment = self.index.find(name)
         if not segment.has(form):
             return None
-        image = segment.images[form]
+        image = cast("RawImage", segment.images[form])
         try:
             for layer in range(image.layers):
                 image.verify(layer)
@@ -412,6 +481,9 @@ class SegmentCopies:
         if residual is None:
             raise InvariantError(f"no residual KV of segment {name}")
         pool, device = self._handles.pool, self._handles.device
+        if self.codes is not None:
+            yield from self._decoded(name, self.codes, residual)
+            return
         if part is not None:
             kept = placed(part.kept, device)
             drafts = gathered(pool.k_buffer, pool.v_buffer, part.slots)
@@ -419,13 +491,29 @@ class SegmentCopies:
             found = self._read(name, Form.DRAFT)
             kept = found["kept"].read(device=device)
             drafts = _pairs(found, device)
-        rests = _pairs(residual.tensors, device)
+        rests = _pairs(cast("RawResidual", residual).tensors, device)
         for layer, draft in enumerate(drafts):
             residual.verify(layer)
             keys, values = (
                 _in_order(own, kept[layer], other)
                 for own, other in zip(draft, next(rests), strict=True)
             )
+            yield keys, values
+
+    def _decoded(
+        self, name: str, codes: Codes, residual: HostResidual
+    ) -> Iterator[Pair]:
+        """Yield each layer's full KV of a segment with packed draft KV, on the host."""
+        part = self.index.find(name).draft
+        if part is not None:
+            draft = self._read_draft(part)
+        else:
+            found = self._read(name, Form.DRAFT)
+            draft = {field: each.read() for field, each in found.items()}
+        drafts = codes.read(draft)
+        for layer in range(residual.layers):
+            residual.verify(layer)
+            keys, values = map(torch.cat, residual.blocks(layer, drafts))
             yield keys, values
 
     def _saved_scores(self, name: str) -> torch.Tensor | None:
@@ -440,23 +528,6 @@ class SegmentCopies:
                 f"{form.name.lower()} KV of segment {name} is damaged on the host"
             )
         return found
-
-
-def joined(draft: Tensors, rest: Tensors) -> dict[str, torch.Tensor]:
-    """Return the full KV of a stored segment in token order, for any compressor.
-
-    Args:
-        draft: ``kept`` [L, H, n], ``keys`` [L, n, H, D] and ``values``. Scores are
-            ignored: they are specific to the selector that made the parts.
-        rest: ``keys`` [L, m, H, D] and ``values``.
-    """
-    whole = {}
-    for side in ("keys", "values"):
-        layers = zip(draft[side], draft["kept"], rest[side], strict=True)
-        whole[side] = torch.stack(
-            [_in_order(own, kept.to(torch.int64), other) for own, kept, other in layers]
-        )
-    return whole
 
 
 def _pairs(tensors: Mapping[str, HostTensor], device: torch.device) -> Iterator[Pair]:

@@ -19,16 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentDraft:
-    """Draft KV of one segment: n kept tokens per layer and head.
+    """Draft KV of one segment: n exact tokens per layer and head, or c packed ones.
 
     Attributes:
-        slots: [n] int64, slots of the KV entries, in whole pages.
-        kept: [L, H, n] int32 on the pool's device, positions of the kept tokens in the
+        slots: Slots of the KV entries, [n] int64, or of the codes; in whole pages.
+        kept: [L, H, n] int32 on the pool's device, positions of the exact tokens in the
             segment.
+        coded: [L, H, c] int32, likewise, of the packed ones; None without a codec.
     """
 
     slots: torch.Tensor
     kept: torch.Tensor
+    coded: torch.Tensor | None = None
+
+    @property
+    def where(self) -> dict[str, torch.Tensor]:
+        """The positions of its tokens, by their name in host images."""
+        return {"kept": self.kept} if self.coded is None else {"coded": self.coded}
 
 
 class SegmentImage(RawImage):

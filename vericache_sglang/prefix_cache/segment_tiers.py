@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
+from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.counters import TierCounters
 from vericache_sglang.prefix_cache.eviction import ranked, victims
-from vericache_sglang.prefix_cache.segment import Content, Part, PlacedPart, Tier, Use
+from vericache_sglang.prefix_cache.segment import (
+    Content,
+    Form,
+    Part,
+    PlacedPart,
+    Segment,
+    Tier,
+    Use,
+)
 from vericache_sglang.prefix_cache.segment_slots import SegmentSlots
 
 if TYPE_CHECKING:
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.kv.host_image import RawImage
     from vericache_sglang.prefix_cache.ranks import Ranks
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
@@ -82,14 +93,48 @@ class SegmentTiers:
         )
         self.on_host = Content(tokens=SEGMENT, residual=PlacedPart(every, Tier.HOST))
 
-    def compressed(self, kept: int, draft: Tier) -> Content:
-        """Return the content of a compressed segment with residual KV on the host."""
+    def compressed(self, name: str, draft: Tier) -> Content:
+        """Return the content of a compressed segment with residual KV on the host.
+
+        Args:
+            name: A segment with both parts.
+            draft: Where its draft KV is, on the device or the host.
+        """
+        segment = self._index.find(name)
+        part = segment.draft
+        if draft is Tier.DEVICE and part is not None:
+            slots = len(part.slots)
+        else:
+            slots = cast("RawImage", segment.images[Form.DRAFT]).slots
         return Content(
             tokens=SEGMENT,
-            residual=PlacedPart((SEGMENT - kept) * self._token_bytes, Tier.HOST),
-            draft=PlacedPart(kept * self._token_bytes, draft),
+            residual=PlacedPart(self._residual_bytes(segment), Tier.HOST),
+            draft=PlacedPart(slots * self._token_bytes, draft),
             compressor=self._compressor,
         )
+
+    def recount(self, name: str) -> None:
+        """Record the size of residual planes that have been filled meanwhile."""
+        segment = self._index.get(name)
+        if segment is None or not isinstance(segment.residual, PlaneResidual):
+            return
+        if segment.content.draft is not None:
+            nbytes = self._residual_bytes(segment)
+            residual = replace(segment.content.residual, nbytes=nbytes)
+            self._index.update(name, replace(segment.content, residual=residual))
+
+    def _residual_bytes(self, segment: Segment) -> int:
+        """Return the recorded bytes of residual KV on the host; frees pages it left.
+
+        Residual planes that a transfer still fills count as much as they may become.
+        """
+        rest = segment.residual
+        if rest is None:
+            return 0  # which no part can be
+        self._index.settle_image(segment.name, Form.RESIDUAL)
+        if isinstance(rest, PlaneResidual) and not rest.sealed:
+            return rest.held_bytes
+        return rest.nbytes_layer * rest.layers
 
     # -- the index --------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.segment import Form
@@ -49,7 +49,7 @@ class WholeSegments:
 
     def get(self, name: str) -> RawImage | None:
         """Return a segment's full KV on the host, or None."""
-        return self._index.find(name).images.get(Form.WHOLE)
+        return cast("RawImage | None", self._index.find(name).images.get(Form.WHOLE))
 
     def open(
         self, scores: Mapping[str, torch.Tensor | None]

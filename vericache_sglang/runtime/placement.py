@@ -31,7 +31,7 @@ from vericache_sglang.kv.staging import StagingBuffer
 from vericache_sglang.kv.transfers import open_transfers
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.link_log import LinkLog
-from vericache_sglang.prefix_cache.assembly import may_be_shared, open_segments
+from vericache_sglang.prefix_cache.assembly import open_segments, shares_draft_kv
 from vericache_sglang.prefix_cache.compress import PromptCompressor
 from vericache_sglang.runtime.tp_cache import TensorParallelCache
 from vericache_sglang.runtime.tp_host import TensorParallelHost
@@ -135,7 +135,9 @@ class KVPlacement:
         self.observer = self.segments.copies.scores = PrefillObserver(
             selector, self.handles
         )
-        self.codes = None if codec is None else Codes(codec, self.handles)
+        self.codes = self.segments.copies.codes = (
+            None if codec is None else Codes(codec, self.handles)
+        )
         # Describes codes to GPU attention; None: CPU attention decodes them itself.
         self.draft_codes: DraftCodes | None = None
         if self.codes is not None and self.handles.device.type != "cpu":
@@ -149,7 +151,7 @@ class KVPlacement:
             self.codes,
             self.handles,
             self.segments,
-            shareable=codec is None and may_be_shared(selector),
+            shareable=shares_draft_kv(compressor, self.segments),
         )
         self._moves = KVMoves(self.handles, self.drafts, self.observer)
         self._read_weight = self._tp_sync.first(self._weigh_codes())
@@ -217,6 +219,8 @@ class KVPlacement:
                 self.counters.peak_host_bytes, self.host.used_bytes
             )
         if not self._tp_sync.every(self.guard.sound(state.rid)):
+            if self.codes is not None:
+                self.distrust(state)  # what a codec has failed to pack
             raise CompressionError("its compressor failed")
         return made
 

@@ -22,6 +22,7 @@ class StoreCounters:
         misses: Segments that were requested and not found.
         read_bytes: Bytes of objects read intact.
         written_bytes: Bytes of objects that the backend accepted.
+        written_draft_bytes: Those of draft KV among them.
         damaged: Corrupt, truncated or unusable objects and manifests.
         foreign: Intact manifests of another segment or model.
         dropped_writes: Segments not stored: the queue was full, or the backend refused.
@@ -33,6 +34,7 @@ class StoreCounters:
     misses: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    written_draft_bytes: int = 0
     damaged: int = 0
     foreign: int = 0
     dropped_writes: int = 0

@@ -220,6 +220,11 @@ def compressor_identity(line: str, keep: float, version: str) -> str:
     return _canonical([line, keep, version])[:8].hex()
 
 
+def codec_identity(codec: str) -> str:
+    """Return 16 hex digits for ``Codec.identity``."""
+    return _canonical(codec)[:8].hex()
+
+
 def _canonical(value: object) -> bytes:
     """Return a 32-byte hash of a JSON value, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True).encode("ascii")

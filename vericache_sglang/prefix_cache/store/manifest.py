@@ -13,7 +13,7 @@ import torch
 from vericache_sglang.errors import StoreError
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.store.keys import Seal
-from vericache_sglang.prefix_cache.store.objects import memory_of, parse_object
+from vericache_sglang.prefix_cache.store.objects import Coded, memory_of, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,6 +73,7 @@ class Manifest:
         kept: Tokens that each head keeps in the draft KV, in [0, tokens].
         objects: ``whole``, or ``draft`` and ``residual`` of the same KV; the backend
             may have evicted some of them.
+        coded: Sizes of packed draft KV; None: no codec has packed it.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Manifest:
     tokens: int
     kept: int
     objects: Mapping[Part, Stored]
+    coded: Coded | None = None
 
     def keys(self, only: Part | None = None) -> dict[Part, str]:
         """Return the keys of its objects by part, or of the part ``only`` alone."""
@@ -93,6 +95,8 @@ class Manifest:
     def encode(self, seal: Seal) -> torch.Tensor:
         """Return [MANIFEST_BYTES] uint8: a JSON object, spaces, the seal of both."""
         said = {name: getattr(self, name) for name in self.__slots__}
+        if self.coded is None:
+            del said["coded"]
         text = json.dumps(said, separators=(",", ":")).encode("ascii")
         text = text.ljust(MANIFEST_BYTES - seal.nbytes)
         return torch.frombuffer(bytearray(text + seal.of(text)), dtype=torch.uint8)
@@ -131,8 +135,18 @@ def decode_manifest(data: torch.Tensor, seal: Seal, model: str, name: str) -> Ma
             and ("whole" in objects) != bool(compressor)
         ):
             stored = {part: _stored(objects[part], seal) for part in sorted(objects)}
-            return Manifest(model, name, compressor, tokens, kept, stored)
+            coded = _coded(said["coded"]) if "coded" in said else None
+            return Manifest(model, name, compressor, tokens, kept, stored, coded)
     raise StoreError("header", f"a manifest that says {said!a:.300}")
+
+
+def _coded(row: object) -> Coded:
+    match row:
+        case [str(codec), int(slots), int(fixed), int(escapes)] if (
+            0 < slots <= SEGMENT and fixed >= 0 and escapes >= 0
+        ):
+            return Coded(codec, slots, fixed, escapes)
+    raise StoreError("header", f"wanted the sizes of codes, got {row!a:.100}")
 
 
 def _stored(row: object, seal: Seal) -> Stored:

@@ -55,8 +55,37 @@ class TensorField(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Coded(NamedTuple):
+    """Sizes of a segment whose draft KV a codec has packed.
+
+    Attributes:
+        codec: ``codec_identity``.
+        slots: KV entries of one layer that take as many bytes as its codes.
+        fixed: Bytes of one layer of residual planes without escapes; 0: the residual KV
+            is the full KV.
+        escapes: Bytes of all escapes.
+    """
+
+    codec: str
+    slots: int
+    fixed: int
+    escapes: int
+
+
+def coded_of(codec: str, parts: Mapping[Part, Tensors]) -> Coded:
+    """Return the sizes of packed parts, see ``layout``."""
+    slots, planes = parts["draft"]["keys"].shape[1], parts["residual"]
+    if "fixed" not in planes:
+        return Coded(codec, slots, 0, 0)
+    return Coded(codec, slots, planes["fixed"].shape[1], len(planes["escapes"]))
+
+
 def layout(
-    fingerprint: Fingerprint, part: Part, tokens: int, kept: int
+    fingerprint: Fingerprint,
+    part: Part,
+    tokens: int,
+    kept: int,
+    coded: Coded | None = None,
 ) -> dict[str, TensorField]:
     """Return the tensors of one part of a segment, by name.
 
@@ -64,21 +93,41 @@ def layout(
         fingerprint: Gives the number of layers and heads, dims and dtype.
         tokens: Tokens of the segment, n.
         kept: Tokens that each head keeps in the draft KV; 0 if ``part`` is "whole".
+        coded: Sizes of packed draft KV; None: no codec has packed it.
 
     Returns:
         ``keys`` and ``values``, [L, tokens of the part, H, dim]; for draft KV also
         ``kept``, int32 [L, H, kept]; optionally the scores of tokens
         (``Selector.update``), ``noted`` float32 [L, H, n], except for residual KV.
+        Packed draft KV has ``coded`` in place of ``kept``, and its bytes in as many
+        entries as they fill; its residual KV are all tokens, or residual planes: uint8
+        ``fixed`` [L, bytes], int32 ``counts`` [L] and uint8 ``escapes`` [bytes].
+
+    Raises:
+        StoreError: header: more bytes of residual planes than there can be.
     """
     count = {"whole": tokens, "draft": kept, "residual": tokens - kept}[part]
+    where = "kept"
+    if coded is not None:
+        count, where = coded.slots if part == "draft" else tokens, "coded"
     dtype: torch.dtype = getattr(torch, fingerprint.kv_dtype)
     layers, heads = fingerprint.layers, fingerprint.kv_heads
+    if coded is not None and coded.fixed and part == "residual":
+        entry = fingerprint.head_dim + fingerprint.v_head_dim
+        whole = layers * heads * tokens * entry * dtype.itemsize
+        if layers * coded.fixed + coded.escapes > 2 * whole:
+            raise StoreError("header", f"planes of {coded} for {whole} bytes of KV")
+        return {
+            "fixed": TensorField(torch.uint8, (layers, coded.fixed)),
+            "counts": TensorField(torch.int32, (layers,)),
+            "escapes": TensorField(torch.uint8, (coded.escapes,)),
+        }
     fields = {
         "keys": TensorField(dtype, (layers, count, heads, fingerprint.head_dim)),
         "values": TensorField(dtype, (layers, count, heads, fingerprint.v_head_dim)),
     }
     if part == "draft":
-        fields["kept"] = TensorField(torch.int32, (layers, heads, kept))
+        fields[where] = TensorField(torch.int32, (layers, heads, kept))
     if part != "residual":
         fields["noted"] = TensorField(
             torch.float32, (layers, heads, tokens), required=False
@@ -140,7 +189,8 @@ def decode(
 
     The object is not trusted: dtypes and shapes must be the expected ones, the tensors
     must be within it, keys and values must be finite, as non-finite logits make
-    sampling end the process, and kept positions must be tokens of the segment.
+    sampling end the process, and kept positions must be tokens of the segment. Codes
+    are any bytes: only their codec can tell what they are.
 
     Args:
         data: [n] uint8 in host memory, contiguous, of any content.
@@ -169,10 +219,11 @@ def decode(
         name: _view(name, row, fields[name], body) for name, row in header.items()
     }
     for name in ("keys", "values"):
-        if name in tensors:
+        if name in tensors and "coded" not in tensors:
             _check_finite(name, tensors[name])
-    if "kept" in tensors:
-        _check_positions(tensors["kept"], tokens)
+    for name in ("kept", "coded"):
+        if name in tensors:
+            _check_positions(name, tensors[name], tokens)
     return tensors
 
 
@@ -239,8 +290,8 @@ def _check_finite(name: str, entries: torch.Tensor) -> None:
         raise StoreError("tensor", f"{name}: not every entry is finite")
 
 
-def _check_positions(kept: torch.Tensor, tokens: int) -> None:
-    """Require that kept positions [L, H, n] ascend within [0, tokens), head by head.
+def _check_positions(name: str, kept: torch.Tensor, tokens: int) -> None:
+    """Require that positions [L, H, n] ascend within [0, tokens), head by head.
 
     Raises:
         StoreError: tensor: they do not.
@@ -249,5 +300,5 @@ def _check_positions(kept: torch.Tensor, tokens: int) -> None:
     inside = not kept.numel() or (int(kept.min()) >= 0 and int(kept.max()) < tokens)
     if not (ascend and inside):
         raise StoreError(
-            "tensor", f"kept: wanted ascending positions below {tokens} in each head"
+            "tensor", f"{name}: wanted ascending positions below {tokens} in each head"
         )

@@ -16,6 +16,7 @@ from vericache_sglang.prefix_cache.store.manifest import (
     Stored,
 )
 from vericache_sglang.prefix_cache.store.objects import (
+    coded_of,
     decode,
     encode,
     layout,
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 
     from vericache_sglang.prefix_cache.store.backend import Backend
     from vericache_sglang.prefix_cache.store.keys import Fingerprint
-    from vericache_sglang.prefix_cache.store.objects import Part, Tensors
+    from vericache_sglang.prefix_cache.store.objects import (
+        Part,
+        TensorField,
+        Tensors,
+    )
 
     Compress: TypeAlias = Callable[["Found"], tuple[Tensors, Tensors]]
 
@@ -52,6 +57,22 @@ class Found:
 
     manifest: Manifest
     parts: Mapping[Part, Tensors]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreCodec:
+    """The codec of this server's packed draft KV.
+
+    Attributes:
+        identity: ``codec_identity``; segments of another one are not read.
+        tokens: Tokens of a segment that it has packed.
+        check: Called with draft KV and residual KV as they are stored, in the thread
+            that has read them; raises StoreError.
+    """
+
+    identity: str
+    tokens: int
+    check: Callable[[Tensors, Tensors], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +119,7 @@ class SegmentStore:
     Attributes:
         counters: Counters of this store and its backend.
         pace: Measured speed of ``restore``.
+        codec: What packed draft KV is written and read with; None: it is neither.
     """
 
     def __init__(
@@ -106,6 +128,7 @@ class SegmentStore:
         self.fingerprint = fingerprint
         self.counters = backend.counters
         self.pace = Pace()
+        self.codec: StoreCodec | None = None
         self._backend = backend
         self._manifests = Manifests(backend, fingerprint)
         self._unusable = self._manifests.unusable
@@ -146,15 +169,12 @@ class SegmentStore:
         if self._leading([name], compressor):
             return True
         began = time.perf_counter()
-        counts = {part: _count(tensors) for part, tensors in parts.items()}
-        tokens, kept = sum(counts.values()), counts.get("draft", 0)
-        objects = {}
+        objects: dict[Part, Stored] = {}
+        manifest = self._described(name, parts, compressor, objects)
         for part, tensors in parts.items():
-            stored = self._write(part, tensors, tokens, kept)
+            stored = self._write(part, tensors, manifest)
             if stored is not None:
                 objects[part] = stored
-        model = self.fingerprint.short
-        manifest = Manifest(model, name, compressor, tokens, kept, objects)
         if len(objects) < len(parts) or not self._manifests.announce(manifest):
             self.counters.add(dropped_writes=1)
             return False
@@ -224,7 +244,7 @@ class SegmentStore:
         ranks = {each: at for at, each in enumerate(compressors)}
         last = len(ranks)
         for manifest in sorted(
-            self._manifests.read([name])[0],
+            filter(self._readable, self._manifests.read([name])[0]),
             key=lambda m: ranks.get(m.compressor, last + bool(m.compressor)),
         ):
             if only is not None and manifest.compressor not in ranks:
@@ -322,7 +342,8 @@ class SegmentStore:
                 continue
             keys, objects = manifest.keys(), self._read(manifest, only)
             if objects and all(
-                target._place(keys[part], data) for part, (data, _) in objects.items()
+                target._place(keys[part], data, part)
+                for part, (data, _) in objects.items()
             ):
                 return target._manifests.announce(manifest)
         return False
@@ -360,6 +381,7 @@ class SegmentStore:
                     set(manifest.keys(only).values())
                     for manifest in manifests
                     if compressor in (None, manifest.compressor)
+                    and self._readable(manifest)
                 ]
                 for manifests in self._manifests.read(names[start : start + BATCH])
             ]
@@ -385,8 +407,8 @@ class SegmentStore:
             return None
         for part, key in keys.items():
             stored, tokens = manifest.objects[part], manifest.tokens
-            fields = layout(self.fingerprint, part, tokens, manifest.kept)
             try:
+                fields = self._layout(part, manifest)
                 if stored.nbytes > most_bytes(fields):
                     raise StoreError("length", f"{stored.nbytes} bytes")
                 data = self._backend.read([key], stored.nbytes)[0]
@@ -399,29 +421,71 @@ class SegmentStore:
                 self.counters.note_unreadable(part, error)
                 self._unusable[key] = None
                 return None
+        if manifest.coded and self.codec is not None and len(objects) == len(FORMS[1]):
+            try:
+                self.codec.check(objects["draft"][1], objects["residual"][1])
+            except StoreError as error:
+                self.counters.note_unreadable("codes", error)
+                self._unusable.update(dict.fromkeys(keys.values()))
+                return None
         return objects
 
-    def _write(
-        self, part: Part, tensors: Tensors, tokens: int, kept: int
-    ) -> Stored | None:
+    def _readable(self, manifest: Manifest) -> bool:
+        """Return whether no other codec than this server's has packed draft KV."""
+        coded, codec = manifest.coded, self.codec
+        return not coded or (codec is not None and codec.identity == coded.codec)
+
+    def _described(
+        self,
+        name: str,
+        parts: Mapping[Part, Tensors],
+        compressor: str,
+        objects: Mapping[Part, Stored],
+    ) -> Manifest:
+        """Return the manifest of parts to be written.
+
+        Raises:
+            StoreError: tensor: there are no keys, or codes without a codec.
+        """
+        model, draft = self.fingerprint.short, parts.get("draft", {})
+        if "coded" not in draft:
+            counts = {part: _count(tensors) for part, tensors in parts.items()}
+            tokens, kept = sum(counts.values()), counts.get("draft", 0)
+            return Manifest(model, name, compressor, tokens, kept, objects)
+        codec = self.codec
+        if codec is None:
+            raise StoreError("tensor", f"codes of segment {name}, without a codec")
+        kept, coded = draft["coded"].shape[2], coded_of(codec.identity, parts)
+        return Manifest(model, name, compressor, codec.tokens, kept, objects, coded)
+
+    def _layout(self, part: Part, manifest: Manifest) -> dict[str, TensorField]:
+        """Return the tensors of one part of a form.
+
+        Raises:
+            StoreError: header: they cannot be those of a segment.
+        """
+        tokens, kept = manifest.tokens, manifest.kept
+        return layout(self.fingerprint, part, tokens, kept, manifest.coded)
+
+    def _write(self, part: Part, tensors: Tensors, manifest: Manifest) -> Stored | None:
         """Write an object under the digest of its content; None on a failure.
 
         Raises:
             StoreError: tensor: the tensors would not pass ``decode``.
         """
-        fields = layout(self.fingerprint, part, tokens, kept)
+        fields = self._layout(part, manifest)
         for salt in range(MOST_SALTS):
             data = encode(tensors, salt)
-            decode(data, fields, tokens)
+            decode(data, fields, manifest.tokens)
             stored = Stored(data.numel(), self._digest(data))
             key = f"{self.fingerprint.short}.{stored.digest}"
-            if self._place(key, data):
+            if self._place(key, data, part):
                 return stored
             if key not in self._unusable:
                 return None
         return None
 
-    def _place(self, key: str, data: torch.Tensor) -> bool:
+    def _place(self, key: str, data: torch.Tensor, part: Part) -> bool:
         """Write an object unless it exists; False if refused or damaged."""
         if key in self._unusable:
             return False
@@ -430,7 +494,9 @@ class SegmentStore:
         there = self._backend.read([key], data.numel())[0]
         if there is None:
             written = self._backend.write(key, data)
-            self.counters.add(written_bytes=data.numel() * written)
+            nbytes = data.numel() * written
+            draft = nbytes if part == "draft" else 0
+            self.counters.add(written_bytes=nbytes, written_draft_bytes=draft)
             return written
         if not there.equal(data):
             self._unusable[key] = None
