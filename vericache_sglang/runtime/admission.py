@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.runtime.forward.extend import KnownTokens, unseen
 from vericache_sglang.runtime.scheduler_settings import spec_of, whole_spec_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.extend import Extend
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.probing import Probing
     from vericache_sglang.scheduling.runtime import Runtime
@@ -23,6 +26,8 @@ class RequestAdmission:
         probing: Runs the probes of offline selectors.
         runtime: Schedules admitted requests.
         overlap: SGLang runs its overlap schedule.
+        extend: Computes the end of a prompt over its draft KV; None: every prompt is
+            prefilled.
     """
 
     def __init__(
@@ -32,14 +37,16 @@ class RequestAdmission:
         runtime: Runtime,
         *,
         overlap: bool,
+        extend: Extend | None = None,
     ) -> None:
         self._placement = placement
         self._probing = probing
         self._runtime = runtime
         self._overlap = overlap
+        self._extend = extend
 
     def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
-        """Admit every request that is ready; run at most one probe of another.
+        """Admit every request that is ready; run forwards for at most one other.
 
         Args:
             batch: The decode batch.
@@ -48,6 +55,11 @@ class RequestAdmission:
         probed = False
         for batch_index, state in requests.items():
             if state.planned:
+                continue
+            if state.parts is not None:
+                if not probed:
+                    self._seat(state, batch_index, batch)
+                    probed = True
                 continue
             if not state.stats.enabled:
                 self._arrive_whole(state)
@@ -60,6 +72,22 @@ class RequestAdmission:
     def forget(self, rid: str) -> None:
         """Drop a request's pending admission and probes."""
         self._probing.forget(rid)
+
+    def _seat(
+        self, state: RequestState, batch_index: int, batch: ScheduleBatch
+    ) -> None:
+        """Compute the end of a prompt over its draft KV; the request then drafts."""
+        if self._extend is None:
+            raise InvariantError(f"{state.rid} is seated, and nothing is")
+        parts, own = state.split, state.req_pool_idx
+        first, head = parts.budget.offered, parts.head
+        tokens = state.req.origin_input_ids[first : state.verified]
+        slots = self._placement.table[own, head : head + len(tokens)].long()
+        known = KnownTokens(own, tokens, first, own, head, slots)
+        self._extend.run(batch, batch_index, known, unseen)
+        state.planned = True
+        spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)
+        self._runtime.seat(spec)
 
     def _arrive(self, state: RequestState) -> None:
         """Admit a request; its full prompt KV is on the device."""

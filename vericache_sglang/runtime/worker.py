@@ -31,6 +31,7 @@ from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.forward.extend import Extend
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
 from vericache_sglang.runtime.forward.proposals import InnerProposer, PromptChunk
@@ -53,6 +54,7 @@ from vericache_sglang.runtime.recovery import Recovery
 from vericache_sglang.runtime.remote_role import STANDALONE, open_role
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.runtime.scheduler_settings import runtime_settings
+from vericache_sglang.runtime.seats import Seats
 from vericache_sglang.runtime.tp_sync import open_tp_sync
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel
@@ -173,8 +175,13 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.verify_rows[0],
             self._tp_sync,
         )
+        extend = Extend(self.model_runner, self.placement.observer, self._tp_sync)
         self._request_admission = RequestAdmission(
-            self.placement, probing, self.runtime, overlap=self._overlap
+            self.placement,
+            probing,
+            self.runtime,
+            overlap=self._overlap,
+            extend=extend,
         )
         leads = self._tp_sync.leads
         sinks = open_sinks(self._config, self._figures) if leads else {}
@@ -193,7 +200,18 @@ class VeriCacheWorker(BaseSpecWorker):
             self._in_flight,
             recorder,
             overlap=self._overlap,
+            extend=extend,
         )
+        # Called by the hook on the scheduler (patches: managers_scheduler_queue).
+        self.seats: Seats | None = None
+        if self._config.draft_first == "on":
+            self.seats = Seats(
+                self._config,
+                self.placement,
+                self._draft_tokens,
+                self._would_draft,
+                self._sit_down,
+            )
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -210,6 +228,7 @@ class VeriCacheWorker(BaseSpecWorker):
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
+            seats=self.seats,
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
@@ -325,6 +344,8 @@ class VeriCacheWorker(BaseSpecWorker):
             lambda: self.placement.observer.forget(req.rid),
             lambda: self._request_admission.forget(req.rid),
         )
+        if self.seats is not None:
+            self.seats.forget(req.rid)
         state = self._states.pop(req.rid, None)
         if state is None:
             return
@@ -369,6 +390,10 @@ class VeriCacheWorker(BaseSpecWorker):
             if sleeper is not None and self.role.ready not in sleeper.poller:
                 sleeper.poller.register(self.role.ready, POLLIN)
             self.role.exchange(scheduler)
+        if self.seats is not None:
+            self._tree_cache = scheduler.tree_cache
+            with self._recovery.of_all():
+                self.seats.take(scheduler)
 
     def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
@@ -526,10 +551,20 @@ class VeriCacheWorker(BaseSpecWorker):
             ),
         )
 
+    def _fits(self, length: int) -> bool:
+        """Return whether a prompt is long enough, and the compressor works."""
+        known = self.placement.compressor.budget(length) is not None
+        return known and not self.placement.guard.off
+
+    def _would_draft(self, req: Req, length: int) -> bool:
+        return self._fits(length) and self._state_factory.drafts(req)
+
+    def _sit_down(self, req: Req, length: int) -> RequestState:
+        return self._arrive(req, length, unreported=0)
+
     def _arrive(self, req: Req, length: int, unreported: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
-        fits = self.placement.compressor.budget(length) is not None
-        fits = fits and not self.placement.guard.off
+        fits = self._fits(length)
         state = self._state_factory.state_of(req, length, fits, unreported)
         self._tp_sync.same_noise(state)
         self._states[req.rid] = state

@@ -17,6 +17,7 @@ from vericache_sglang.serving.refusals import (
     check_decode_server,
     check_drafter,
     check_model,
+    check_draft_first,
     check_role,
     check_server_args,
     check_sglang_version,
@@ -46,6 +47,7 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
     check_server_args(server_args)
     check_decode_server(config, server_args)
     check_role(config, server_args)
+    check_draft_first(config, server_args)
     model = model_config_of(server_args)
     check_model(model)
     check_drafter(config, server_args, model)
