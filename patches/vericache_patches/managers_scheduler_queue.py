@@ -29,7 +29,7 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             kind="around",
             args=("self", "req", "is_retracted"),
             reason="A drafter's requests are decoded by verifiers, without a row here; "
-            "and of a stored prefix the draft KV is to be read first, for requests that "
+            "and of a stored prefix the draft KV is to be read first, if the request "
             "can begin with it.",
             remove_when="SGLang lets a spec worker take a request from the queue, and "
             "tells a storage prefetch for which request it is.",

@@ -1,4 +1,4 @@
-"""Requests that draft on stored draft KV while their residual KV is read, and then verify.
+"""Requests that draft on stored draft KV while their residual KV is read, then verify.
 
 The link to the store is EMULATED: reads from a folder of this machine are delayed.
 """

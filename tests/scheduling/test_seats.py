@@ -33,13 +33,19 @@ def seated(pacing="staggered", residency="host", remaining=50):
     )
     spec = RequestSpec(rid="a", prompt=400, kept=100, dropped=300, remaining=remaining)
     runtime.seat(spec)
+    runtime.started = ()
     return runtime
 
 
 def planned(runtime, **more):
-    """Return one plan, with as much memory as wanted unless ``more`` says otherwise."""
+    """Return one plan, with as much memory as wanted unless ``more`` says otherwise.
+
+    Every prefetch has arrived by the next one.
+    """
     usual = {"free_slots": 10**6, "host_slots": 10**6, "rows": len(runtime.tracks)}
+    usual["arrived"] = runtime.started
     plan = runtime.plan(SchedulerInput(**{**usual, **more}))
+    runtime.started = tuple(each.rid for each in plan.stage_ins)
     if any(isinstance(action, Verify) for action in plan.rows.values()):
         drafted = DRAFTS if "a" in plan.rows else 0
         runtime.report([RowResult("a", drafted=drafted, emitted=1)])
@@ -47,14 +53,12 @@ def planned(runtime, **more):
 
 
 def verified_after(runtime):
-    """Plan until "a" is verified; every prefetch arrives at once."""
-    arrived = ()
+    """Plan until "a" is verified."""
     for _ in range(200):
-        plan = planned(runtime, arrived=arrived)
+        plan = planned(runtime)
         if isinstance(plan.rows["a"], Verify):
             return True
         assert isinstance(plan.rows["a"], Wait), "all it may draft is drafted"
-        arrived = tuple(each.rid for each in plan.stage_ins)
     return False
 
 

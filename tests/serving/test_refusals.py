@@ -15,9 +15,9 @@ from vericache_sglang.serving.launch import check_draft_path
 from vericache_sglang.serving.refusals import (
     SGLANG_VERSION,
     check_decode_server,
+    check_draft_first,
     check_drafter,
     check_model,
-    check_draft_first,
     check_role,
     check_server_args,
     check_sglang_version,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from vericache_sglang.kv.row_edit import allocate
 from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
+
+    import torch
 
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
@@ -35,7 +35,7 @@ class SeatedSegments:
         self._handles = handles
 
     def fit(self, names: Sequence[str], drafts: Sequence[Found]) -> bool:
-        """Return whether stored draft KV is of the selection of what is here already."""
+        """Return whether stored draft KV keeps the tokens that what is here keeps."""
         segments = self._segments
         if not segments.active or not segments.trusts(names):
             return False

@@ -26,6 +26,8 @@ class RequestAdmission:
         probing: Runs the probes of offline selectors.
         runtime: Schedules admitted requests.
         overlap: SGLang runs its overlap schedule.
+
+    Attributes:
         extend: Computes the end of a prompt over its draft KV; None: every prompt is
             prefilled.
     """
@@ -37,13 +39,12 @@ class RequestAdmission:
         runtime: Runtime,
         *,
         overlap: bool,
-        extend: Extend | None = None,
     ) -> None:
         self._placement = placement
         self._probing = probing
         self._runtime = runtime
         self._overlap = overlap
-        self._extend = extend
+        self.extend: Extend | None = None
 
     def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
         """Admit every request that is ready; run forwards for at most one other.
@@ -77,14 +78,14 @@ class RequestAdmission:
         self, state: RequestState, batch_index: int, batch: ScheduleBatch
     ) -> None:
         """Compute the end of a prompt over its draft KV; the request then drafts."""
-        if self._extend is None:
+        if self.extend is None:
             raise InvariantError(f"{state.rid} is seated, and nothing is")
         parts, own = state.split, state.req_pool_idx
         first, head = parts.budget.offered, parts.head
         tokens = state.req.origin_input_ids[first : state.verified]
         slots = self._placement.table[own, head : head + len(tokens)].long()
         known = KnownTokens(own, tokens, first, own, head, slots)
-        self._extend.run(batch, batch_index, known, unseen)
+        self.extend.run(batch, batch_index, known, unseen)
         state.planned = True
         spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)
         self._runtime.seat(spec)

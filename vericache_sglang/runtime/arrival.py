@@ -74,7 +74,9 @@ class RequestStateFactory:
         )
         coupled = profile.rule is not SamplingRule.REJECTION
         enabled = fits and self.drafts(req, options)
-        inner = options.inner and draftable(req) and coupled and not depends_on_tokens(req)
+        inner = (
+            options.inner and draftable(req) and coupled and not depends_on_tokens(req)
+        )
         proposals = min(self._config.proposals, options.inner_length) if inner else 0
         path = "local" if self._config.role == "drafter" else ""
         stats = RequestStats(enabled, longest, options.report, proposals, path=path)

@@ -2,8 +2,8 @@
 
 A request is *seated* when its row lists the draft KV of its prompt's first segments and
 slots for the rest, without a prefill: through SGLang's PREBUILT batch, as on a decode
-server. Until its residual KV is complete it drafts; its first verification then computes
-the end of the prompt again over the full KV. Nothing is emitted before that.
+server. Until its residual KV is complete it drafts; its first verification then
+computes the end of the prompt again over the full KV. Nothing is emitted before that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Seats:
         """
         stored = self._segments.stored
         for rid in stored.drafted() if stored is not None else ():
-            req = next((each for each in scheduler.waiting_queue if each.rid == rid), None)
+            req = next(
+                (each for each in scheduler.waiting_queue if each.rid == rid), None
+            )
             if req is None or stored is None:
                 continue
             names, found = stored.drafts_of(rid)
@@ -171,13 +173,11 @@ class Seats:
             free(tree, own)
             self._segments.release(req.rid)
             return False
-        row = pool.req_to_token[req.kv.req_pool_idx]
-        row[: len(head)] = head.to(row.dtype)
-        row[len(head) : len(head) + suffix] = own[:suffix].to(row.dtype)
         length = len(head) + suffix
+        row = pool.req_to_token[req.kv.req_pool_idx]
+        row[:length] = torch.cat([head, own[:suffix]]).to(row.dtype)
         req.kv.kv_committed_len = req.kv.kv_allocated_len = length
-        req.kv.cache_protected_len = len(head)
-        req.last_node = None
+        req.kv.cache_protected_len, req.last_node = len(head), None
         req.cached_tokens = req.cached_tokens_storage = len(names) * SEGMENT
         batch = self._batch(scheduler, req, length)
         state = self._arrive(req, tokens)

@@ -175,13 +175,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self.placement.verify_rows[0],
             self._tp_sync,
         )
-        extend = Extend(self.model_runner, self.placement.observer, self._tp_sync)
         self._request_admission = RequestAdmission(
-            self.placement,
-            probing,
-            self.runtime,
-            overlap=self._overlap,
-            extend=extend,
+            self.placement, probing, self.runtime, overlap=self._overlap
         )
         leads = self._tp_sync.leads
         sinks = open_sinks(self._config, self._figures) if leads else {}
@@ -200,18 +195,9 @@ class VeriCacheWorker(BaseSpecWorker):
             self._in_flight,
             recorder,
             overlap=self._overlap,
-            extend=extend,
         )
         # Called by the hook on the scheduler (patches: managers_scheduler_queue).
-        self.seats: Seats | None = None
-        if self._config.draft_first == "on":
-            self.seats = Seats(
-                self._config,
-                self.placement,
-                self._draft_tokens,
-                self._would_draft,
-                self._sit_down,
-            )
+        self.seats = self._open_seats(mixed)
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -233,6 +219,20 @@ class VeriCacheWorker(BaseSpecWorker):
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
+
+    def _open_seats(self, mixed: MixedForward) -> Seats | None:
+        """Return what seats requests on stored draft KV; None if that is off."""
+        if self._config.draft_first == "off":
+            return None
+        extend = Extend(self.model_runner, self.placement.observer, self._tp_sync)
+        mixed.extend = self._request_admission.extend = extend
+        return Seats(
+            self._config,
+            self.placement,
+            self._draft_tokens,
+            self._would_draft,
+            self._sit_down,
+        )
 
     def _open_draft_tokens(self, requests: int) -> None:
         """Allocate the draft token buffer; open the inner drafter, if there is one.

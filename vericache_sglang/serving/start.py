@@ -15,9 +15,9 @@ from vericache_sglang.planning.memory import GIB, ledger, shortage
 from vericache_sglang.runtime.device_memory import deployment, known_weights
 from vericache_sglang.serving.refusals import (
     check_decode_server,
+    check_draft_first,
     check_drafter,
     check_model,
-    check_draft_first,
     check_role,
     check_server_args,
     check_sglang_version,

@@ -42,7 +42,9 @@ class EmulatedLink:
         Raises:
             ConfigError: A value is not a number in bounds.
         """
-        others = {key: each for key, each in extra.items() if key not in (RATE, LATENCY)}
+        others = {
+            key: each for key, each in extra.items() if key not in (RATE, LATENCY)
+        }
         if len(others) == len(extra):
             return None, others
         rate, latency = extra.get(RATE, inf), extra.get(LATENCY, 0.0)

@@ -51,6 +51,8 @@ class MixedForward:
         in_flight: Queue of launched forwards.
         recorder: Records the rows' results.
         overlap: SGLang runs its overlap schedule.
+
+    Attributes:
         extend: Computes the KV of a prompt's end again over the full KV; None: every
             prompt is prefilled.
     """
@@ -64,14 +66,13 @@ class MixedForward:
         recorder: ResultRecorder,
         *,
         overlap: bool,
-        extend: Extend | None = None,
     ) -> None:
         self._placement = placement
         self._worker = target_worker
         self._draft_tokens = draft_tokens
         self._in_flight = in_flight
         self._recorder = recorder
-        self._extend = extend
+        self.extend: Extend | None = None
         self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
 
@@ -102,9 +103,9 @@ class MixedForward:
             rows.add(i, state, actions[i])
         if not rows.rows:
             return self.nothing(batch), None
-        for row in rows.rows if self._extend is not None else ():
+        for row in rows.rows if self.extend is not None else ():
             if not row.drafts and requests[row.batch_index].inexact:
-                self._make_exact(self._extend, batch, row, requests[row.batch_index])
+                self._make_exact(self.extend, batch, row, requests[row.batch_index])
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
         features = proposer is not None and proposer.reads(requests.values())
