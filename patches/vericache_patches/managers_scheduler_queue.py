@@ -12,12 +12,12 @@ def add_request_to_queue(
 ) -> None:
     """Let a drafter send a new request elsewhere; let a verifier note its guests.
 
-    The draft KV of one that could be seated is read from the store first.
+    The draft KV of one that could start early is read from the store first.
     """
     role = getattr(scheduler.draft_worker, "role", None)
-    seats = getattr(scheduler.draft_worker, "seats", None)
-    if seats is not None:
-        seats.expect(req)
+    early = getattr(scheduler.draft_worker, "early_starts", None)
+    if early is not None:
+        early.expect(req)
     if role is None or is_retracted or not role.take(scheduler, req):
         original(scheduler, req, is_retracted)
 

@@ -104,16 +104,16 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
         if fault in ("damaged", "missing"):
             spoil(folder, fault)
         before = server.counters()
-        assert fault == "retracted" or before["seated"] == 0
+        assert fault == "retracted" or before["early_starts"] == 0
         for body, tokens in zip(bodies, wanted, strict=True):
             server.post("/flush_cache", {})
             assert answers(server, body) == tokens
         counters = server.settle()
     finally:
         server.close()
-    seated, completed = counters["seated"], counters["completions"]
-    assert seated >= len(KINDS) - 1
+    early, completed = counters["early_starts"], counters["completions"]
+    assert early >= len(KINDS) - 1
     if fault != "retracted":
         lost = counters["reprefills"] - before["reprefills"]
-        assert (completed, lost) == ((0, seated) if fault else (seated, 0))
+        assert (completed, lost) == ((0, early) if fault else (early, 0))
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)

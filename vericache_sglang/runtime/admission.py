@@ -59,7 +59,7 @@ class RequestAdmission:
                 continue
             if state.parts is not None:
                 if not probed:
-                    self._seat(state, batch_index, batch)
+                    self._start(state, batch_index, batch)
                     probed = True
                 continue
             if not state.stats.enabled:
@@ -74,12 +74,12 @@ class RequestAdmission:
         """Drop a request's pending admission and probes."""
         self._probing.forget(rid)
 
-    def _seat(
+    def _start(
         self, state: RequestState, batch_index: int, batch: ScheduleBatch
     ) -> None:
         """Compute the end of a prompt over its draft KV; the request then drafts."""
         if self.extend is None:
-            raise InvariantError(f"{state.rid} is seated, and nothing is")
+            raise InvariantError(f"{state.rid} started early, which is off")
         parts, own = state.split, state.req_pool_idx
         first, head = parts.budget.offered, parts.head
         tokens = state.req.origin_input_ids[first : state.verified]
@@ -88,7 +88,7 @@ class RequestAdmission:
         self.extend.run(batch, batch_index, known, unseen)
         state.planned = True
         spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)
-        self._runtime.seat(spec)
+        self._runtime.arrive_early(spec)
 
     def _arrive(self, state: RequestState) -> None:
         """Admit a request; its full prompt KV is on the device."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.iteration_reporter import IterationReporter
     from vericache_sglang.runtime.admission import RequestAdmission
+    from vericache_sglang.runtime.early_starts import EarlyStarts
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.forward.mixed import MixedForward
     from vericache_sglang.runtime.forward.proposals import InnerProposer
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.recovery import Recovery
     from vericache_sglang.runtime.result_recorder import ResultRecorder
-    from vericache_sglang.runtime.seats import Seats
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
     from vericache_sglang.scheduling.runtime import Runtime
 
@@ -77,7 +77,7 @@ class Decoding:
         reporter: Reports every iteration.
         max_running: Maximum running requests.
         proposer: Asks the inner drafter; None without one.
-        seats: Takes in residual KV from the store; None where no request is seated.
+        early_starts: Takes in residual KV from the store; None if that is off.
     """
 
     states: dict[str, RequestState]
@@ -95,7 +95,7 @@ class Decoding:
     reporter: IterationReporter
     max_running: int
     proposer: InnerProposer | None = None
-    seats: Seats | None = None
+    early_starts: EarlyStarts | None = None
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
     _drafter_s: float = field(default=0.0, init=False)
@@ -184,10 +184,10 @@ class Decoding:
 
     def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> Plan:
         complete: tuple[str, ...] = ()
-        if self.seats is not None:
-            complete, lost = self.seats.progress(self.states)
+        if self.early_starts is not None:
+            complete, lost = self.early_starts.progress(self.states)
             for rid in lost:
-                self.seats.forget(rid)
+                self.early_starts.forget(rid)
                 self.recovery.lose(self.states[rid])
         rows = len(states)
         prefetches = self.placement.prefetches
@@ -244,8 +244,8 @@ class Decoding:
             if not made:
                 self.runtime.refused(move)
                 continue
-            if self.seats is not None and isinstance(move, Complete):
-                self.seats.forget(move.rid)
+            if self.early_starts is not None and isinstance(move, Complete):
+                self.early_starts.forget(move.rid)
             state.stats.moves[move_name(move)] += 1
             on_host = state.residency is Residency.HOST
             group = self.placement.staging_key(state.rid) if on_host else ""

@@ -30,6 +30,7 @@ from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
+from vericache_sglang.runtime.early_starts import EarlyStarts
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.extend import Extend
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
@@ -54,7 +55,6 @@ from vericache_sglang.runtime.recovery import Recovery
 from vericache_sglang.runtime.remote_role import STANDALONE, open_role
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.runtime.scheduler_settings import runtime_settings
-from vericache_sglang.runtime.seats import Seats
 from vericache_sglang.runtime.tp_sync import open_tp_sync
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import IterationModel
@@ -197,7 +197,7 @@ class VeriCacheWorker(BaseSpecWorker):
             overlap=self._overlap,
         )
         # Called by the hook on the scheduler (patches: managers_scheduler_queue).
-        self.seats = self._open_seats(mixed)
+        self.early_starts = self._open_early_starts(mixed)
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -214,19 +214,19 @@ class VeriCacheWorker(BaseSpecWorker):
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
-            seats=self.seats,
+            early_starts=self.early_starts,
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
 
-    def _open_seats(self, mixed: MixedForward) -> Seats | None:
-        """Return what seats requests on stored draft KV; None if that is off."""
+    def _open_early_starts(self, mixed: MixedForward) -> EarlyStarts | None:
+        """Return what starts requests on stored draft KV; None if that is off."""
         if self._config.draft_first == "off":
             return None
         extend = Extend(self.model_runner, self.placement.observer, self._tp_sync)
         mixed.extend = self._request_admission.extend = extend
-        return Seats(
+        return EarlyStarts(
             self._config,
             self.placement,
             self._draft_tokens,
@@ -344,8 +344,8 @@ class VeriCacheWorker(BaseSpecWorker):
             lambda: self.placement.observer.forget(req.rid),
             lambda: self._request_admission.forget(req.rid),
         )
-        if self.seats is not None:
-            self.seats.forget(req.rid)
+        if self.early_starts is not None:
+            self.early_starts.forget(req.rid)
         state = self._states.pop(req.rid, None)
         if state is None:
             return
@@ -390,10 +390,10 @@ class VeriCacheWorker(BaseSpecWorker):
             if sleeper is not None and self.role.ready not in sleeper.poller:
                 sleeper.poller.register(self.role.ready, POLLIN)
             self.role.exchange(scheduler)
-        if self.seats is not None:
+        if self.early_starts is not None:
             self._tree_cache = scheduler.tree_cache
             with self._recovery.of_all():
-                self.seats.take(scheduler)
+                self.early_starts.take(scheduler)
 
     def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.

@@ -101,7 +101,7 @@ class Runtime:
         self._choose_proposals(track)
         self._whole[spec.rid] = track
 
-    def seat(self, spec: RequestSpec) -> None:
+    def arrive_early(self, spec: RequestSpec) -> None:
         """Add a request of whose prompt only the draft KV is there.
 
         It drafts as far as it may, and waits until ``Complete`` was made.

@@ -289,7 +289,7 @@ def drafted(names):
     assert not finish(stored)
     store.arrive()
     assert stored.drafted() == ["r"]
-    assert not finish(stored), "it waits to be seated"
+    assert not finish(stored), "it waits for its start"
     return stored, store, taken
 
 
@@ -303,7 +303,7 @@ def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads():
     names, found = stored.drafts_of("r")
     assert list(names) == ["a", "b", "missing"]
     assert [list(each.parts) for each in found] == [["draft"], ["draft"]]
-    rest = stored.seat("r", found)
+    rest = stored.start_early("r", found)
     assert stored.drafted() == []
     assert [stored.wants(name, split=True) for name in "ab"] == [False, False]
     stored.fetch("s", ["a"], 0)
@@ -331,7 +331,7 @@ def test_residual_kv_that_does_not_come_is_lost(fault, monkeypatch):
         del store.storage.objects[key]
     if fault == "damaged":
         store.storage.objects[key][-1] ^= 1
-    rest = stored.seat("r", stored.drafts_of("r")[1])
+    rest = stored.start_early("r", stored.drafts_of("r")[1])
     store._reader.closed = fault == "closed"
     store.arrive()
     assert [name for name, _ in rest.arrived()] == ["a"]
@@ -348,8 +348,8 @@ def test_residual_kv_that_does_not_come_is_lost(fault, monkeypatch):
     assert store.counters.hits == hits
 
 
-def test_a_request_that_is_not_seated_is_fetched_whole(monkeypatch):
-    """It is told so, or nothing has seated it by the deadline."""
+def test_a_request_that_does_not_start_early_is_fetched_whole(monkeypatch):
+    """It is told so, or nothing has started it by the deadline."""
     clock = Clock()
     monkeypatch.setattr(stored_segments, "time", clock)
     for told in (True, False):

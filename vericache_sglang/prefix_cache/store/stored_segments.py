@@ -61,7 +61,7 @@ class Fetch:
         tokens: Tokens copied to the host tier so far.
         agreed: What all ranks have read of ``reading``, see ``Read``; None: they
             have not agreed.
-        drafts: Draft KV alone is read, for ``seat``.
+        drafts: Draft KV alone is read, for ``start_early``.
     """
 
     names: Sequence[str]
@@ -396,7 +396,7 @@ class StoredSegments:
         found = [] if fetch.reading is None else fetch.reading.found
         return fetch.names, list(takewhile(self.usable, found))
 
-    def seat(self, rid: str, drafts: Sequence[Found]) -> Rest:
+    def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
         """Read the residual KV of a request that drafts from now on.
 
         Args:
@@ -420,7 +420,7 @@ class StoredSegments:
         return rest
 
     def read_whole(self, rid: str) -> None:
-        """Read both parts for a waiting request that is not seated."""
+        """Read both parts for a waiting request that does not start early."""
         fetch = self._fetches[rid]
         if fetch.reading is not None:
             fetch.reading.cancelled = True

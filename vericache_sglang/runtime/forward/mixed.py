@@ -10,6 +10,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import InvariantError
 from vericache_sglang.runtime.forward.extend import Extend, KnownTokens
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
@@ -103,9 +104,9 @@ class MixedForward:
             rows.add(i, state, actions[i])
         if not rows.rows:
             return self.nothing(batch), None
-        for row in rows.rows if self.extend is not None else ():
+        for row in rows.rows:
             if not row.drafts and requests[row.batch_index].inexact:
-                self._make_exact(self.extend, batch, row, requests[row.batch_index])
+                self._make_exact(batch, row, requests[row.batch_index])
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
         features = proposer is not None and proposer.reads(requests.values())
@@ -145,19 +146,17 @@ class MixedForward:
         return result, work
 
     def _make_exact(
-        self,
-        extend: Extend,
-        batch: ScheduleBatch,
-        row: ForwardRow,
-        state: RequestState,
+        self, batch: ScheduleBatch, row: ForwardRow, state: RequestState
     ) -> None:
         """Compute the KV of a verified row's last tokens again, over its full KV."""
+        if self.extend is None:
+            raise InvariantError(f"{state.rid} started early, which is off")
         count = state.inexact
         first, end = state.verified - count, state.row_length
         slots = self._placement.table[row.own, end - count : end].to(torch.int64)
         tokens = state.req.origin_input_ids[first : state.verified]
         known = KnownTokens(row.own, tokens, first, row.table_row, first, slots)
-        extend.run(batch, row.batch_index, known)
+        self.extend.run(batch, row.batch_index, known)
         state.inexact = 0
 
     def nothing(self, batch: ScheduleBatch) -> GenerationBatchResult:

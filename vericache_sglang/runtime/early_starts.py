@@ -1,6 +1,6 @@
 """Requests that draft on stored draft KV while their residual KV is still being read.
 
-A request is *seated* when its row lists the draft KV of its prompt's first segments and
+A request starts early if its row lists the draft KV of its prompt's first segments and
 slots for the rest, without a prefill: through SGLang's PREBUILT batch, as on a decode
 server. Until its residual KV is complete it drafts; its first verification then
 computes the end of the prompt again over the full KV. Nothing is emitted before that.
@@ -17,7 +17,7 @@ from sglang.srt.observability.req_time_stats import set_time_batch
 from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.row_edit import allocate, free, room
 from vericache_sglang.kv.segment_length import SEGMENT
-from vericache_sglang.prefix_cache.seated_segments import SeatedSegments
+from vericache_sglang.prefix_cache.early_segments import EarlySegments
 from vericache_sglang.runtime.algorithm import relayed
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.scheduling.plan import Residency
@@ -39,11 +39,11 @@ MOST_SUFFIX = 2048
 """Most tokens of a prompt behind its stored segments: they are computed twice."""
 
 SUFFIX_SHARE = 4
-"""A seated prompt is at least so many times as long as its end without stored KV."""
+"""A prompt must be at least so many times as long as its end without stored KV."""
 
 
-class Seats:
-    """Seats waiting requests, and takes in their residual KV as it arrives.
+class EarlyStarts:
+    """Starts waiting requests, and takes in their residual KV as it arrives.
 
     Args:
         config: Frozen settings.
@@ -67,21 +67,21 @@ class Seats:
         self._drafts = drafts
         self._arrive = arrive
         self._segments = placement.segments
-        self._seated = SeatedSegments(placement.segments, placement.handles)
+        self._early = EarlySegments(placement.segments, placement.handles)
         self._rests: dict[str, Rest] = {}
 
     def expect(self, req: Req) -> None:
-        """Have the draft KV of a new request read first, if it could be seated.
+        """Have the draft KV of a new request read first, if it could start early.
 
         Called right before SGLang starts its read (patches: managers_scheduler_queue).
         """
         stored = self._segments.stored
         if stored is not None:
-            seatable = travels(req) and self._drafts(req, len(req.origin_input_ids))
-            stored.draft_first = req.rid if seatable and self._segments.kept else ""
+            early = travels(req) and self._drafts(req, len(req.origin_input_ids))
+            stored.draft_first = req.rid if early and self._segments.kept else ""
 
     def take(self, scheduler: Any) -> None:
-        """Seat the waiting requests whose draft KV has been read.
+        """Start the waiting requests whose draft KV has been read.
 
         Args:
             scheduler: SGLang's ``Scheduler``, before it chooses its next batch.
@@ -98,9 +98,9 @@ class Seats:
             names, found = names[:count], found[:count]
             if count and self._segments.reach(names, 0) >= count * SEGMENT:
                 stored.pop(rid)  # another request has brought it here meanwhile
-            elif not count or not self._seated.fit(names, found):
+            elif not count or not self._early.fit(names, found):
                 stored.read_whole(rid)
-            elif self._seat(scheduler, req, names, found):
+            elif self._start(scheduler, req, names, found):
                 scheduler.waiting_queue.remove(req)
 
     def progress(
@@ -119,7 +119,7 @@ class Seats:
                 noted = state.split.noted
                 scores = [each[:, at : at + SEGMENT] for each in noted]
                 own = torch.stack(scores).cpu() if scores else None
-                if not self._seated.take(name, found, own):
+                if not self._early.take(name, found, own):
                     lost.append(rid)
                     break
             if rest.complete:
@@ -134,7 +134,7 @@ class Seats:
             self._segments.stored.pop(rid)
 
     def _count(self, req: Req, found: int) -> int:
-        """Return how many of the segments found to seat a request on; 0: none."""
+        """Return how many of the segments found a request can start on; 0: none."""
         tokens = len(req.origin_input_ids)
         recent = max(1, self._config.recent_tokens)
         count = max(0, min(found, (tokens - recent) // SEGMENT))
@@ -146,10 +146,10 @@ class Seats:
         fits = budget.staged <= min(staging, self._placement.host_slots)
         return count if fits else 0
 
-    def _seat(
+    def _start(
         self, scheduler: Any, req: Req, names: Sequence[str], found: Sequence[Found]
     ) -> bool:
-        """Seat a request; False without a row or free slots, and nothing changed."""
+        """Start a request; False without a row or free slots, and nothing changed."""
         tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
         stored = self._segments.stored
         page = self._placement.geometry.page_size
@@ -161,7 +161,7 @@ class Seats:
         enough = room(tree) >= budget.slots + pages + ahead
         if stored is None or not enough or not pool.available_size():
             return False
-        drafts = self._seated.enter(req.rid, names, found, tree)
+        drafts = self._early.enter(req.rid, names, found, tree)
         if drafts is None:
             return False
         own = allocate(tree, pages)
@@ -184,9 +184,9 @@ class Seats:
         state.parts = self._parts(req, names, drafts, found)
         state.inexact = suffix
         req.skip_radix_cache_insert = True
-        self._rests[req.rid] = stored.seat(req.rid, found)
+        self._rests[req.rid] = stored.start_early(req.rid, found)
         self._placement.note(state)
-        self._placement.counters.seated += 1
+        self._placement.counters.early_starts += 1
         running = scheduler.running_batch
         if running.is_empty():
             scheduler.running_batch = batch
@@ -195,7 +195,7 @@ class Seats:
         return True
 
     def _batch(self, scheduler: Any, req: Req, length: int) -> ScheduleBatch:
-        """Return the PREBUILT batch of a seated request, of ``length`` slots."""
+        """Return the PREBUILT batch of a request, of ``length`` slots."""
         set_time_batch([req], "set_forward_entry_time")
         tokens = len(req.origin_input_ids)
         req.prefix_indices = torch.empty((0,), dtype=torch.int64)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.store.segment_store import Found
 
 
-class SeatedSegments:
+class EarlySegments:
     """Puts draft KV from the store on the device, and residual KV on the host.
 
     Until both parts of a segment are there, the index does not list it: no prompt is

@@ -19,8 +19,8 @@ from vericache_sglang.scheduling.settings import RuntimeSettings
 DRAFTS = 5
 
 
-def seated(pacing="staggered", residency="host", remaining=50):
-    """Return a runtime with one seated request, "a"."""
+def started_early(pacing="staggered", residency="host", remaining=50):
+    """Return a runtime with one request, "a", that has draft KV alone."""
     runtime = Runtime(
         RuntimeSettings(
             pacing=pacing,
@@ -32,7 +32,7 @@ def seated(pacing="staggered", residency="host", remaining=50):
         )
     )
     spec = RequestSpec(rid="a", prompt=400, kept=100, dropped=300, remaining=remaining)
-    runtime.seat(spec)
+    runtime.arrive_early(spec)
     runtime.started = ()
     return runtime
 
@@ -67,7 +67,7 @@ def verified_after(runtime):
 def test_it_drafts_waits_and_is_verified_once_its_residual_kv_is_there(
     pacing, residency
 ):
-    runtime = seated(pacing, residency)
+    runtime = started_early(pacing, residency)
     # A plain request beside it goes on whatever happens.
     runtime.arrive(
         RequestSpec(
@@ -98,7 +98,7 @@ def test_it_drafts_waits_and_is_verified_once_its_residual_kv_is_there(
 @pytest.mark.parametrize("ends", [False, True])
 def test_few_tokens_are_as_many_drafts(ends):
     """One token is verified without a draft; a stop token ends the drafts."""
-    runtime = seated(remaining=50 if ends else 1)
+    runtime = started_early(remaining=50 if ends else 1)
     if ends:
         assert isinstance(planned(runtime).rows["a"], Draft)
         runtime.report([RowResult("a", drafted=1, ended=True)])
@@ -108,7 +108,7 @@ def test_few_tokens_are_as_many_drafts(ends):
 
 
 def test_one_that_is_lost_leaves_nothing():
-    runtime = seated()
+    runtime = started_early()
     planned(runtime)
     runtime.leave("a")
     assert planned(runtime, complete=("a",), rows=1).moves == ()
