@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.row_edit import allocate
+from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.segment_images import SegmentDraft
+from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    import torch
-
+    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
     from vericache_sglang.prefix_cache.store.segment_store import Found
@@ -80,6 +84,52 @@ class EarlySegments:
             segments.use(rid, names)
         found = [segments.draft(name) for name in names]
         return [each for each in found if each is not None]
+
+    def parts(
+        self,
+        budget: Budget,
+        names: Sequence[str],
+        drafts: Sequence[SegmentDraft],
+        found: Sequence[Found],
+    ) -> Parts:
+        """Return the parts of a prompt whose residual KV is still in the store.
+
+        Args:
+            budget: Counts of its segments.
+            names: Its segments.
+            drafts: Their draft KV on the device.
+            found: The same as it was stored, with the scores of the tokens.
+        """
+        kept = [each.kept + at * SEGMENT for at, each in enumerate(drafts)]
+        scores = [each.parts["draft"].get("noted") for each in found]
+        noted = [each.to(kept[0].device) for each in scores if each is not None]
+        index = torch.cat(kept, dim=2)
+        return Parts(
+            budget,
+            index,
+            index[..., :0],
+            Residency.STORE,
+            insertable=True,
+            noted=list(torch.cat(noted, dim=2)) if len(noted) == len(found) else [],
+            segments=tuple(names),
+            shared_slots=torch.cat([each.slots for each in drafts]),
+        )
+
+    def list_row(self, req: Any, parts: Parts, own: torch.Tensor) -> None:
+        """List a prompt's draft KV in the row of a request, and slots behind it.
+
+        Args:
+            req: SGLang's request, which has a row.
+            parts: Of its prompt, see ``parts``.
+            own: [n] int64, slots of the tokens behind the segments.
+        """
+        row, shared = self._handles.table[req.kv.req_pool_idx], parts.shared_slots
+        slots = own if shared is None else torch.cat([shared, own])
+        row[: len(slots)] = slots.to(row.dtype)
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = len(slots)
+        req.kv.cache_protected_len, req.last_node = parts.shared_count, None
+        parts.insertable = not req.skip_radix_cache_insert
+        req.skip_radix_cache_insert = True
 
     def take(self, name: str, found: Found, noted: torch.Tensor | None) -> bool:
         """Copy residual KV that was read to the host.

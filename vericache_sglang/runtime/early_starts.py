@@ -14,13 +14,11 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.observability.req_time_stats import set_time_batch
 
-from vericache_sglang.kv.request import Parts
-from vericache_sglang.kv.row_edit import allocate, free, room
+from vericache_sglang.kv.row_edit import allocate, room
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.prefix_cache.early_segments import EarlySegments
 from vericache_sglang.runtime.algorithm import relayed
 from vericache_sglang.runtime.eligibility import travels
-from vericache_sglang.scheduling.plan import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
-    from vericache_sglang.prefix_cache.segment_images import SegmentDraft
     from vericache_sglang.prefix_cache.store.segment_store import Found
     from vericache_sglang.prefix_cache.store.stored_segments import Rest
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
@@ -168,22 +165,13 @@ class EarlyStarts:
         if own is None:
             self._segments.release(req.rid)
             return False
-        head = torch.cat([each.slots for each in drafts])
-        if pool.alloc([req]) is None:
-            free(tree, own)
-            self._segments.release(req.rid)
-            return False
-        length = len(head) + suffix
-        row = pool.req_to_token[req.kv.req_pool_idx]
-        row[:length] = torch.cat([head, own[:suffix]]).to(row.dtype)
-        req.kv.kv_committed_len = req.kv.kv_allocated_len = length
-        req.kv.cache_protected_len, req.last_node = len(head), None
-        req.cached_tokens = req.cached_tokens_storage = len(names) * SEGMENT
-        batch = self._batch(scheduler, req, length)
+        pool.alloc([req])
+        parts = self._early.parts(budget, names, drafts, found)
+        self._early.list_row(req, parts, own[:suffix])
+        req.cached_tokens = req.cached_tokens_storage = budget.offered
+        batch = self._batch(scheduler, req)
         state = self._arrive(req, tokens)
-        state.parts = self._parts(req, names, drafts, found)
-        state.inexact = suffix
-        req.skip_radix_cache_insert = True
+        state.parts, state.inexact = parts, suffix
         self._rests[req.rid] = stored.start_early(req.rid, found)
         self._placement.note(state)
         self._placement.counters.early_starts += 1
@@ -194,10 +182,10 @@ class EarlyStarts:
             running.merge_batch(batch)
         return True
 
-    def _batch(self, scheduler: Any, req: Req, length: int) -> ScheduleBatch:
-        """Return the PREBUILT batch of a request, of ``length`` slots."""
+    def _batch(self, scheduler: Any, req: Req) -> ScheduleBatch:
+        """Return the PREBUILT batch of a request whose row is listed."""
         set_time_batch([req], "set_forward_entry_time")
-        tokens = len(req.origin_input_ids)
+        tokens, length = len(req.origin_input_ids), req.kv.kv_committed_len
         req.prefix_indices = torch.empty((0,), dtype=torch.int64)
         req.set_extend_range(0, tokens)
         batch = ScheduleBatch.init_new(
@@ -221,28 +209,3 @@ class EarlyStarts:
         self._draft_tokens.start(batch.req_pool_indices, last, before)
         batch.spec_info = relayed(batch, scheduler.future_map)
         return batch
-
-    def _parts(
-        self,
-        req: Req,
-        names: Sequence[str],
-        drafts: Sequence[SegmentDraft],
-        found: Sequence[Found],
-    ) -> Parts:
-        kept = torch.cat(
-            [each.kept + at * SEGMENT for at, each in enumerate(drafts)], dim=2
-        )
-        scores = [each.parts["draft"].get("noted") for each in found]
-        noted = [each for each in scores if each is not None]
-        device = self._placement.handles.device
-        whole = len(noted) == len(names)
-        return Parts(
-            self._placement.compressor.of_segments(len(names)),
-            kept,
-            kept[..., :0],
-            Residency.STORE,
-            not req.skip_radix_cache_insert,
-            noted=list(torch.cat(noted, dim=2).to(device)) if whole else [],
-            segments=tuple(names),
-            shared_slots=torch.cat([each.slots for each in drafts]),
-        )
