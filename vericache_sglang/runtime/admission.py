@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.errors import InvariantError
 from vericache_sglang.runtime.forward.extend import KnownTokens, unseen
 from vericache_sglang.runtime.scheduler_settings import spec_of, whole_spec_of
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from vericache_sglang.kv.request import RequestState
-    from vericache_sglang.runtime.forward.extend import Extend
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.probing import Probing
     from vericache_sglang.scheduling.runtime import Runtime
@@ -26,10 +24,6 @@ class RequestAdmission:
         probing: Runs the probes of offline selectors.
         runtime: Schedules admitted requests.
         overlap: SGLang runs its overlap schedule.
-
-    Attributes:
-        extend: Computes the end of a prompt over its draft KV; None: every prompt is
-            prefilled.
     """
 
     def __init__(
@@ -44,7 +38,6 @@ class RequestAdmission:
         self._probing = probing
         self._runtime = runtime
         self._overlap = overlap
-        self.extend: Extend | None = None
 
     def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
         """Admit every request that is ready; run forwards for at most one other.
@@ -78,14 +71,12 @@ class RequestAdmission:
         self, state: RequestState, batch_index: int, batch: ScheduleBatch
     ) -> None:
         """Compute the end of a prompt over its draft KV; the request then drafts."""
-        if self.extend is None:
-            raise InvariantError(f"{state.rid} started early, which is off")
         parts, own = state.split, state.req_pool_idx
         first, head = parts.budget.offered, parts.head
         tokens = state.req.origin_input_ids[first : state.verified]
         slots = self._placement.table[own, head : head + len(tokens)].long()
         known = KnownTokens(own, tokens, first, own, head, slots)
-        self.extend.run(batch, batch_index, known, unseen)
+        self._probing.extend.run(batch, batch_index, known, unseen)
         state.planned = True
         spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)
         self._runtime.arrive_early(spec)

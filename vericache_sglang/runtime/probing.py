@@ -38,6 +38,9 @@ class Probing:
         model_runner: The target's runner.
         row: Block-table row that is unused outside a forward.
         tp_sync: Synchronises the ranks before a probe.
+
+    Attributes:
+        extend: Runs the probes, and whatever other tokens are known.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Probing:
         self._handles = handles
         self._runner = model_runner
         self._row = row
-        self._extend = Extend(model_runner, observer, tp_sync)
+        self.extend = Extend(model_runner, observer, tp_sync)
         self._waiting: dict[str, deque[Probe]] = {}
         self.forwards = 0
 
@@ -116,7 +119,7 @@ class Probing:
             state.req_pool_idx, probe.tokens, prompt, self._row, prompt, slots
         )
         show = self._observer(state.rid, probe, own.long())
-        self._extend.run(batch, batch_index, known, show, len(probe.tokens))
+        self.extend.run(batch, batch_index, known, show, len(probe.tokens))
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._handles.pool, self._selector

@@ -32,7 +32,6 @@ from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
 from vericache_sglang.runtime.early_starts import EarlyStarts
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
-from vericache_sglang.runtime.forward.extend import Extend
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
 from vericache_sglang.runtime.forward.proposals import InnerProposer, PromptChunk
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.extend import Extend
 
 
 class VeriCacheWorker(BaseSpecWorker):
@@ -197,7 +197,7 @@ class VeriCacheWorker(BaseSpecWorker):
             overlap=self._overlap,
         )
         # Called by the hook on the scheduler (patches: managers_scheduler_queue).
-        self.early_starts = self._open_early_starts(mixed)
+        self.early_starts = self._open_early_starts(mixed, probing.extend)
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -220,12 +220,13 @@ class VeriCacheWorker(BaseSpecWorker):
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
 
-    def _open_early_starts(self, mixed: MixedForward) -> EarlyStarts | None:
+    def _open_early_starts(
+        self, mixed: MixedForward, extend: Extend
+    ) -> EarlyStarts | None:
         """Return what starts requests on stored draft KV; None if that is off."""
         if self._config.draft_first == "off":
             return None
-        extend = Extend(self.model_runner, self.placement.observer, self._tp_sync)
-        mixed.extend = self._request_admission.extend = extend
+        mixed.extend = extend
         return EarlyStarts(
             self._config,
             self.placement,
