@@ -184,7 +184,8 @@ class EarlyStarts:
 
     def _batch(self, scheduler: Any, req: Req) -> ScheduleBatch:
         """Return the PREBUILT batch of a request whose row is listed."""
-        set_time_batch([req], "set_forward_entry_time")
+        for event in ("set_forward_entry_time", "set_prefill_finished_time"):
+            set_time_batch([req], event)
         tokens, length = len(req.origin_input_ids), req.kv.kv_committed_len
         req.prefix_indices = torch.empty((0,), dtype=torch.int64)
         req.set_extend_range(0, tokens)
