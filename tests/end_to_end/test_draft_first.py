@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from live_server import MODEL, LiveServer
+from live_server import MODEL, LiveServer, faulty
 
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
@@ -74,6 +74,35 @@ def extended(*values):
     return pytest.param(*values, marks=pytest.mark.extended)
 
 
+def answers_of_early_starts(bodies, folder, *flags, fault="", environment=()):
+    """Have a server store documents, and answer about them from the store.
+
+    Returns:
+        The answers before and after; the counters before and after.
+    """
+    store = folder / "store"
+    extra = {"directory": str(store), "read_mb_per_s": 8, "latency_ms": 1}
+    where = ("--hicache-storage-backend-extra-config", json.dumps(extra))
+    flags = (*FLAGS, *BOTH, *where, *flags)
+    server = LiveServer(folder, *flags, environment=dict(environment)).wait()
+    try:
+        # The documents are prefilled, compressed and stored by the first requests.
+        first, found = answers(server, bodies[0]), []
+        deadline = time.monotonic() + 120
+        while server.settle()["cache_store_waiting"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if fault:
+            spoil(store, fault)
+        before = server.counters()
+        for body in bodies:
+            server.post("/flush_cache", {})
+            found.append(answers(server, body))
+        return first, found, before, server.settle()
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize(
     ("fault", "flags"),
     [
@@ -84,37 +113,40 @@ def extended(*values):
         extended("", ("--vericache-pacing", "sequential")),
         extended("damaged", ()),
         extended("missing", ("--page-size", "16")),
-        extended("retracted", ()),
     ],
 )
 def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_path):
-    folder = tmp_path / "store"
-    extra = {"directory": str(folder), "read_mb_per_s": 8, "latency_ms": 1}
-    where = ("--hicache-storage-backend-extra-config", json.dumps(extra))
-    often = RETRACTED if fault == "retracted" else {}
-    flags = (*FLAGS, *BOTH, *where, *flags)
-    server = LiveServer(tmp_path, *flags, environment=often).wait()
-    try:
-        # Its documents are prefilled, compressed and stored by the first request.
-        assert answers(server, bodies[0]) == wanted[0]
-        deadline = time.monotonic() + 120
-        while server.settle()["cache_store_waiting"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        if fault in ("damaged", "missing"):
-            spoil(folder, fault)
-        before = server.counters()
-        assert fault == "retracted" or before["early_starts"] == 0
-        for body, tokens in zip(bodies, wanted, strict=True):
-            server.post("/flush_cache", {})
-            assert answers(server, body) == tokens
-        counters = server.settle()
-    finally:
-        server.close()
+    first, found, before, counters = answers_of_early_starts(
+        bodies, tmp_path, *flags, fault=fault
+    )
+    assert first == wanted[0]
+    assert found == wanted
+    assert before["early_starts"] == 0
     early, completed = counters["early_starts"], counters["completions"]
     assert early >= len(KINDS) - 1, "started before their residual KV was read"
-    if fault != "retracted":
-        lost = counters["reprefills"] - before["reprefills"]
-        assert completed + lost == early
-        assert (lost > 0) is bool(fault)
+    lost = counters["reprefills"] - before["reprefills"]
+    assert completed + lost == early
+    assert (lost > 0) is bool(fault)
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+@pytest.mark.extended
+def test_a_retracted_request_starts_again(bodies, wanted, tmp_path):
+    first, found, _, counters = answers_of_early_starts(
+        bodies, tmp_path, environment=RETRACTED
+    )
+    assert first == wanted[0]
+    assert found == wanted
+    assert counters["early_starts"] > 0
+    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
+@pytest.mark.extended
+def test_an_end_of_the_prompt_over_draft_kv_would_be_seen(bodies, wanted, tmp_path):
+    """Were it not computed again over the full KV, answers would differ."""
+    first, found, _, counters = answers_of_early_starts(
+        bodies[:1], tmp_path, environment=faulty("approximate_end")
+    )
+    assert first == wanted[0]
+    assert counters["completions"] == counters["early_starts"] > 0
+    assert found != wanted[:1]
