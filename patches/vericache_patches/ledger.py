@@ -108,7 +108,7 @@ WRITES: tuple[Write, ...] = (
         owner=REQ,
         names=("skip_radix_cache_insert",),
         files=(
-            *("compress.py", "moves.py", "recovery.py"),
+            *("compress.py", "early_segments.py", "moves.py", "recovery.py"),
             "worker.py",
         ),
         reason="A row that does not list a request's full KV must not be cached.",
@@ -117,7 +117,10 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=("last_node", "lock_receipt", "prefix_indices"),
-        files=("row_edit.py", "tiered_cache.py"),
+        files=(
+            *("early_segments.py", "early_starts.py", "row_edit.py"),
+            "tiered_cache.py",
+        ),
         reason="A compressed request no longer lists slots of the tree, so it releases "
         "its lock; a cached chunk's slots are those of its row.",
         remove_when="SGLang lets a worker take over the slots of a request.",
@@ -132,10 +135,27 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=KV,
         names=("kv_committed_len", "kv_allocated_len", "cache_protected_len"),
-        files=("compress.py", "departure.py", "moves.py", "row_edit.py"),
+        files=(
+            *("compress.py", "departure.py", "early_segments.py", "moves.py"),
+            "row_edit.py",
+        ),
         reason="They are the lengths of a row, which compressing shortens; SGLang "
         "frees, counts and allocates by them.",
         remove_when="SGLang lets a worker replace the slots of a row.",
+    ),
+    Write(
+        owner=REQ,
+        names=("cached_tokens", "cached_tokens_storage"),
+        files=("early_starts.py",),
+        reason="A request that starts on stored draft KV has no prefill that counts.",
+        remove_when="SGLang lets a worker start a request without a prefill.",
+    ),
+    Write(
+        owner="sglang.srt.managers.scheduler.Scheduler",
+        names=("running_batch",),
+        files=("early_starts.py",),
+        reason="Such a request runs at once where no other does.",
+        remove_when="SGLang lets a worker start a request without a prefill.",
     ),
     Write(
         owner="sglang.srt.managers.schedule_batch.ScheduleBatch",
@@ -285,6 +305,15 @@ RELIED: tuple[Symbol, ...] = (
         reason="acceptance_counts.py sees by the counters whether it reported.",
         remove_when=COUNTED_UNTIL,
         body="e31099fa84b1",
+    ),
+    Symbol(
+        target="sglang.srt.disaggregation.decode_schedule_batch_mixin."
+        "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+        args=("self",),
+        reason="early_starts.py has it build the batch of a request without a prefill, "
+        "outside of a decode server, and corrects the lengths.",
+        remove_when="SGLang lets a worker start a request without a prefill.",
+        body="221fab06ce50",
     ),
     Symbol(
         target=f"{RELAY}.stash",

@@ -19,7 +19,7 @@ def accept(original: Hook, accumulator: Any, *, req: Any) -> None:
         req.finished_output = req.finished()
         return
     sent = req.send_token_offset
-    if not req.finished() and sent and len(req.output_ids_through_stop) == sent:
+    if not req.finished() and len(req.output_ids_through_stop) == sent:
         return
     params = req.sampling_params
     asked = params.stream_interval

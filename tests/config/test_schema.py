@@ -46,6 +46,7 @@ BAD_VALUES = [
     ("store_key", ""),
     ("store_shared_folder", "yes"),
     ("store_shared_folder", True),
+    ("draft_first", "yes"),
     ("live_page", "maybe"),
     ("seed", -1),
     ("seed", 2**63),
@@ -130,8 +131,8 @@ def test_boot_line_shows_every_setting():
         "VeriCache: compressor=snapkv keep=0.5 draft_length=31 max_verifies=2 "
         "residency=auto pacing=staggered horizon=64 min_prompt=2048 sink_tokens=4 "
         "recent_tokens=32 staging_tokens=0 host_gb=0.0 "
-        "link_gbps=0.0 store_key=off store_shared_folder=off seed=0 "
-        "acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
+        "link_gbps=0.0 store_key=off store_shared_folder=off draft_first=off "
+        "seed=0 acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
         "inner_window=512 consistency_check_rate=0.0 trace=off trace_mb=1024 "
         "live_page=on role=standalone peer_bind=off verifiers=off peer_key=off "
         "lease_s=10.0 max_guests=256 remote_path=b1"

@@ -99,7 +99,7 @@ def probed(made, device):
     batch = SimpleNamespace(tree_cache=made.tree, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "vericache_sglang.runtime.probing.build_forward",
+            "vericache_sglang.runtime.forward.extend.build_forward",
             lambda batch, inputs, runner: SimpleNamespace(
                 rids=["a"], forward_mode=None, positions=inputs.positions
             ),

@@ -15,6 +15,7 @@ from tiny_engine import opened
 from vericache_sglang.compression.base import Needs, Probe, Selector
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.runtime import probing
+from vericache_sglang.runtime.forward import extend
 
 pytestmark = pytest.mark.sglang
 
@@ -86,7 +87,7 @@ def rows_as_they_are(monkeypatch):
             spec_info="positions",
         )
 
-    monkeypatch.setattr(probing, "build_forward", build)
+    monkeypatch.setattr(extend, "build_forward", build)
 
 
 class World:

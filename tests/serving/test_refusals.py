@@ -15,6 +15,7 @@ from vericache_sglang.serving.launch import check_draft_path
 from vericache_sglang.serving.refusals import (
     SGLANG_VERSION,
     check_decode_server,
+    check_draft_first,
     check_drafter,
     check_model,
     check_role,
@@ -519,6 +520,34 @@ def test_roles_on_loopback_or_with_a_key_start(settings):
     args.tp_size = 2
     if not settings:
         check_role(VeriCacheConfig(), args)
+
+
+REFUSED_DRAFT_FIRST = [
+    ({}, {"hicache_storage_backend": None}, "no store"),
+    ({}, {"disable_radix_cache": True}, "--disable-radix-cache"),
+    ({"compressor": "snapkv"}, {}, "--vericache-compressor snapkv"),
+    ({"compressor": "keynorm+kivi:bits=4"}, {}, "is not stored"),
+    ({"inner": "model"}, {}, "--vericache-inner ngram"),
+    ({}, {"tp_size": 2}, "--tp-size 2"),
+    (VERIFIER, {}, "--vericache-role verifier"),
+    ({}, {}, None),
+    ({"compressor": "kvzip", "inner": "ngram"}, {}, None),
+    ({"draft_first": "off", "compressor": "snapkv"}, {"tp_size": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("settings", "fields", "named"), REFUSED_DRAFT_FIRST)
+def test_what_draft_first_needs_is_named(settings, fields, named):
+    given = {"draft_first": "on", "compressor": "keynorm", **settings}
+    usual = {"disable_radix_cache": False, "hicache_storage_backend": "file"}
+    args = SimpleNamespace(**{"tp_size": 1, **usual, **fields})
+    if named is None:
+        check_draft_first(VeriCacheConfig(**given), args)
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        check_draft_first(VeriCacheConfig(**given), args)
+    assert named in str(caught.value)
+    assert str(caught.value).count("\n") == 2, "one reason, and the way out"
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)

@@ -138,6 +138,11 @@ class VeriCacheConfig(BaseModel):
     store_shared_folder: Literal["off", "on"] = _setting(
         "off", "whether the store's folder may be one that other users can write to"
     )
+    draft_first: Literal["off", "on"] = _setting(
+        "off",
+        "whether requests begin to draft on the draft KV of a stored prefix while its "
+        "residual KV is still being read; for stores behind a slow link",
+    )
     seed: int = _setting(
         0, "seed of compressors that draw random numbers", "number", ge=0
     )

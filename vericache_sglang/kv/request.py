@@ -26,7 +26,7 @@ class Parts:
     tokens. The draft KV is c slots of codes, none without a codec, and n slots of exact
     entries; the residual KV restores the other B - n entries. The request's block-table
     row lists, before its decode slots, the full KV in order and behind it the draft KV
-    the request owns (DEVICE), the draft KV (HOST), or nothing (SWAPPED).
+    the request owns (DEVICE), the draft KV (HOST, STORE), or nothing (SWAPPED).
 
     Attributes:
         budget: Counts of tokens and slots.
@@ -59,8 +59,13 @@ class Parts:
     @property
     def shared_count(self) -> int:
         """Leading slots of the own row that the request does not own."""
-        listed = self.residency is Residency.HOST and self.shared_slots is not None
-        return self.budget.slots if listed else 0
+        shared = self.lists_draft and self.shared_slots is not None
+        return self.budget.slots if shared else 0
+
+    @property
+    def lists_draft(self) -> bool:
+        """Whether the own row lists the draft KV, and nothing else of the prompt."""
+        return self.residency in (Residency.HOST, Residency.STORE)
 
     @property
     def head(self) -> int:
@@ -70,7 +75,7 @@ class Parts:
             return budget.offered + (budget.slots if self.shared_slots is None else 0)
         if self.residency is None:
             return budget.offered
-        return budget.slots if self.residency is Residency.HOST else 0
+        return budget.slots if self.lists_draft else 0
 
 
 @dataclass(slots=True)
@@ -106,6 +111,8 @@ class RequestState:
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
         lost: The residual KV is damaged; the request must prefill again.
+        inexact: The last tokens before ``verified`` whose KV was computed over the
+            draft KV; nothing was emitted yet. 0 from the first verification on.
     """
 
     req: Any
@@ -127,6 +134,7 @@ class RequestState:
     parts: Parts | None = None
     planned: bool = False
     lost: bool = False
+    inexact: int = 0
 
     @property
     def rid(self) -> str:
@@ -142,8 +150,8 @@ class RequestState:
 
     @property
     def pending(self) -> int:
-        """The last verified token reported; it has no KV yet."""
-        return self.outputs[-1]
+        """The last verified token reported, or of the prompt; it has no KV yet."""
+        return self.outputs[-1] if self.outputs else self.req.origin_input_ids[-1]
 
     @property
     def drafted(self) -> int:

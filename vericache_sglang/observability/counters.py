@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.observability.table import COUNTER_KEYS, ENGINE_KEYS, METRICS
 from vericache_sglang.scheduling.plan import (
+    Complete,
     Compress,
     Draft,
     Load,
@@ -30,6 +31,7 @@ MOVES = {
     Load: "load",
     SwapOut: "swap_out",
     SwapIn: "swap_in",
+    Complete: "complete",
 }
 """The public name of each kind of move: a label of ``vericache_kv_moves_total``."""
 

@@ -222,7 +222,8 @@ class Trace:
         if isinstance(move, Compress):
             args["to"] = move.residency.value
         name = move_name(move)
-        args["former_name"] = FORMER_MOVES[name]
+        if name in FORMER_MOVES:
+            args["former_name"] = FORMER_MOVES[name]
         return self._event("i", self._lanes.of(move.rid), name, at, args, s="t")
 
     def _transfers(self, direction: str, copies: list[TransferRecord]) -> list[str]:

@@ -169,17 +169,21 @@ class PromptCompressor:
             return None
         if state.prompt < self._config.min_prompt:
             return None
+        counts = self.of_segments(whole)
+        return counts if self._segments.trusts(self._names(state, counts)) else None
+
+    def of_segments(self, count: int) -> Budget:
+        """Return the counts of ``count`` shared segments, >= 1."""
         each = self._each
-        counts = Budget(
-            whole * SEGMENT,
-            whole * each.kept,
+        return Budget(
+            count * SEGMENT,
+            count * each.kept,
             each.sinks,
             0,
-            whole * each.coded,
-            whole * each.code_slots,
+            count * each.coded,
+            count * each.code_slots,
             each.run,
         )
-        return counts if self._segments.trusts(self._names(state, counts)) else None
 
     def known(self, state: RequestState) -> bool:
         """Return whether the kept tokens of a prompt are already selected."""
@@ -282,6 +286,13 @@ class PromptCompressor:
         relist(row, req.kv, before, head)
         req.kv.cache_protected_len = state.split.shared_count
         return True, transfer
+
+    def complete(self, state: RequestState) -> None:
+        """Have a request refer to the residual KV that was read for its segments."""
+        parts = state.split
+        self._segments.settle(parts.segments)
+        self._refer(state, parts.segments, None)
+        parts.residency = Residency.HOST
 
     def on_device(
         self, state: RequestState, tree_cache: Any, budget: Budget, look: Look

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vericache_sglang.runtime.forward.extend import KnownTokens, unseen
 from vericache_sglang.runtime.scheduler_settings import spec_of, whole_spec_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class RequestAdmission:
         self._overlap = overlap
 
     def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
-        """Admit every request that is ready; run at most one probe of another.
+        """Admit every request that is ready; run forwards for at most one other.
 
         Args:
             batch: The decode batch.
@@ -48,6 +49,11 @@ class RequestAdmission:
         probed = False
         for batch_index, state in requests.items():
             if state.planned:
+                continue
+            if state.parts is not None:
+                if not probed:
+                    self._start(state, batch_index, batch)
+                    probed = True
                 continue
             if not state.stats.enabled:
                 self._arrive_whole(state)
@@ -60,6 +66,20 @@ class RequestAdmission:
     def forget(self, rid: str) -> None:
         """Drop a request's pending admission and probes."""
         self._probing.forget(rid)
+
+    def _start(
+        self, state: RequestState, batch_index: int, batch: ScheduleBatch
+    ) -> None:
+        """Compute the end of a prompt over its draft KV; the request then drafts."""
+        parts, own = state.split, state.req_pool_idx
+        first, head = parts.budget.offered, parts.head
+        tokens = state.req.origin_input_ids[first : state.verified]
+        slots = self._placement.table[own, head : head + len(tokens)].long()
+        known = KnownTokens(own, tokens, first, own, head, slots)
+        self._probing.extend.run(batch, batch_index, known, unseen)
+        state.planned = True
+        spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)
+        self._runtime.arrive_early(spec)
 
     def _arrive(self, state: RequestState) -> None:
         """Admit a request; its full prompt KV is on the device."""

@@ -44,6 +44,15 @@ class EmptyRelay(FutureMap):
         """Relay nothing."""
 
 
+def relayed(batch: ScheduleBatch, future_map: FutureMap) -> VeriCacheSpecInput:
+    """Return the relay of a PREBUILT batch, whose row lengths are published."""
+    relay = VeriCacheSpecInput(len(batch.reqs))
+    if batch.enable_overlap:
+        relay.future_indices = batch.req_pool_indices
+        future_map.publish(batch.req_pool_indices, batch.seq_lens)
+    return relay
+
+
 class VeriCacheAlgorithm(CustomSpecAlgo):
     """See ``CustomSpecAlgo``; SGLang 0.5.21 calls three methods that it lacks."""
 
@@ -94,11 +103,7 @@ class VeriCacheAlgorithm(CustomSpecAlgo):
             future_map: Relay between iterations under overlap.
         """
         batch.req_to_token_pool.on_arrival(batch, last_tokens_tensor)
-        relay = VeriCacheSpecInput(len(batch.reqs))
-        if batch.enable_overlap:
-            relay.future_indices = batch.req_pool_indices
-            future_map.publish(batch.req_pool_indices, batch.seq_lens)
-        return relay
+        return relayed(batch, future_map)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Refuse unsupported arguments and set SGLang's verification width.

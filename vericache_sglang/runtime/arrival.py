@@ -8,7 +8,7 @@ from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import KEY, RequestStats
 from vericache_sglang.prefix_cache.tiered_cache import ends_early
 from vericache_sglang.runtime.eligibility import draftable, end_tokens, stop_tokens
-from vericache_sglang.runtime.request_options import read_options
+from vericache_sglang.runtime.request_options import RequestOptions, read_options
 from vericache_sglang.sampling.grammar import MOST_DRAFTS, GrammarCursor
 from vericache_sglang.sampling.penalties import Penalties
 from vericache_sglang.sampling.profile import (
@@ -69,16 +69,8 @@ class RequestStateFactory:
             rejection=self._config.acceptance == "rejection",
         )
         coupled = profile.rule is not SamplingRule.REJECTION
-        exact = draftable(req)
-        enabled = (
-            fits
-            and options.enabled
-            and exact
-            and (self._config.residency != "auto" or not ends_early(req))
-            # A request that lost its KV once is not compressed again.
-            and not getattr(req, "vericache_distrusted", False)
-        )
-        inner = options.inner and exact and coupled
+        enabled = fits and self.drafts(req, options)
+        inner = options.inner and draftable(req) and coupled
         proposals = min(self._config.proposals, options.inner_length) if inner else 0
         longest = options.draft_length
         if req.grammar is not None:  # proposals exceed it, and follow the last draft
@@ -99,6 +91,22 @@ class RequestStateFactory:
             cursor=GrammarCursor(req.grammar) if req.grammar is not None else None,
             asynchronous=coupled and not looks_at_tokens(req),
             committed_in_flight=unreported,
+        )
+
+    def drafts(self, req: Req, options: RequestOptions | None = None) -> bool:
+        """Return whether a request whose prompt is long enough may draft.
+
+        Args:
+            req: SGLang's request.
+            options: Its options, if they were read.
+        """
+        given = options or read_options(req.sampling_params.custom_params, self._config)
+        return (
+            given.enabled
+            and draftable(req)
+            and (self._config.residency != "auto" or not ends_early(req))
+            # A request that lost its KV once is not compressed again.
+            and not getattr(req, "vericache_distrusted", False)
         )
 
     def _penalties(self, req: Req, outputs: list[int]) -> Penalties | None:

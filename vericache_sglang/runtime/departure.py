@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 def last_action(state: RequestState) -> RowAction | None:
-    """Return the action for a finished request; None while it is running.
+    """Return the action for a finished request, or one that cannot run yet; else None.
 
     The last token's KV is written only if the request is not compressed, and known to
     have finished: unreported rows may also have emitted fewer tokens than they could.
     """
-    if state.lost:
+    waits = state.parts is not None and not state.planned  # for its draft KV's forward
+    if state.lost or waits:
         return Wait(state.rid)
     if state.remaining:
         return None

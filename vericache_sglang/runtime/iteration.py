@@ -18,6 +18,7 @@ from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_a
 from vericache_sglang.runtime.forward.spec_input import hidden_mode, take_hidden
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
+    Complete,
     Move,
     Plain,
     Plan,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.iteration_reporter import IterationReporter
     from vericache_sglang.runtime.admission import RequestAdmission
+    from vericache_sglang.runtime.early_starts import EarlyStarts
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.forward.mixed import MixedForward
     from vericache_sglang.runtime.forward.proposals import InnerProposer
@@ -75,6 +77,7 @@ class Decoding:
         reporter: Reports every iteration.
         max_running: Maximum running requests.
         proposer: Asks the inner drafter; None without one.
+        early_starts: Takes in residual KV from the store; None if that is off.
     """
 
     states: dict[str, RequestState]
@@ -92,6 +95,7 @@ class Decoding:
     reporter: IterationReporter
     max_running: int
     proposer: InnerProposer | None = None
+    early_starts: EarlyStarts | None = None
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
     _drafter_s: float = field(default=0.0, init=False)
@@ -179,6 +183,12 @@ class Decoding:
         return result
 
     def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> Plan:
+        complete: tuple[str, ...] = ()
+        if self.early_starts is not None:
+            complete, lost = self.early_starts.progress(self.states)
+            for rid in lost:
+                self.early_starts.forget(rid)
+                self.recovery.lose(self.states[rid])
         rows = len(states)
         prefetches = self.placement.prefetches
         self.placement.poll_outgoing()
@@ -195,6 +205,7 @@ class Decoding:
             blocked=bool(batch.batch_is_full) and rows < self.max_running,
             arrived=tuple(arrived),
             failed=tuple(failed),
+            complete=complete,
             proposals=self.proposer.most if self.proposer else 0,
             unready=frozenset(
                 state.rid for state in states if state.req_pool_idx in unread
@@ -233,6 +244,8 @@ class Decoding:
             if not made:
                 self.runtime.refused(move)
                 continue
+            if self.early_starts is not None and isinstance(move, Complete):
+                self.early_starts.forget(move.rid)
             state.stats.moves[move_name(move)] += 1
             on_host = state.residency is Residency.HOST
             group = self.placement.staging_key(state.rid) if on_host else ""

@@ -36,6 +36,7 @@ from vericache_sglang.prefix_cache.compress import PromptCompressor
 from vericache_sglang.runtime.tp_cache import TensorParallelCache
 from vericache_sglang.runtime.tp_host import TensorParallelHost
 from vericache_sglang.scheduling.plan import (
+    Complete,
     Compress,
     Load,
     Move,
@@ -213,8 +214,7 @@ class KVPlacement:
             made = self._common.settles(made, lost, shared)
         self.counters.note_move(move, made)
         if made:
-            self._book(state)
-            self._tell_scheduler(state)
+            self.note(state)
             self.counters.peak_host_bytes = max(
                 self.counters.peak_host_bytes, self.host.used_bytes
             )
@@ -243,6 +243,8 @@ class KVPlacement:
 
     def restore(self, state: RequestState, tree_cache: Any) -> None:
         """Restore a finished request for the prefix tree; see ``KVMoves.restore``."""
+        if state.inexact:
+            return
         if state.parts is not None and state.parts.shared_count:
             if state.residency is Residency.HOST:
                 self.compressor.finish(state)
@@ -351,6 +353,9 @@ class KVPlacement:
         }
 
     def _make(self, move: Move, state: RequestState, tree_cache: Any) -> bool:
+        if isinstance(move, Complete):
+            self.compressor.complete(state)
+            return True
         if isinstance(move, Compress):
             return self._compress(state, move.residency, tree_cache)
         if isinstance(move, Offload):
@@ -373,6 +378,8 @@ class KVPlacement:
             return True
         if isinstance(move, SwapIn):
             return self._moves.swap_in(state, tree_cache)
+        if state.inexact:
+            return False
         self._moves.fall_back(state, tree_cache)
         self.segments.stop_listing(state.rid)
         self.observer.note(self._body(state, state.split.budget), state.split.noted)
@@ -438,6 +445,11 @@ class KVPlacement:
             if state.split.shared_slots is None:
                 self._common.share(state.rid)
         return made
+
+    def note(self, state: RequestState) -> None:
+        """Account for a request whose KV has moved, and tell SGLang of its slots."""
+        self._book(state)
+        self._tell_scheduler(state)
 
     def _book(self, state: RequestState) -> None:
         self.ledger.give(Account.KEPT_SLOTS, state.rid)

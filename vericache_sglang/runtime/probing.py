@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
 from vericache_sglang.compression.base import Probe, ProbeLayer
-from vericache_sglang.device.upload import upload
 from vericache_sglang.kv.row_edit import allocate, free
 from vericache_sglang.kv.swapped import gathered
-from vericache_sglang.runtime.forward.rows import ForwardInputs, build_forward
+from vericache_sglang.runtime.forward.extend import Extend, KnownTokens
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from vericache_sglang.compression.base import Selector
@@ -42,6 +38,9 @@ class Probing:
         model_runner: The target's runner.
         row: Block-table row that is unused outside a forward.
         tp_sync: Synchronises the ranks before a probe.
+
+    Attributes:
+        extend: Runs the probes, and whatever other tokens are known.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Probing:
         self._handles = handles
         self._runner = model_runner
         self._row = row
-        self._tp_sync = tp_sync
+        self.extend = Extend(model_runner, observer, tp_sync)
         self._waiting: dict[str, deque[Probe]] = {}
         self.forwards = 0
 
@@ -116,36 +115,11 @@ class Probing:
         own = self._handles.row(state)[:prompt]
         row[:prompt] = own
         row[prompt : prompt + len(slots)] = slots.to(row.dtype)
-        tokens, positions, table_row, prefix, owner = upload(
-            table.device,
-            probe.tokens,
-            range(prompt, prompt + len(probe.tokens)),
-            [self._row],
-            [prompt],
-            [state.req_pool_idx] * len(probe.tokens),
+        known = KnownTokens(
+            state.req_pool_idx, probe.tokens, prompt, self._row, prompt, slots
         )
-        inputs = ForwardInputs(
-            batch_indices=[batch_index],
-            lengths=[len(probe.tokens)],
-            bounds=[prompt],
-            table_rows=table_row,
-            prefixes=prefix,
-            tokens=tokens,
-            slots=slots,
-            positions=positions,
-            owners=owner,
-        )
-        forward = build_forward(copy.copy(batch), inputs, self._runner)
-        # For an extend SGLang computes the logits of the last token only.
-        forward.forward_mode = ForwardMode.EXTEND
-        forward.spec_info = None
-        body = own.to(torch.int64)
-        self._prefill.probe = self._observer(state.rid, probe, body)
-        try:
-            with self._tp_sync.forward(last=False):
-                self._runner.forward(forward)
-        finally:
-            self._prefill.probe = None
+        show = self._observer(state.rid, probe, own.long())
+        self.extend.run(batch, batch_index, known, show, len(probe.tokens))
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._handles.pool, self._selector

@@ -30,6 +30,7 @@ from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
+from vericache_sglang.runtime.early_starts import EarlyStarts
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.runtime.forward.extend import Extend
 
 
 class VeriCacheWorker(BaseSpecWorker):
@@ -194,6 +196,8 @@ class VeriCacheWorker(BaseSpecWorker):
             recorder,
             overlap=self._overlap,
         )
+        # Called by the hook on the scheduler (patches: managers_scheduler_queue).
+        self.early_starts = self._open_early_starts(mixed, probing.extend)
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -210,10 +214,26 @@ class VeriCacheWorker(BaseSpecWorker):
             reporter=self._reporter,
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
+            early_starts=self.early_starts,
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
+
+    def _open_early_starts(
+        self, mixed: MixedForward, extend: Extend
+    ) -> EarlyStarts | None:
+        """Return what starts requests on stored draft KV; None if that is off."""
+        if self._config.draft_first == "off":
+            return None
+        mixed.extend = extend
+        return EarlyStarts(
+            self._config,
+            self.placement,
+            self._draft_tokens,
+            self._would_draft,
+            self._sit_down,
+        )
 
     def _open_draft_tokens(self, requests: int) -> None:
         """Allocate the draft token buffer; open the inner drafter, if there is one.
@@ -325,6 +345,8 @@ class VeriCacheWorker(BaseSpecWorker):
             lambda: self.placement.observer.forget(req.rid),
             lambda: self._request_admission.forget(req.rid),
         )
+        if self.early_starts is not None:
+            self.early_starts.forget(req.rid)
         state = self._states.pop(req.rid, None)
         if state is None:
             return
@@ -369,6 +391,10 @@ class VeriCacheWorker(BaseSpecWorker):
             if sleeper is not None and self.role.ready not in sleeper.poller:
                 sleeper.poller.register(self.role.ready, POLLIN)
             self.role.exchange(scheduler)
+        if self.early_starts is not None:
+            self._tree_cache = scheduler.tree_cache
+            with self._recovery.of_all():
+                self.early_starts.take(scheduler)
 
     def _reset_requests(self, scheduler: Any, error: Exception) -> None:
         """Reset the KV of all requests, the prefix cache and all accounting at once.
@@ -526,10 +552,20 @@ class VeriCacheWorker(BaseSpecWorker):
             ),
         )
 
+    def _fits(self, length: int) -> bool:
+        """Return whether a prompt is long enough, and the compressor works."""
+        known = self.placement.compressor.budget(length) is not None
+        return known and not self.placement.guard.off
+
+    def _would_draft(self, req: Req, length: int) -> bool:
+        return self._fits(length) and self._state_factory.drafts(req)
+
+    def _sit_down(self, req: Req, length: int) -> RequestState:
+        return self._arrive(req, length, unreported=0)
+
     def _arrive(self, req: Req, length: int, unreported: int) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
-        fits = self.placement.compressor.budget(length) is not None
-        fits = fits and not self.placement.guard.off
+        fits = self._fits(length)
         state = self._state_factory.state_of(req, length, fits, unreported)
         self._tp_sync.same_noise(state)
         self._states[req.rid] = state

@@ -11,12 +11,14 @@ class Residency(Enum):
 
     DEVICE: in the KV pool; a verification needs no transfer. HOST: in host memory; a
     verification needs a prefetch. SWAPPED: the draft KV is in host memory too; the
-    request is paused.
+    request is paused. STORE: it is still being read from the store; the request drafts,
+    and nothing of it was verified yet.
     """
 
     DEVICE = "device"
     HOST = "host"
     SWAPPED = "swapped_out"
+    STORE = "store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class SchedulerInput:
         blocked: Whether waiting requests lack device memory.
         arrived: Requests whose residual KV has arrived in the staging buffer.
         failed: Requests whose prefetch failed.
+        complete: Requests whose residual KV has been read from the store.
         proposals: Most tokens that an inner drafter may propose per row.
         unready: Requests for which it cannot propose yet.
     """
@@ -82,6 +85,7 @@ class SchedulerInput:
     blocked: bool = False
     arrived: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    complete: tuple[str, ...] = ()
     proposals: int = 0
     unready: frozenset[str] = frozenset()
 
@@ -153,6 +157,13 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
+class Complete:
+    """Take over the residual KV that has been read from the store to the host."""
+
+    rid: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetch:
     """Start copying the residual KV into the staging buffer."""
 
@@ -205,7 +216,7 @@ class Wait:
     rid: str
 
 
-Move = Compress | Restore | Offload | Load | SwapOut | SwapIn
+Move = Compress | Restore | Offload | Load | SwapOut | SwapIn | Complete
 RowAction = Plain | Draft | Verify | Wait
 
 

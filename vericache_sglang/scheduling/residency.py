@@ -313,7 +313,7 @@ class ResidencyPolicy:
         )
 
     def _share(self, track: ScheduledRequest) -> Share:
-        if track.residency is Residency.SWAPPED:
+        if track.residency in (Residency.SWAPPED, Residency.STORE):
             return Share(0.0, 0.0)
         if not track.split:
             return self._throughput.plain(track)

@@ -7,13 +7,14 @@ that report equal results make equal plans.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from vericache_sglang.scheduling.acceptance import Acceptance, Prior
 from vericache_sglang.scheduling.draft_length import Patience
 from vericache_sglang.scheduling.estimates import Estimates, proposal_prior
 from vericache_sglang.scheduling.lockstep import LockStep
 from vericache_sglang.scheduling.plan import (
+    Complete,
     Compress,
     Draft,
     Load,
@@ -91,6 +92,26 @@ class Runtime:
 
     def arrive(self, spec: RequestSpec) -> None:
         """Add a request that starts decoding, with its full KV on the device."""
+        track = self._begin_tracking(spec)
+        track.settled_at = track.look_at = self.now + 1 + spec.ready_in
+        if spec.compressible:
+            self.estimates.prior.age()
+        else:
+            track.look_at = NEVER
+        self._choose_proposals(track)
+        self._whole[spec.rid] = track
+
+    def arrive_early(self, spec: RequestSpec) -> None:
+        """Add a request of whose prompt only the draft KV is there.
+
+        It drafts as far as it may, and waits until ``Complete`` was made.
+        """
+        track = self._begin_tracking(spec)
+        track.split, track.residency = True, Residency.STORE
+        track.most = track.cap(self.settings.draft_length)
+        self._choose_proposals(track)
+
+    def _begin_tracking(self, spec: RequestSpec) -> ScheduledRequest:
         track = ScheduledRequest(
             spec=spec,
             acceptance=Acceptance(self.estimates.prior),
@@ -100,13 +121,8 @@ class Runtime:
             ),
             emitted_at=self.now,
         )
-        track.settled_at = track.look_at = self.now + 1 + spec.ready_in
-        if spec.compressible:
-            self.estimates.prior.age()
-        else:
-            track.look_at = NEVER
-        self._choose_proposals(track)
-        self.tracks[spec.rid] = self._whole[spec.rid] = track
+        self.tracks[spec.rid] = track
+        return track
 
     def leave(self, rid: str) -> None:
         """Remove a request: finished, aborted or retracted."""
@@ -347,6 +363,10 @@ class Runtime:
             track.share = None
 
     def _moves(self, given: SchedulerInput) -> tuple[Move, ...]:
+        complete = (self.tracks.get(rid) for rid in given.complete)
+        taken = tuple(Complete(track.rid) for track in complete if _waits(track))
+        if taken:
+            return taken
         move = self.policy.leave_drafting(self._leaving.values(), self.now, given)
         if move is not None:
             return (move,)
@@ -363,7 +383,7 @@ class Runtime:
         )
 
     def _split(self, track: ScheduledRequest, move: Move, group: str) -> None:
-        to_host = isinstance(move, Offload) or (
+        to_host = isinstance(move, Offload | Complete) or (
             isinstance(move, Compress) and move.residency is Residency.HOST
         )
         if track.split:
@@ -375,6 +395,8 @@ class Runtime:
             track.residency, track.group = Residency.HOST, group
             self._count(track)
         self._price(track)
+        if isinstance(move, Complete):  # its KV is not exact before a verification
+            self._leaving.pop(track.rid, None)
         self._begin(track)
 
     def _to_plain(self, track: ScheduledRequest) -> None:
@@ -488,6 +510,11 @@ class Runtime:
         return self.estimates.link.seconds(
             int(size * self.settings.transfer_fraction), "in"
         )
+
+
+def _waits(track: ScheduledRequest | None) -> TypeGuard[ScheduledRequest]:
+    """Return whether a request's residual KV is still expected from the store."""
+    return track is not None and track.residency is Residency.STORE
 
 
 def _pacing(

@@ -14,6 +14,10 @@ from vericache_sglang.serving.refused_disaggregation import (
     DECODE_RULES,
     DecodeServer,
 )
+from vericache_sglang.serving.refused_draft_first import (
+    DRAFT_FIRST_RULES,
+    DraftFirst,
+)
 from vericache_sglang.serving.refused_drafters import (
     DRAFTING_RULES,
     PAIR_RULES,
@@ -140,6 +144,21 @@ def check_role(config: VeriCacheConfig, server_args: Any) -> None:
     """
     asked = AskedRole(config, server_args)
     _refuse(f"{config.role} server", ROLE_RULES, asked)
+
+
+def check_draft_first(config: VeriCacheConfig, server_args: Any) -> None:
+    """Confirm that requests can start on stored draft KV, if they are to.
+
+    Args:
+        config: Settings of VeriCache.
+        server_args: As in ``check_server_args``.
+
+    Raises:
+        UnsupportedError: They cannot; the message lists every reason.
+    """
+    if config.draft_first == "on":
+        asked = DraftFirst(config, server_args)
+        _refuse("server with draft_first", DRAFT_FIRST_RULES, asked)
 
 
 def _refuse(

@@ -15,6 +15,7 @@ from vericache_sglang.planning.memory import GIB, ledger, shortage
 from vericache_sglang.runtime.device_memory import deployment, known_weights
 from vericache_sglang.serving.refusals import (
     check_decode_server,
+    check_draft_first,
     check_drafter,
     check_model,
     check_role,
@@ -46,6 +47,7 @@ def check_start(config: VeriCacheConfig, server_args: Any) -> None:
     check_server_args(server_args)
     check_decode_server(config, server_args)
     check_role(config, server_args)
+    check_draft_first(config, server_args)
     model = model_config_of(server_args)
     check_model(model)
     check_drafter(config, server_args, model)

@@ -193,11 +193,11 @@ def test_what_came_before_the_deadline_is_taken_in(monkeypatch):
     written(store, "abc")
     restore = store.restore
 
-    def slow(name, compressors):
+    def slow(name, compressors, only):
         if name == "c":
             clock.now += stored_segments.LONGEST_S
             assert finish(stored)
-        return restore(name, compressors)
+        return restore(name, compressors, only)
 
     monkeypatch.setattr(store, "restore", slow)
     stored.fetch("r", ["a", "b", "c"], 0)
@@ -275,6 +275,96 @@ def test_a_segment_of_fewer_tokens_is_no_whole_segment():
     assert store.counters.damaged == 1
 
 
+# -- draft KV first -----------------------------------------------------------------
+
+
+def drafted(names):
+    """Return stored segments, their store, and a request whose draft KV was read."""
+    stored, store, taken = opened()
+    for seed, name in enumerate(names):
+        assert store.put(name, pair_of(seed), KIVI)
+    stored.draft_first = "r"
+    stored.fetch("r", [*names, "missing"], 0)
+    assert stored.drafted() == []
+    assert not finish(stored)
+    store.arrive()
+    assert stored.drafted() == ["r"]
+    assert not finish(stored), "it waits for its start"
+    return stored, store, taken
+
+
+def residual_key(store, name):
+    (found,) = store._manifests.read([name])[0]
+    return f"{FINGERPRINT.short}.{found.objects['residual'].digest}"
+
+
+def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads():
+    stored, store, taken = drafted("ab")
+    names, found = stored.drafts_of("r")
+    assert list(names) == ["a", "b", "missing"]
+    assert [list(each.parts) for each in found] == [["draft"], ["draft"]]
+    rest = stored.start_early("r", found)
+    assert stored.drafted() == []
+    assert [stored.wants(name, split=True) for name in "ab"] == [False, False]
+    stored.fetch("s", ["a"], 0)
+    store.arrive()
+    assert list(rest.arrived()) == [], "the other request's read comes first"
+    store.arrive()
+    assert finish(stored, "s")
+    assert taken == [("a", None, ["draft", "residual"])]
+    while store.reads:
+        assert not rest.complete
+        assert not rest.lost
+        store.arrive()
+        assert [list(each.parts) for _, each in rest.arrived()] == [["residual"]]
+    assert rest.complete
+    assert not rest.lost
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "late", "closed", "ended"])
+def test_residual_kv_that_does_not_come_is_lost(fault, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stored_segments, "time", clock)
+    stored, store, _ = drafted("ab")
+    key = residual_key(store, "b")
+    if fault == "missing":
+        del store.storage.objects[key]
+    if fault == "damaged":
+        store.storage.objects[key][-1] ^= 1
+    rest = stored.start_early("r", stored.drafts_of("r")[1])
+    store._reader.closed = fault == "closed"
+    store.arrive()
+    assert [name for name, _ in rest.arrived()] == ["a"]
+    assert rest.lost is (fault == "closed")
+    if fault == "late":
+        clock.now += stored_segments.LONGEST_S + 0.1
+    if fault == "ended":
+        stored.pop("r")
+    hits = store.counters.hits
+    while store.reads and fault != "late":
+        store.arrive()
+    assert rest.lost
+    assert not rest.complete
+    assert store.counters.hits == hits
+
+
+def test_a_request_that_does_not_start_early_is_fetched_whole(monkeypatch):
+    """It is told so, or nothing has started it by the deadline."""
+    clock = Clock()
+    monkeypatch.setattr(stored_segments, "time", clock)
+    for told in (True, False):
+        stored, store, taken = drafted("ab")
+        if told:
+            stored.read_whole("r")
+        else:
+            clock.now += stored_segments.LONGEST_S + 0.1
+        assert not finish(stored)
+        assert stored.drafted() == []
+        store.arrive()
+        assert finish(stored)
+        assert [name for name, *_ in taken] == ["a", "b"]
+
+
 # -- several ranks ------------------------------------------------------------------
 
 
@@ -322,7 +412,7 @@ def test_ten_thousand_segments_leave_nothing_behind(monkeypatch, ends):
     stored, store, _ = opened()
     before = remembered(stored, store)
     store.put = lambda name, parts, compressor: int(name) % 3 > 0
-    store.restore = lambda name, compressors: None
+    store.restore = lambda name, compressors, only: None
     for at in range(5_000):
         name, rid = f"{2 * at}", f"r{at}"
         stored.write(name, {"whole": {}})

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.prefix_cache.store.calls import BoundedCalls
 from vericache_sglang.prefix_cache.store.counters import StoreCounters
+from vericache_sglang.prefix_cache.store.emulated_link import EmulatedLink
 from vericache_sglang.prefix_cache.store.files import SegmentFiles
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Backend:
             ``register_buffer`` if it has that.
         timeout_s: Most seconds of a call, plus those of ``SLOWEST_BYTES_PER_S``.
         pause_s: See ``BoundedCalls``.
+        link: Emulated link to it; None: it is as fast as it is.
 
     Attributes:
         counters: Counters of this backend and of the store above it.
@@ -116,10 +118,12 @@ class Backend:
         storage: Any,
         timeout_s: float = 2.0,
         pause_s: float = 5.0,
+        link: EmulatedLink | None = None,
     ) -> None:
         by_address = hasattr(storage, "register_buffer")
         self._calls = Addresses(storage) if by_address else Tensors(storage)
         self._timeout_s = timeout_s
+        self._link = link
         self.counters = StoreCounters()
         self._reads = BoundedCalls(self.counters, pause_s)
         self._writes = BoundedCalls(self.counters, pause_s)
@@ -154,7 +158,10 @@ class Backend:
         if not keys:
             return []
         limit = self._timeout_s + len(keys) * nbytes / SLOWEST_BYTES_PER_S
-        return self._reads.call("get", fetch, limit) or [None] * len(keys)
+        found = self._reads.call("get", fetch, limit) or [None] * len(keys)
+        if self._link is not None:
+            self._link.carry(nbytes * sum(each is not None for each in found))
+        return found
 
     def write(self, key: str, data: torch.Tensor) -> bool:
         """Write an object, unless its key exists.
@@ -191,7 +198,8 @@ def open_backend(
             Mooncake's is, others as ``file`` is.
         fingerprint: Identity of the KV; backends that separate ranks get its rank.
         extra: Value of HiCache's ``--hicache-storage-backend-extra-config``: Mooncake's
-            addresses; ``directory``, ``max_size`` and ``min_free_space`` of ``file``.
+            addresses; ``directory``, ``max_size`` and ``min_free_space`` of ``file``;
+            ``read_mb_per_s`` and ``latency_ms`` of an emulated link to it.
         shared_folder: See ``SegmentFiles.shared``.
         timeout_s: See ``Backend``.
 
@@ -202,13 +210,14 @@ def open_backend(
     if name not in BACKENDS:
         raise ConfigError(f"store backend {name!r}: wanted one of {BACKENDS}")
     rank, ranks = fingerprint.tp_rank, fingerprint.tp_size
+    link, extra = EmulatedLink.taken_from(extra)
     try:
         if name == "file":
             folder = extra.get("directory")
             if not isinstance(folder, str) or not folder:
                 raise ConfigError(f"wanted a directory, got {folder!r}")
             storage = SegmentFiles(Path(folder), extra, rank, ranks, shared_folder)
-            return Backend(storage, timeout_s)
+            return Backend(storage, timeout_s, link=link)
         config = HiCacheStorageConfig(
             tp_rank=rank,
             tp_size=ranks,
@@ -222,9 +231,8 @@ def open_backend(
             model_name=f"vericache-{fingerprint.short}",
             extra_config=dict(extra),
         )
-        return Backend(
-            StorageBackendFactory.create_backend(name, config, None), timeout_s
-        )
+        storage = StorageBackendFactory.create_backend(name, config, None)
+        return Backend(storage, timeout_s, link=link)
     except Exception as error:
         raise ConfigError(
             f"--hicache-storage-backend {name} did not open: {error}"

@@ -96,6 +96,11 @@ class StoreFetch:
         """Whether the read has ended."""
         return self.future is None or self.future.done()
 
+    def end(self) -> None:
+        """End a read that consists of several jobs."""
+        if self.future is not None:
+            self.future.set_result(None)
+
 
 class SegmentStore:
     """Segments of one model in a storage backend. Thread-safe.
@@ -259,9 +264,17 @@ class SegmentStore:
         return None
 
     def prefetch(
-        self, names: Sequence[str], compressors: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        compressors: Sequence[str] = (),
+        only: Part | None = None,
     ) -> StoreFetch:
         """Restore segments in the reader's thread, up to the first missing one.
+
+        Args:
+            names: Names of the segments.
+            compressors: See ``restore``.
+            only: See ``restore``.
 
         Returns:
             The read; already done and empty if too many are pending or the store is
@@ -270,13 +283,29 @@ class SegmentStore:
         prefetch = StoreFetch(names)
         if len(self._reads) < self._most_waiting:
             try:
-                future = self._reader.submit(self._prefetch, prefetch, compressors)
+                future = self._reader.submit(
+                    self._prefetch, prefetch, compressors, only
+                )
             except RuntimeError:  # closed
                 return prefetch
             prefetch.future = future
             self._reads.add(future)
             future.add_done_callback(self._reads.discard)
         return prefetch
+
+    def follow_up(self, drafts: Sequence[Found]) -> StoreFetch:
+        """Read the residual KV of segments, one at a time behind every ``prefetch``.
+
+        Args:
+            drafts: Segments of which the draft KV alone was read.
+
+        Returns:
+            The read, up to the first segment whose residual KV is missing; its segments
+            have this part alone.
+        """
+        rest = StoreFetch([each.manifest.name for each in drafts], future=Future())
+        self._later(rest, [each.manifest for each in drafts])
+        return rest
 
     def refuse(self, found: Found) -> None:
         """Count an unusable segment as damaged, and stop reading it."""
@@ -402,9 +431,9 @@ class SegmentStore:
         Returns:
             None if one is missing or damaged; {} if the form has no such part.
         """
-        keys, objects = manifest.keys(only), {}
-        if any(key in self._unusable for key in keys.values()):
+        if any(key in self._unusable for key in manifest.keys().values()):
             return None
+        keys, objects = manifest.keys(only), {}
         for part, key in keys.items():
             stored, tokens = manifest.objects[part], manifest.tokens
             try:
@@ -517,12 +546,45 @@ class SegmentStore:
             self.counters.warn("a segment cannot be stored", error)
             return False
 
-    def _prefetch(self, prefetch: StoreFetch, compressors: Sequence[str]) -> None:
+    def _prefetch(
+        self, prefetch: StoreFetch, compressors: Sequence[str], only: Part | None
+    ) -> None:
         for name in prefetch.names:
-            found = None if prefetch.cancelled else self.restore(name, compressors)
+            if prefetch.cancelled:
+                return
+            found = self.restore(name, compressors, only)
             if found is None:
                 return
             prefetch.found.append(found)
+
+    def _later(self, rest: StoreFetch, manifests: Sequence[Manifest]) -> None:
+        """Queue a step of ``follow_up``, or end it if the store is closed."""
+        try:
+            self._reader.submit(self._follow, rest, manifests)
+        except RuntimeError:  # closed
+            rest.end()
+
+    def _follow(self, rest: StoreFetch, manifests: Sequence[Manifest]) -> None:
+        """Read the next residual KV, unless other reads wait; those come first."""
+        if rest.cancelled:
+            rest.end()
+            return
+        if not self._reads:
+            began = time.perf_counter()
+            manifest = manifests[len(rest.found)]
+            objects = self._read(manifest, "residual")
+            if not objects:
+                self.counters.add(misses=1)
+                rest.end()
+                return
+            ((data, tensors),) = objects.values()
+            self.counters.add(hits=1, read_bytes=data.numel())
+            self.pace.note("read", data.numel(), time.perf_counter() - began)
+            rest.found.append(Found(manifest, {"residual": tensors}))
+        if len(rest.found) == len(manifests):
+            rest.end()
+        else:
+            self._later(rest, manifests)
 
 
 def _count(tensors: Tensors) -> int:

@@ -17,7 +17,7 @@ from vericache_sglang.prefix_cache.store.manifest import Recent
 from vericache_sglang.prefix_cache.store.objects import layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from vericache_sglang.prefix_cache.store.objects import Part, Tensors
@@ -61,6 +61,7 @@ class Fetch:
         tokens: Tokens copied to the host tier so far.
         agreed: What all ranks have read of ``reading``, see ``Read``; None: they
             have not agreed.
+        drafts: Draft KV alone is read, for ``start_early``.
     """
 
     names: Sequence[str]
@@ -70,6 +71,46 @@ class Fetch:
     reading: StoreFetch | None
     tokens: int = 0
     agreed: Read | None = None
+    drafts: bool = False
+
+
+@dataclass(slots=True)
+class Rest:
+    """The residual KV of the segments of a request that drafts already.
+
+    Attributes:
+        names: The segments.
+        reading: Its read.
+        nbytes: Bytes of all of it.
+        deadline: When it counts as lost, in ``time.monotonic`` seconds.
+        taken: Leading segments returned by ``arrived``.
+    """
+
+    names: Sequence[str]
+    reading: StoreFetch
+    nbytes: int
+    deadline: float
+    taken: int = 0
+
+    def arrived(self) -> Iterator[tuple[str, Found]]:
+        """Yield the segments that have arrived since the last call."""
+        found = self.reading.found
+        while self.taken < len(found):
+            at, self.taken = self.taken, self.taken + 1
+            each, found[at] = found[at], replace(found[at], parts={})
+            yield self.names[at], each
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was returned by ``arrived``."""
+        return self.taken == len(self.names)
+
+    @property
+    def lost(self) -> bool:
+        """Whether some of it will not arrive."""
+        reading = self.reading
+        short = reading.done and len(reading.found) < len(self.names)
+        return short or (not self.complete and time.monotonic() > self.deadline)
 
 
 class Read(NamedTuple):
@@ -132,6 +173,7 @@ class StoredSegments:
 
     Attributes:
         alone: There is one rank: what it has read and written counts at once.
+        draft_first: Request of which the next ``fetch`` reads draft KV alone.
     """
 
     def __init__(
@@ -144,6 +186,7 @@ class StoredSegments:
         kept: Callable[[], int] | None = None,
     ) -> None:
         self.alone = True
+        self.draft_first = ""
         self._kept = kept
         self._store = store
         self._compressor = compressor
@@ -154,6 +197,7 @@ class StoredSegments:
         most = AHEAD_BYTES // sum(field.nbytes for field in fields)
         self._ahead = min(max(1, most), MOST_AT_ONCE)
         self._fetches: dict[str, Fetch] = {}
+        self._rests: dict[str, Rest] = {}
         # Name -> whether it is stored in two parts.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
         self._writing: list[
@@ -322,6 +366,7 @@ class StoredSegments:
         first = start // self._segment
         if first >= len(names) or rid in self._fetches:
             return
+        drafts = rid == self.draft_first and not first
         if len(self._fetches) >= MOST_FETCHES:
             self.pop(next(iter(self._fetches)))
         self._fetches[rid] = Fetch(
@@ -329,8 +374,58 @@ class StoredSegments:
             parent=names[first - 1] if first else None,
             start=first * self._segment,
             deadline=time.monotonic() + LONGEST_S,
-            reading=self._read(names[first:]),
+            reading=self._read_drafts(names) if drafts else self._read(names[first:]),
+            drafts=drafts,
         )
+
+    def drafted(self) -> list[str]:
+        """Return the waiting requests whose draft KV has been read."""
+        return [
+            rid
+            for rid, fetch in self._fetches.items()
+            if fetch.drafts and (fetch.reading is None or fetch.reading.done)
+        ]
+
+    def drafts_of(self, rid: str) -> tuple[Sequence[str], list[Found]]:
+        """Return the names of a prompt's segments, and the draft KV read of the first.
+
+        Args:
+            rid: One of ``drafted``.
+        """
+        fetch = self._fetches[rid]
+        found = [] if fetch.reading is None else fetch.reading.found
+        return fetch.names, list(takewhile(self.usable, found))
+
+    def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
+        """Read the residual KV of a request that drafts from now on.
+
+        Args:
+            rid: One of ``drafted``.
+            drafts: Its first segments, from ``drafts_of``.
+
+        Returns:
+            The read, which ``pop`` ends.
+        """
+        fetch = self._fetches.pop(rid)
+        nbytes = sum(each.manifest.objects["residual"].nbytes for each in drafts)
+        queued = nbytes + sum(rest.nbytes for rest in self._rests.values())
+        names = fetch.names[: len(drafts)]
+        for name in names:
+            self._note(name, True)
+        wait_s = max(LONGEST_S, 2.0 * queued * self.s_per_byte)
+        rest = Rest(
+            names, self._store.follow_up(drafts), nbytes, time.monotonic() + wait_s
+        )
+        self._rests[rid] = rest
+        return rest
+
+    def read_whole(self, rid: str) -> None:
+        """Read both parts for a waiting request that does not start early."""
+        fetch = self._fetches[rid]
+        if fetch.reading is not None:
+            fetch.reading.cancelled = True
+        fetch.drafts, fetch.reading = False, self._read(fetch.names)
+        fetch.deadline = time.monotonic() + LONGEST_S
 
     def found(self, rid: str) -> int | None:
         """Return how many segments ``take`` can copy for a request now.
@@ -342,6 +437,10 @@ class StoredSegments:
         fetch = self._fetches.get(rid)
         if fetch is None or fetch.reading is None:
             return 0
+        if fetch.drafts:
+            if time.monotonic() >= fetch.deadline:
+                self.read_whole(rid)
+            return None
         if self.alone:
             read = self._read_of(fetch)
             fetch.agreed = read if read.segments >= 0 else None
@@ -396,6 +495,9 @@ class StoredSegments:
 
     def pop(self, rid: str) -> tuple[int, int | None]:
         """End a fetch; return the number of tokens fetched, and where they begin."""
+        rest = self._rests.pop(rid, None)
+        if rest is not None:
+            rest.reading.cancelled = True
         fetch = self._fetches.pop(rid, None)
         if fetch is not None and fetch.reading is not None:
             fetch.reading.cancelled = True
@@ -413,6 +515,12 @@ class StoredSegments:
 
     def _read(self, names: Sequence[str]) -> StoreFetch:
         return self._store.prefetch(names[: self._ahead], self._usable)
+
+    def _read_drafts(self, names: Sequence[str]) -> StoreFetch:
+        """Read as much draft KV ahead as full KV, in bytes."""
+        kept = self._kept() if self._kept else self._segment
+        most = self._ahead * self._segment // max(1, kept)
+        return self._store.prefetch(names[:most], self._usable, "draft")
 
     def _take_in(self, name: str, parent: str | None, found: Found) -> bool:
         """Copy a segment to the host tier; False on a failure or without free pages."""

@@ -10,6 +10,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
+from vericache_sglang.errors import InvariantError
+from vericache_sglang.runtime.forward.extend import Extend, KnownTokens
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
 from vericache_sglang.runtime.forward.spec_input import take_hidden
@@ -50,6 +52,10 @@ class MixedForward:
         in_flight: Queue of launched forwards.
         recorder: Records the rows' results.
         overlap: SGLang runs its overlap schedule.
+
+    Attributes:
+        extend: Computes the KV of a prompt's end again over the full KV; None: every
+            prompt is prefilled.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class MixedForward:
         self._draft_tokens = draft_tokens
         self._in_flight = in_flight
         self._recorder = recorder
+        self.extend: Extend | None = None
         self._sampler = RowSampler(target_worker.model_runner, overlap=overlap)
         self._device = target_worker.model_runner.device
 
@@ -97,6 +104,9 @@ class MixedForward:
             rows.add(i, state, actions[i])
         if not rows.rows:
             return self.nothing(batch), None
+        for row in rows.rows:
+            if not row.drafts and requests[row.batch_index].inexact:
+                self._make_exact(batch, row, requests[row.batch_index])
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
         features = proposer is not None and proposer.reads(requests.values())
@@ -134,6 +144,20 @@ class MixedForward:
             result = self._settle(batch, rows, asked, *chosen)
         self._placement.counters.note_forward(actions.values())
         return result, work
+
+    def _make_exact(
+        self, batch: ScheduleBatch, row: ForwardRow, state: RequestState
+    ) -> None:
+        """Compute the KV of a verified row's last tokens again, over its full KV."""
+        if self.extend is None:
+            raise InvariantError(f"{state.rid} started early, which is off")
+        count = state.inexact
+        first, end = state.verified - count, state.row_length
+        slots = self._placement.table[row.own, end - count : end].to(torch.int64)
+        tokens = state.req.origin_input_ids[first : state.verified]
+        known = KnownTokens(row.own, tokens, first, row.table_row, first, slots)
+        self.extend.run(batch, row.batch_index, known)
+        state.inexact = 0
 
     def nothing(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Return the result of an iteration in which every request waited."""

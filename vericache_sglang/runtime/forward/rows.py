@@ -177,7 +177,7 @@ class MixedRows:
     ) -> tuple[int, int]:
         """Return the block-table row that lists the draft KV, and its length."""
         parts = state.split
-        if parts.residency is Residency.HOST:
+        if parts.lists_draft:
             return own, state.row_length + state.drafted
         decoded = state.verified - parts.budget.offered + state.drafted
         draft_row = self._table[parts.draft_row]

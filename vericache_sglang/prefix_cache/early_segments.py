@@ -1,0 +1,158 @@
+"""Segments whose draft KV is used before their residual KV has come from the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vericache_sglang.kv.request import Parts
+from vericache_sglang.kv.row_edit import allocate
+from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.prefix_cache.segment_images import SegmentDraft
+from vericache_sglang.scheduling.plan import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.kv.handles import KVHandles
+    from vericache_sglang.prefix_cache.cached_segments import CachedSegments
+    from vericache_sglang.prefix_cache.store.segment_store import Found
+
+
+class EarlySegments:
+    """Puts draft KV from the store on the device, and residual KV on the host.
+
+    Until both parts of a segment are there, the index does not list it: no prompt is
+    matched with it, and its draft KV is freed with its last user. ``settle`` of
+    ``CachedSegments`` enters it.
+
+    Args:
+        segments: Their records.
+        handles: Pool and transfers.
+    """
+
+    def __init__(self, segments: CachedSegments, handles: KVHandles) -> None:
+        self._segments = segments
+        self._handles = handles
+
+    def fit(self, names: Sequence[str], drafts: Sequence[Found]) -> bool:
+        """Return whether stored draft KV keeps the tokens that what is here keeps."""
+        segments = self._segments
+        if not segments.active or not segments.trusts(names):
+            return False
+        for name, found in zip(names, drafts, strict=True):
+            for held in (segments.draft(name), segments.residual(name)):
+                stored = found.parts["draft"]["kept"]
+                if held is not None and not held.kept.cpu().equal(stored):
+                    return False
+        return True
+
+    def enter(
+        self, rid: str, names: Sequence[str], drafts: Sequence[Found], tree_cache: Any
+    ) -> list[SegmentDraft] | None:
+        """Have a request use the draft KV of segments, which is put on the device.
+
+        Args:
+            rid: The request.
+            names: Its prompt's first segments, which ``fit``.
+            drafts: Their draft KV.
+            tree_cache: SGLang's prefix cache.
+
+        Returns:
+            Their draft KV on the device; None without free slots, and nothing changed.
+        """
+        segments, device = self._segments, self._handles.device
+        with segments.kept_back(names):
+            new = [
+                (name, found.parts["draft"])
+                for name, found in zip(names, drafts, strict=True)
+                if segments.draft(name) is None
+            ]
+            slots = allocate(tree_cache, sum(each["kept"].shape[2] for _, each in new))
+            if slots is None:
+                return None
+            at = 0
+            for name, each in new:
+                begin, at = at, at + each["kept"].shape[2]
+                own = slots[begin:at]
+                pairs = zip(each["keys"], each["values"], strict=True)
+                self._handles.transfers.bring(pairs, own, [])
+                segments.add_draft(name, SegmentDraft(own, each["kept"].to(device)))
+            segments.use(rid, names)
+        found = [segments.draft(name) for name in names]
+        return [each for each in found if each is not None]
+
+    def parts(
+        self,
+        budget: Budget,
+        names: Sequence[str],
+        drafts: Sequence[SegmentDraft],
+        found: Sequence[Found],
+    ) -> Parts:
+        """Return the parts of a prompt whose residual KV is still in the store.
+
+        Args:
+            budget: Counts of its segments.
+            names: Its segments.
+            drafts: Their draft KV on the device.
+            found: The same as it was stored, with the scores of the tokens.
+        """
+        kept = [each.kept + at * SEGMENT for at, each in enumerate(drafts)]
+        scores = [each.parts["draft"].get("noted") for each in found]
+        noted = [each.to(kept[0].device) for each in scores if each is not None]
+        index = torch.cat(kept, dim=2)
+        return Parts(
+            budget,
+            index,
+            index[..., :0],
+            Residency.STORE,
+            insertable=True,
+            noted=list(torch.cat(noted, dim=2)) if len(noted) == len(found) else [],
+            segments=tuple(names),
+            shared_slots=torch.cat([each.slots for each in drafts]),
+        )
+
+    def list_row(self, req: Any, parts: Parts, own: torch.Tensor) -> None:
+        """List a prompt's draft KV in the row of a request, and slots behind it.
+
+        Args:
+            req: SGLang's request, which has a row.
+            parts: Of its prompt, see ``parts``.
+            own: [n] int64, slots of the tokens behind the segments.
+        """
+        row, shared = self._handles.table[req.kv.req_pool_idx], parts.shared_slots
+        slots = own if shared is None else torch.cat([shared, own])
+        row[: len(slots)] = slots.to(row.dtype)
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = len(slots)
+        req.kv.cache_protected_len, req.last_node = parts.shared_count, None
+        parts.insertable = not req.skip_radix_cache_insert
+        req.skip_radix_cache_insert = True
+
+    def take(self, name: str, found: Found, noted: torch.Tensor | None) -> bool:
+        """Copy residual KV that was read to the host.
+
+        Args:
+            name: A segment that a request uses.
+            found: Its residual KV.
+            noted: [L, H, tokens], scores of its tokens; None without scores.
+
+        Returns:
+            False without free host pages.
+        """
+        segments, part = self._segments, self._segments.draft(name)
+        if segments.residual(name) is not None or part is None:
+            return part is not None
+        rest, kept = found.parts["residual"], part.kept.cpu()
+        opened = segments.open_residuals([name], rest["keys"].shape[1], kept.shape[2])
+        if opened is None:
+            return False
+        residual = opened[name]
+        residual.describe(kept, kept[..., :0])
+        for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
+            residual.write(layer, *pair)
+        if noted is not None:
+            segments.save_scores(name, noted)
+        return True

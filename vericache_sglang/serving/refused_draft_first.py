@@ -1,0 +1,72 @@
+"""What a server refuses that starts requests on stored draft KV, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vericache_sglang.compression.catalog import create_compressor
+from vericache_sglang.config.schema import flag
+from vericache_sglang.prefix_cache.assembly import may_be_shared
+from vericache_sglang.serving.rule import Rule
+
+if TYPE_CHECKING:
+    from vericache_sglang.config.schema import VeriCacheConfig
+
+
+class DraftFirst(NamedTuple):
+    """The settings of a server with ``draft_first`` on.
+
+    Attributes:
+        config: Settings of VeriCache.
+        args: SGLang's ``ServerArgs``.
+    """
+
+    config: VeriCacheConfig
+    args: Any
+
+
+def _stores_no_parts(asked: DraftFirst) -> bool:
+    compressor = create_compressor(asked.config.compressor, asked.config.seed)
+    return compressor.codec is not None or not may_be_shared(compressor.selector)
+
+
+DRAFT_FIRST_RULES: tuple[Rule, ...] = (
+    Rule(
+        f"{flag('draft_first')} on",
+        lambda asked: not asked.args.hicache_storage_backend,
+        "there is no store to read draft KV from",
+        "give --hicache-storage-backend, or drop it",
+    ),
+    Rule(
+        "--disable-radix-cache",
+        lambda asked: asked.args.disable_radix_cache,
+        "without it nothing is matched with a store",
+        "drop it",
+    ),
+    Rule(
+        f"{flag('compressor')} {{0.config.compressor}}",
+        _stores_no_parts,
+        "the draft KV of its prompts is their own, and is not stored",
+        "use a selector without a codec whose choice depends on the preceding tokens "
+        "alone, as keynorm's does",
+    ),
+    Rule(
+        f"{flag('inner')} {{0.config.inner}}",
+        lambda asked: asked.config.inner_weights,
+        "it would not have read the prompt",
+        f"use {flag('inner')} ngram",
+    ),
+    Rule(
+        "--tp-size {0.args.tp_size}",
+        lambda asked: asked.args.tp_size > 1,
+        "the ranks do not agree on which draft KV has been read",
+        "use one rank",
+    ),
+    Rule(
+        f"{flag('role')} {{0.config.role}}",
+        lambda asked: asked.config.role != "standalone",
+        "it is untested with requests that other servers own or decode",
+        "serve standalone",
+    ),
+)
+"""Rules over ``DraftFirst``."""
