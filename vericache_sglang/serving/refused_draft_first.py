@@ -46,7 +46,7 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
     Rule(
         f"{flag('compressor')} {{0.config.compressor}}",
         _stores_no_parts,
-        "the draft KV of its prompts is their own, and is not stored",
+        "the draft KV of its prompts is not stored, or packed",
         "use a selector without a codec whose choice depends on the preceding tokens "
         "alone, as keynorm's does",
     ),
