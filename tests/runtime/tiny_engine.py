@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from tiny_checks import TinyChecks
 from tiny_selector import Noted, OfKeys, of_one_prompt
 from tiny_streams import Streams
@@ -251,7 +252,8 @@ class TinyEngine:
             kv_rotation_base=None,
             prefix_indices=cached,
             skip_radix_cache_insert=not insertable,
-            sampling_params=SimpleNamespace(max_new_tokens=1000),
+            sampling_params=SamplingParams(max_new_tokens=1000),
+            custom_logit_processor=None,
         )
         with self.launched():
             new = self.table[row, len(cached) : tokens].to(torch.int64)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.row_edit import allocate
 from vericache_sglang.kv.segment_length import SEGMENT
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
     from vericache_sglang.prefix_cache.store.segment_store import Found
@@ -146,7 +146,9 @@ class EarlySegments:
         if segments.residual(name) is not None or part is None:
             return part is not None
         rest, kept = found.parts["residual"], part.kept.cpu()
-        opened = segments.open_residuals([name], rest["keys"].shape[1], kept.shape[2])
+        kept_count = kept.shape[2]
+        counts = Budget(kept_count + rest["keys"].shape[1], kept_count, 0, 0)
+        opened = segments.open_residuals([name], counts)
         if opened is None:
             return False
         residual = opened[name]
