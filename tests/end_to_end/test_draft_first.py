@@ -131,7 +131,7 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
 
 
 @pytest.mark.extended
-def test_a_retracted_request_starts_again(bodies, wanted, tmp_path):
+def test_a_retracted_request_is_answered_all_the_same(bodies, wanted, tmp_path):
     first, found, _, counters = answers_of_early_starts(
         bodies, tmp_path, environment=RETRACTED
     )
