@@ -107,12 +107,12 @@ def answers_of_early_starts(bodies, folder, *flags, fault="", environment=()):
     ("fault", "flags"),
     [
         ("", ()),
+        extended("damaged", ()),
+        extended("missing", ("--page-size", "16")),
         extended("", ("--page-size", "16")),
         extended("", ("--disable-overlap-schedule",)),
         extended("", ("--vericache-inner", "ngram")),
         extended("", ("--vericache-pacing", "sequential")),
-        extended("damaged", ()),
-        extended("missing", ("--page-size", "16")),
     ],
 )
 def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_path):
@@ -131,7 +131,7 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
 
 
 @pytest.mark.extended
-def test_a_retracted_request_starts_again(bodies, wanted, tmp_path):
+def test_a_retracted_request_is_answered_all_the_same(bodies, wanted, tmp_path):
     first, found, _, counters = answers_of_early_starts(
         bodies, tmp_path, environment=RETRACTED
     )

@@ -70,12 +70,15 @@ class EarlyStarts:
     def expect(self, req: Req) -> None:
         """Have the draft KV of a new request read first, if it could start early.
 
-        Called right before SGLang starts its read (patches: managers_scheduler_queue).
+        One that was retracted is read whole: it might be retracted again and again
+        before its residual KV has come. Called right before SGLang starts its read
+        (patches: managers_scheduler_queue).
         """
         stored = self._segments.stored
         if stored is not None:
-            early = travels(req) and self._drafts(req, len(req.origin_input_ids))
-            stored.draft_first = req.rid if early and self._segments.kept else ""
+            early = travels(req) and not req.retraction_count and self._segments.kept
+            early = early and self._drafts(req, len(req.origin_input_ids))
+            stored.draft_first = req.rid if early else ""
 
     def take(self, scheduler: Any) -> None:
         """Start the waiting requests whose draft KV has been read.
