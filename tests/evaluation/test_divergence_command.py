@@ -9,7 +9,7 @@ import pytest
 from live_server import fork
 
 from vericache_sglang.errors import ConfigError
-from vericache_sglang.evaluation.benchmark import DEMO, DEMO_DRAFT, DEMO_LONG, Results
+from vericache_sglang.evaluation.benchmark import DEMO, DEMO_LONG, Results
 from vericache_sglang.evaluation.benchmarks import divergence
 from vericache_sglang.evaluation.benchmarks.divergence import (
     Conversation,
@@ -89,7 +89,6 @@ def test_every_compressor_is_served_alone_and_verified():
     [
         ({"tasks": ["poems"]}, r"--tasks poems; known: lmcache-trace"),
         ({"model": DEMO, "tasks": ["gsm8k-long"]}, "only demo-model-long can"),
-        ({"model": DEMO_DRAFT}, "only demo-model and demo-model-long"),
         ({"temperature": 0.0}, "--temperature must be > 0"),
         ({"kl_tokens": 0}, "--kl-tokens must be >= 1"),
         ({"context": 30}, "--context"),

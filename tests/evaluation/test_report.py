@@ -55,7 +55,16 @@ def test_the_page_has_the_numbers_of_the_json(build_report):
         ]
         assert drafting[name][-2:] == [f"{row['mismatches']} of 4", "0"]
     assert speed["plain"][1] == "2.5 (2.0 to 3.0)"
-    assert drafting["vericache"] == ["5.70", "-", "833", "18.8", "50.0", "0 of 4", "0"]
+    assert drafting["vericache"] == [
+        "5.70",
+        "-",
+        "-",
+        "833",
+        "18.8",
+        "50.0",
+        "0 of 4",
+        "0",
+    ]
     assert rows(text, "Distance")["lossy"] == [
         *("0.1234", "9.87", "4.56", "75.0", "4", "20")
     ]
