@@ -55,6 +55,16 @@ class Budget:
         """Tokens with residual KV: encoded ones and dropped ones."""
         return self.offered - self.exact
 
+    def times(self, count: int) -> Budget:
+        """Return the counts of ``count`` >= 1 runs of tokens like this one, in a row."""
+        return replace(
+            self,
+            offered=count * self.offered,
+            kept=count * self.kept,
+            coded=count * self.coded,
+            code_slots=count * self.code_slots,
+        )
+
 
 def budget_for(
     offered: int, keep: float, sinks: int, recent: int, align: int

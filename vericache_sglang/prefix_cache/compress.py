@@ -174,16 +174,7 @@ class PromptCompressor:
 
     def of_segments(self, count: int) -> Budget:
         """Return the counts of ``count`` shared segments, >= 1."""
-        each = self._each
-        return Budget(
-            count * SEGMENT,
-            count * each.kept,
-            each.sinks,
-            0,
-            count * each.coded,
-            count * each.code_slots,
-            each.run,
-        )
+        return self._each.times(count)
 
     def known(self, state: RequestState) -> bool:
         """Return whether the kept tokens of a prompt are already selected."""
