@@ -56,7 +56,7 @@ class Budget:
         return self.offered - self.exact
 
     def times(self, count: int) -> Budget:
-        """Return the counts of ``count`` >= 1 runs of tokens like this one, in a row."""
+        """Return the counts of ``count`` >= 1 prompts like this one, in a row."""
         return replace(
             self,
             offered=count * self.offered,
