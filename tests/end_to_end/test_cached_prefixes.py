@@ -174,8 +174,6 @@ def test_a_flush_forgets_every_tier(roomy, documents):
     ("compressor", "store", "ranks"),
     [
         ("keynorm", True, 1),
-        pytest.param("keynorm+split-planes", True, 1, marks=pytest.mark.extended),
-        pytest.param("kivi", True, 1, marks=pytest.mark.extended),
         pytest.param("snapkv", False, 1, marks=pytest.mark.extended),
         pytest.param("keynorm", True, 2, marks=pytest.mark.extended),
         pytest.param("snapkv", False, 2, marks=pytest.mark.extended),

@@ -60,7 +60,7 @@ def short_segments(monkeypatch):
 def test_any_history_keeps_every_bit_and_every_slot(line, page, selects):
     options = {"codec": LINES[line], "page": page, "selects": selects}
 
-    @settings(deadline=None, max_examples=5)
+    @settings(deadline=None, max_examples=4)
     @given(
         st.sampled_from([8, 1000]),
         st.sampled_from([torch.float32, torch.bfloat16]),
@@ -176,7 +176,7 @@ def codecs(tmp_path_factory):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("line", ALL)
 def test_every_codec_s_segment_comes_back_bit_by_bit_or_not_at_all(line, dtype, codecs):
-    @settings(deadline=None, max_examples=8)
+    @settings(deadline=None, max_examples=4)
     @given(st.integers(0, 2**32), st.sampled_from([TOKENS, 32]), st.data())
     def round_trips(seed, kept, data):
         world = CodedWorld(codecs[line], dtype)
