@@ -241,12 +241,7 @@ def _with_proposals(
         rows: The rows of the forward; results of those that depend on tokens are known.
         inputs: [T] int64, see ``RowSampler.choose``.
     """
-    counts = [
-        0
-        if row.state.profile.greedy_fast or not depends_on_tokens(row.state.req)
-        else row.queries[-1].drafts - len(row.state.drafts)
-        for row in rows
-    ]
+    counts = [_seen_proposals(row) for row in rows]
     if not any(counts):
         return rows
     tokens = download(inputs)[0].tolist()
@@ -256,6 +251,15 @@ def _with_proposals(
         else row
         for row, count in zip(rows, counts, strict=True)
     ]
+
+
+def _seen_proposals(row: RowQueries[SampledRequest]) -> int:
+    """Return a row's proposals if the tokens after them depend on them, else 0."""
+    state = row.state
+    if state.profile.greedy_fast:
+        return 0
+    count = row.queries[-1].drafts - len(state.drafts)
+    return count if count and depends_on_tokens(state.req) else 0
 
 
 def _distributions(group: Group) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,7 +190,7 @@ INNER = Benchmark(
     seed=1,
     options={
         "systems": (
-            [name for name in VARIANTS if name != WITH_HEAD],
+            ["vericache+ngram", DRAFTER_ALONE, "vericache+random"],
             f"rows: {', '.join(VARIANTS)}; {WITH_HEAD} needs the model {DEMO.name}",
         ),
         "context": (15800, "prompt tokens"),
