@@ -75,7 +75,7 @@ def test_the_environment_can_switch_it_off_and_flags_on_again(monkeypatch):
     [
         (["--vericache-keeep", "3"], "did you mean --vericache-keep?"),
         (["--vericache-keeep=3"], "did you mean --vericache-keep?"),
-        (["--vericache-draft", "3"], "did you mean --vericache-draft-length?"),
+        (["--vericache-draft-len", "3"], "did you mean --vericache-draft-length?"),
         (["--vericache-x" * 9], "known: --vericache-config, --vericache-compressor"),
     ],
 )

@@ -38,7 +38,7 @@ WHERE = {
     "arrival": (RequestStateFactory, "state_of", 3, 1),
     # What concerns all: rows that are half made; before a forward, in it, after it.
     "index": (SegmentIndex, "get", 20, 3),
-    "compress": (PromptCompressor, "to_host", 2, 2),
+    "compress": (PromptCompressor, "to_host", 3, 2),
     "move": (TensorParallelHost, "settles", 4, 2),
     "plan": (Runtime, "plan", 25, 2),
     "rows": (MixedRows, "add", 30, 2),
