@@ -34,7 +34,7 @@ from vericache_sglang.prefix_cache.segment import Form
 from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
 from vericache_sglang.prefix_cache.segment_images import SegmentDraft
 from vericache_sglang.prefix_cache.store.segment_store import StoreCodec
-from vericache_sglang.scheduling.plan import Load, Offload
+from vericache_sglang.scheduling.plan import Load, Offload, SwapIn, SwapOut
 
 pytestmark = pytest.mark.sglang
 
@@ -76,6 +76,30 @@ def test_any_history_keeps_every_bit_and_every_slot(line, page, selects):
             left_behind(engine)
 
     histories()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("line", LINES)
+def test_shared_codes_become_a_requests_own_when_it_was_swapped_out(line, page):
+    """Its codes keep the lengths of the segments, its residual KV too."""
+    with tiered(codec=LINES[line], page=page, slots=220, stores=True) as engine:
+        own_copy(engine, "a", "x", 30)
+        engine.verify("a", 1)
+        left_behind(engine)
+
+
+def own_copy(engine, *prompt):
+    """Share draft KV of a prompt, swap it out and in, load it and offload it."""
+    state, rid = on_host(engine, *prompt), prompt[0]
+    assert state.split.shared_slots is not None
+    for move in (SwapOut, SwapIn, Load, Offload):
+        assert engine.move(move(rid), rid)
+        if engine.cuda is not None:
+            engine.cuda.drain()
+        until(lambda: not waiting(engine))
+        engine.checks.all()
+    assert state.split.shared_slots is None
+    engine.draft(rid)
 
 
 # -- in a store ---------------------------------------------------------------------
@@ -323,6 +347,11 @@ def test_a_device_joins_shared_codes_with_the_residual_kv_of_segments(
             kv, _ = engine.kv.truth("x")
             assert len(restored) == 32
             assert torch.equal(engine.kv.at(restored), kv[:, :, :32])
+            own_copy(engine, "d", "w", 44)
+            engine.verify("d", 1)
+            assert engine.move(Load("d"), "d")
+            cuda.drain()
+            engine.checks.all()
 
 
 def waiting(engine):

@@ -1,5 +1,6 @@
 """Packed draft parts of requests: counted in blocks, found where they are, decoded."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.errors import CompressionError
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
-from vericache_sglang.kv.packed_drafts import Codes
+from vericache_sglang.kv.packed_drafts import Codes, SlotDrafts
 from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.segment_length import SEGMENT
 from vericache_sglang.kv.split_layers import pick
@@ -166,8 +167,6 @@ def test_segments_decode_to_what_the_codec_makes_of_these_tokens(line, layout):
 
 @pytest.mark.parametrize("layout", [Residency.HOST, Residency.DEVICE])
 def test_drafts_join_with_their_residuals(layout):
-    from dataclasses import replace
-
     codes, handles = codes_of()
     state, kv, packed = split_request(handles, codes, layout)
     read = codes.drafts(state)
@@ -182,6 +181,28 @@ def test_drafts_join_with_their_residuals(layout):
             )
             for found, whole in zip(joined, pair, strict=True):
                 assert torch.equal(found.view(torch.int16), whole.view(torch.int16))
+
+
+@pytest.mark.parametrize("run", [0, 64])
+def test_a_kernel_finds_the_fields_of_every_segment(run):
+    """Shared segments of one run each begin a page."""
+    codes, _ = codes_of(page=16)
+    budget = replace(codes.segment(SEGMENT, 64), run=run).times(3)
+    assert len(codes.layout(budget).segments) == (3 if run else 1)
+    random = torch.Generator().manual_seed(0)
+    shape = (2, 192, HEADS, DIM)
+    keys, values = torch.randn(shape, generator=random).to(torch.bfloat16)
+    coded = torch.arange(192).expand(LAYERS, HEADS, 192)
+    slots = torch.randperm(SLOTS, generator=random)[: budget.code_slots]
+    codes.put(1, slots, codes.encode(1, keys, values, coded[1], run), run)
+    drafts = SlotDrafts(codes.layout(budget), codes.buffers, coded, slots)
+    planes = drafts.planes(1)
+    assert planes.tokens.tolist() == [part.part_shape.tokens for part in drafts(1)]
+    for part, places in zip(drafts(1), planes.offsets.tolist(), strict=True):
+        for name, place in zip(part.tensors, places, strict=True):
+            content = part.tensors[name].contiguous().view(torch.uint8).flatten()
+            side = planes.value_bytes if "value" in name else planes.key_bytes
+            assert torch.equal(side[place : place + len(content)], content)
 
 
 def test_a_reader_reads_the_slots_of_when_it_was_made():

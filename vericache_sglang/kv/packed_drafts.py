@@ -318,13 +318,13 @@ class SlotDrafts:
         Computed on the device: an upload from the host would synchronise.
         """
         segments, device = self.layout.segments, self._slots.device
-        first, last = segments[0], segments[-1]
+        first, second, last = segments[0], segments[:2][-1], segments[-1]
         number = torch.arange(len(segments), device=device)
         ends = self.layout.offsets(last)
         columns = []
         for name, offset in self.layout.offsets(first).items():
             width = self.layout.widths[name.startswith("value")]
-            column = number * (first.slots * width) + offset
+            column = number * (second.first * width) + offset
             column[-1:].add_(ends[name] - offset)
             columns.append(column)
         tokens = torch.full_like(number, first.tokens, dtype=torch.int32)

@@ -96,7 +96,7 @@ class PlaneResidual(HostResidual):
         super().__init__(geometry.layers)
         self._geometry, self._codec = geometry, codec
         self._budget, self._dtype = budget, dtype
-        self._bounds = segment_bounds(budget.coded)
+        self._bounds = segment_bounds(budget.coded, budget.run)
         self._fields = fields_of(geometry, codec, budget, dtype)
         self._pages = self._take(pool, most_bytes(geometry, codec, budget, dtype))
         heads = (geometry.layers, geometry.kv_heads)
@@ -430,7 +430,7 @@ def most_bytes(
         budget: Counts of the prompt.
         dtype: Dtype of the pool.
     """
-    bounds = segment_bounds(budget.coded)
+    bounds = segment_bounds(budget.coded, budget.run)
     numbers = (shape_of(geometry, b - a, dtype).elements for a, b in bounds)
     width = FORMATS[dtype].exponent
     escapes = sum(escape_bytes(count, width) for count in numbers)
