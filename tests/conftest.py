@@ -14,9 +14,12 @@ from xdist.scheduler import LoadFileScheduling
 # A second thread spins at every barrier on a busy small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# How long an example takes says nothing on a busy machine. Examples follow from the
+# test's code, so that two runs of one commit agree; --hypothesis-profile=explore draws
+# others.
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 LONGEST = ("lossless", "faults", "disaggregation", "end_to_end/kits", "end_to_end")
 """Folders whose tests start servers: begun first, so that no process ends up alone."""
