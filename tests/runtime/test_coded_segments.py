@@ -85,6 +85,12 @@ def test_shared_codes_become_a_requests_own_when_it_was_swapped_out(line, page):
     with tiered(codec=LINES[line], page=page, slots=220, stores=True) as engine:
         own_copy(engine, "a", "x", 30)
         engine.verify("a", 1)
+        # Restored over its own codes, segment after segment.
+        on_host(engine, "b", "w", 30)
+        for move in (SwapOut, SwapIn):
+            assert engine.move(move("b"), "b")
+            until(lambda: not waiting(engine))
+        engine.evict()
         left_behind(engine)
 
 

@@ -210,7 +210,9 @@ class KVMoves:
         fresh = allocate(tree_cache, budget.offered - budget.slots)
         if fresh is None:
             return False
-        whole = torch.cat([own, fresh])
+        # Segments are restored one after another: the draft KV of later ones must be
+        # in none of the slots that earlier ones fill.
+        whole = torch.cat([fresh, own])
         try:
             self._write_whole(state, own[budget.code_slots :], whole)
         except TransferError as error:
