@@ -167,6 +167,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("model", {"page_size": 16}, {"compressor": "kivi:bits=2"}),
         extended("random", {}, {"compressor": "kivi:bits=2"}),
         extended("nan", {}, {}),
+        extended("stale", {}, {}),
     ],
 )
 def test_any_proposals_leave_the_tokens_alone(
@@ -223,16 +224,29 @@ def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_pa
     assert equal > 0.95 * asked
 
 
+def asked_for(**options):
+    return greedy(72, ignore_eos=True, custom_params={"vericache": options})
+
+
+KINDS = {
+    "free": greedy(72, ignore_eos=True),
+    "a grammar": greedy(72, regex=REGEX),
+    "log-probabilities": greedy(72, ignore_eos=True),
+    "never compressed": asked_for(enabled=False),
+    "no drafter": asked_for(inner=False),
+}
+EACH = 3
+"""Requests of a kind."""
+
+
 @pytest.fixture(scope="module")
 def mixed():
-    """One wave: free requests, those with a grammar, those with log-probabilities."""
-    tokenizer = load_tokenizer(MODEL)
-    texts = record_prompts(tokenizer, spread(9, 200, 1500), 12)
-    free = greedy(72, ignore_eos=True)
+    """One wave of requests of all kinds by turns."""
+    tokenizer, kinds = load_tokenizer(MODEL), [*KINDS] * EACH
     return {
-        "prompts": texts,
-        "params": [greedy(72, regex=REGEX) if i % 3 == 1 else free for i in range(9)],
-        "more": {"return_logprob": [i % 3 == 2 for i in range(9)]},
+        "prompts": record_prompts(tokenizer, spread(len(kinds), 200, 1500), 12),
+        "params": [KINDS[kind] for kind in kinds],
+        "more": {"return_logprob": [kind == "log-probabilities" for kind in kinds]},
     }
 
 
@@ -250,7 +264,7 @@ def plain_mixed(mixed):
         extended("random", {}, {}),
     ],
 )
-def test_requests_with_a_grammar_or_log_probabilities_have_proposals(
+def test_requests_of_every_kind_have_proposals_unless_they_want_none(
     drafter, engine, settings, mixed, plain_mixed, tmp_path
 ):
     texts = informed([mixed], plain_mixed, tmp_path)
@@ -258,15 +272,18 @@ def test_requests_with_a_grammar_or_log_probabilities_have_proposals(
     assert compare(plain_mixed, ours) == []
     assert logprob_gap(plain_mixed, ours) < GAP
     stats = [answer["vericache"] for answer in ours["waves"][0]]
-    for kind in range(3):
-        proposed = sum(each["inner_proposed"] for each in stats[kind::3])
-        accepted = sum(each["inner_accepted"] for each in stats[kind::3])
-        assert proposed > 0
-        assert drafter == "random" or accepted > 30
+    for i, kind in enumerate(KINDS):
+        own = stats[i :: len(KINDS)]
+        proposed = sum(each["inner_proposed"] for each in own)
+        accepted = sum(each["inner_accepted"] for each in own)
+        wanted = kind != "no drafter"
+        assert (proposed > 0) == wanted, kind
+        assert drafter == "random" or (accepted > 30) == wanted, kind
+        assert kind != "never compressed" or not any(each["cycles"] for each in own)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model", "eagle3"])
+@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],
@@ -279,14 +296,25 @@ def test_tokens_are_identical_while_everything_moves(
     assert compare(plain, ours) == []
 
 
-@pytest.mark.extended
-def test_seeded_requests_with_a_head_say_what_they_say_without(waves, texts):
+DETERMINISTIC = {"enable_deterministic_inference": True}
+"""Without it SGLang drops seeds."""
+
+
+@pytest.fixture(scope="module")
+def seeded(waves):
+    """Return a wave of seeded requests, and what plain SGLang answers."""
     prompts = waves[0]["prompts"]
     params = [{**SEEDED, "sampling_seed": i} for i in range(len(prompts))]
     wave = {"prompts": prompts, "params": params}
-    seeded = {"enable_deterministic_inference": True}
-    plain = run(described("plain SGLang", None, seeded), MODEL, [wave])
-    ours = serve("eagle3", [wave], texts, seeded)
+    plain = described("plain SGLang", None, DETERMINISTIC)
+    return wave, run(plain, MODEL, [wave])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("drafter", ["random", "ngram", "model", "eagle3"])
+def test_seeded_requests_say_what_they_say_without_a_drafter(drafter, seeded, texts):
+    wave, plain = seeded
+    ours = serve(drafter, [wave], texts, DETERMINISTIC)
     assert compare(plain, ours) == []
     assert ours["state"]["cycles"] > 0
 
@@ -309,9 +337,13 @@ def test_a_head_with_other_shapes_is_refused_at_start(name, kept, message, tmp_p
         run(system("eagle3", engine=engine, inner="eagle3"), MODEL, [])
 
 
-@pytest.mark.parametrize("engine", [{}, extended(SYNCHRONOUS)])
-def test_a_drafter_that_raises_is_switched_off(engine, waves, plain, texts):
+@pytest.mark.parametrize(
+    ("engine", "again"),
+    [({}, False), extended(SYNCHRONOUS, False), extended({"tp_size": 2}, True)],
+)
+def test_a_drafter_that_raises_is_switched_off(engine, again, waves, plain, texts):
+    """Two ranks may have proposed different tokens, so they prefill again."""
     ours = serve("raising", waves, texts, engine)
     assert compare(plain, ours) == []
     assert ours["state"]["inner_errors"] == 1
-    assert ours["state"]["reprefills"] == 0
+    assert (ours["state"]["reprefills"] > 0) == again
