@@ -16,10 +16,13 @@ COUPLED = Profile(SamplingRule.COUPLED, seed=1)
 pytestmark = pytest.mark.sglang
 
 
-def states(*profiles, penalties=None, rounds=0, proposed=0, room=None):
-    stats = SimpleNamespace(cycles=rounds, inner_proposed=proposed)
-    own = {"stats": stats, "penalties": penalties}
-    req = SimpleNamespace(bootstrap_room=room)
+PROMPT = [3, 4, 5]
+
+
+def states(*profiles, penalties=None, parts=None, proposed=0, prompt=3, room=None):
+    stats = SimpleNamespace(inner_proposed=proposed)
+    own = {"stats": stats, "penalties": penalties, "parts": parts, "prompt": prompt}
+    req = SimpleNamespace(bootstrap_room=room, origin_input_ids=PROMPT)
     return [SimpleNamespace(profile=profile, req=req, **own) for profile in profiles]
 
 
@@ -52,8 +55,11 @@ def test_without_a_seed_any_way_to_draw_is_right(flags):
     assert samples_as_sglang(states(GREEDY_FAST), info(**flags))
 
 
-@pytest.mark.parametrize("since", [{"rounds": 1}, {"proposed": 1}, {"room": 7}])
-def test_penalties_are_ours_after_several_tokens_at_once_or_anothers_prefill(since):
+@pytest.mark.parametrize(
+    "since", [{"parts": object()}, {"proposed": 1}, {"prompt": 5}, {"room": 7}]
+)
+def test_penalties_are_ours_unless_every_step_emitted_one_token(since):
+    """Compressed once, with proposals, retracted, or prefilled elsewhere."""
     penalties = object()
     fresh = states(GREEDY_FAST, penalties=penalties)
     assert samples_as_sglang(fresh, info())
