@@ -34,6 +34,15 @@ def maybe_enable_batch_invariant_mode(runner: Any) -> None:
     """
 
 
+def fused_topk_native(
+    original: Hook, *args: Any, correction_bias: Any = None, **kwargs: Any
+) -> Any:
+    """Choose experts with a bias [1, E] as with one [E]."""
+    if correction_bias is not None:
+        correction_bias = correction_bias.squeeze(0)
+    return original(*args, correction_bias=correction_bias, **kwargs)
+
+
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
@@ -96,6 +105,20 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             body="6a0658f4daec",
         ),
         maybe_enable_batch_invariant_mode,
+    ),
+    (
+        Patch(
+            target="sglang.srt.layers.moe.topk.fused_topk_native",
+            kind="around",
+            args=(
+                *("hidden_states", "gating_output", "topk", "renormalize"),
+                *("correction_bias", "scoring_func"),
+            ),
+            reason="ERNIE 4.5's bias [1, E] becomes the [E] that this takes on SGLang's "
+            "own CPU platform only.",
+            remove_when="SGLang's Ernie4Moe makes a bias [E] on every platform.",
+        ),
+        fused_topk_native,
     ),
     *(
         (
