@@ -34,13 +34,12 @@ def maybe_enable_batch_invariant_mode(runner: Any) -> None:
     """
 
 
-def fused_topk_native(
-    original: Hook, *args: Any, correction_bias: Any = None, **kwargs: Any
-) -> Any:
+def choose_experts(original: Hook, experts: Any, *args: Any, **kwargs: Any) -> Any:
     """Choose experts with a bias [1, E] as with one [E]."""
-    if correction_bias is not None:
-        correction_bias = correction_bias.squeeze(0)
-    return original(*args, correction_bias=correction_bias, **kwargs)
+    config = experts.topk_config
+    if config.correction_bias is not None:
+        config.correction_bias = config.correction_bias.squeeze(0)
+    return original(experts, *args, **kwargs)
 
 
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
@@ -108,17 +107,17 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
     ),
     (
         Patch(
-            target="sglang.srt.layers.moe.topk.fused_topk_native",
+            target="sglang.srt.layers.moe.topk.TopK.forward_native",
             kind="around",
             args=(
-                *("hidden_states", "gating_output", "topk", "renormalize"),
-                *("correction_bias", "scoring_func"),
+                *("self", "hidden_states", "router_logits", "num_token_non_padded"),
+                *("expert_location_dispatch_info", "dynamic_expert_bias"),
             ),
-            reason="ERNIE 4.5's bias [1, E] becomes the [E] that this takes on SGLang's "
-            "own CPU platform only.",
+            reason="It takes a bias [E]; ERNIE 4.5's is [1, E] but for SGLang's own CPU "
+            "platform.",
             remove_when="SGLang's Ernie4Moe makes a bias [E] on every platform.",
         ),
-        fused_topk_native,
+        choose_experts,
     ),
     *(
         (
