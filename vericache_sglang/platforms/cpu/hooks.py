@@ -113,8 +113,8 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
                 *("self", "hidden_states", "router_logits", "num_token_non_padded"),
                 *("expert_location_dispatch_info", "dynamic_expert_bias"),
             ),
-            reason="It takes a bias [E]; ERNIE 4.5's is [1, E] but for SGLang's own CPU "
-            "platform.",
+            reason="It takes a bias [E]; ERNIE 4.5's is [1, E] but on SGLang's own "
+            "CPU platform.",
             remove_when="SGLang's Ernie4Moe makes a bias [E] on every platform.",
         ),
         choose_experts,
