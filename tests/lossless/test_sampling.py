@@ -124,7 +124,7 @@ def test_masks_and_penalties_follow_proposals(drafter, settings, bound, tmp_path
 
 
 @pytest.mark.extended
-def test_penalties_do_not_count_drafts_that_were_given_up(bound):
+def test_penalties_and_processors_see_no_drafts_that_were_given_up(bound):
     """SGLang counts in every step; requests fall back before any verification."""
     asked, plain = bound
     settings = {**SETTINGS, "draft_length": 32, "residency": "device"}

@@ -26,9 +26,10 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
     """Return whether SGLang's batch-wide sampling is correct for every request.
 
     For penalties it counts the last token in every step, also in those that drafted or
-    waited, so it is wrong for a request that was ever compressed, and after proposals.
-    After a retraction it has forgotten the output so far, and under overlap it counts
-    the first token of another server's prefill twice.
+    waited, and under overlap a custom processor sees all tokens but those of the last
+    step, so both are wrong for a request that was ever compressed, and after proposals.
+    After a retraction the output so far is not counted, and under overlap the first
+    token of another server's prefill is counted twice.
     In a batch of mixed sampling kinds a seed yields different tokens than alone
     (``Group``). The batch's flags outlive the request that set them, so they are
     checked too.
@@ -38,7 +39,8 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
         info: The batch's sampling state.
     """
     for state in states:
-        if state.penalties and not _one_token_a_step(state):
+        looks_back = state.penalties or state.req.custom_logit_processor is not None
+        if looks_back and not _one_token_a_step(state):
             return False
     kinds = {(state.profile.rule, state.profile.filtered) for state in states}
     if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):
