@@ -283,7 +283,7 @@ def test_requests_of_every_kind_have_proposals_unless_they_want_none(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["oracle", "random", "ngram", "model", "eagle3"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize(
     ("engine", "environment"),
     [({}, {"VERICACHE_TEST_RESTLESS": "1"}), (TIGHT, RETRACTED)],
@@ -296,25 +296,14 @@ def test_tokens_are_identical_while_everything_moves(
     assert compare(plain, ours) == []
 
 
-DETERMINISTIC = {"enable_deterministic_inference": True}
-"""Without it SGLang drops seeds."""
-
-
-@pytest.fixture(scope="module")
-def seeded(waves):
-    """Return a wave of seeded requests, and what plain SGLang answers."""
+@pytest.mark.extended
+def test_seeded_requests_with_a_head_say_what_they_say_without(waves, texts):
     prompts = waves[0]["prompts"]
     params = [{**SEEDED, "sampling_seed": i} for i in range(len(prompts))]
     wave = {"prompts": prompts, "params": params}
-    plain = described("plain SGLang", None, DETERMINISTIC)
-    return wave, run(plain, MODEL, [wave])
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["random", "ngram", "model", "eagle3"])
-def test_seeded_requests_say_what_they_say_without_a_drafter(drafter, seeded, texts):
-    wave, plain = seeded
-    ours = serve(drafter, [wave], texts, DETERMINISTIC)
+    seeded = {"enable_deterministic_inference": True}
+    plain = run(described("plain SGLang", None, seeded), MODEL, [wave])
+    ours = serve("eagle3", [wave], texts, seeded)
     assert compare(plain, ours) == []
     assert ours["state"]["cycles"] > 0
 

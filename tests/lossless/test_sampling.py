@@ -132,8 +132,7 @@ def test_penalties_and_processors_see_no_drafts_that_were_given_up(bound):
     ours = run(described("ours", settings, ENGINE, environment=restless), MODEL, asked)
     assert compare(plain, ours) == []
     stats = [answer["vericache"] for wave in ours["waves"] for answer in wave]
-    given_up = [each for each in stats if each["kv_moves"].get("fall_back")]
-    assert sum(not each["cycles"] for each in given_up) > 5
+    assert any(each["kv_moves"].get("fall_back", 0) > each["cycles"] for each in stats)
 
 
 @pytest.fixture(scope="module")

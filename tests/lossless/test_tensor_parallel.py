@@ -79,14 +79,13 @@ def test_a_compressor_that_fails_on_one_rank_fails_on_both(call, requests, plain
     assert {name: ours["state"][name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
-@pytest.mark.parametrize("inner", ["none", "ngram"])
-def test_tokens_are_identical_while_everything_moves(inner, requests, plain):
+def test_tokens_are_identical_while_everything_moves(requests, plain):
     """Random splits, offloads, pins, parks, resumes and unsplits on both ranks."""
-    settings = {"draft_length": 16, "compressor": "snapkv", "inner": inner}
-    ours = run_with("restless", requests, {"page_size": 16}, **settings)
+    ours = run_with(
+        "restless", requests, {"page_size": 16}, draft_length=16, compressor="snapkv"
+    )
     assert compare(plain, ours) == []
     state = ours["state"]
-    assert (state["inner_accepted_plain"] > 0) == (inner == "ngram")
     moves = ("compressions", "fallbacks", "offloads", "loads", "swap_outs", "swap_ins")
     made = {name: state[name] for name in moves}
     assert all(made.values()), str(made)
