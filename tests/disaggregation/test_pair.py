@@ -131,7 +131,7 @@ def test_parity_while_requests_are_retracted_and_transfers_fail(tmp_path):
         "more": {"return_logprob": True},
     }
     plain = run(PLAIN, MODEL, [wave])
-    answers, failed = {}, 0
+    answers, seen = {}, 0
     with Pair(tmp_path, *KEYNORM, *ON_HOST, environment=faults) as pair:
 
         def ask(i):
@@ -139,18 +139,18 @@ def test_parity_while_requests_are_retracted_and_transfers_fail(tmp_path):
             try:
                 return lossless.answer(pair, {**wave, **alone})
             except HTTPError as error:
-                assert error.code == 500
-                return []
+                return error.code
 
         for _ in range(8):
             left = [i for i in range(len(texts)) if i not in answers]
             with ThreadPoolExecutor(16) as clients:
-                for i, got in zip(left, clients.map(ask, left), strict=True):
-                    answers |= {i: each for each in got}
-                    failed += not got
+                found = dict(zip(left, clients.map(ask, left), strict=True))
+            failed = {i: code for i, code in found.items() if code == 500}
+            seen += len(failed)
+            answers |= {i: found[i][0] for i in found.keys() - failed.keys()}
         state = pair.decode.settle()
         log = pair.decode.output()
-    assert failed
+    assert seen
     assert log.count("Testing retraction") >= 2
     ours = {"waves": [[answers[i] for i in range(len(texts))]]}
     assert compare(plain, ours) == []

@@ -217,6 +217,8 @@ def test_without_free_slots_nothing_happens():
 def test_the_end_of_a_prompt_prefilled_elsewhere_is_run_again(page):
     with opened(page=page) as engine:
         world = World(engine, [], kind=Looking)
+        assert world.probing.done(world.state), "its prefill was seen"
+        world.watch.forget("a")
         before = engine.checks.books()
         assert not world.probing.done(world.state)
         assert world.step()
