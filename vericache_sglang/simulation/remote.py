@@ -56,7 +56,12 @@ RULES = (
     BASELINE,
     Rules(name="B1 and B2, by arrival", speculates=False, program=False),
     *(
-        Rules(name=name.upper(), forced=name, speculates=name.startswith("p"))
+        Rules(
+            name=name.upper(),
+            forced=name,
+            speculates=name.startswith("p"),
+            program=False,
+        )
         for name in ("b1", "b2", "p1", "p2")
     ),
     Rules(name="all six, by arrival", program=False),
