@@ -13,7 +13,7 @@ from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.inter import (
     BASELINE_PATHS,
     PATHS,
-    WORTH,
+    LEAST_GAIN,
     Cluster,
     constraints,
     cycle_s,
@@ -179,7 +179,7 @@ def test_more_paths_never_lose(cluster):
 def test_the_mix_to_follow_gives_up_little_for_fewer_paths(cluster):
     best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)
     followed = simplest(cluster)
-    enough = best.tokens_per_s / (1 + WORTH)
+    enough = best.tokens_per_s / (1 + LEAST_GAIN)
     assert followed.converged == best.converged
     assert followed.tokens_per_s >= enough
     if plain.converged == best.converged and plain.tokens_per_s >= enough:

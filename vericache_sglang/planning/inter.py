@@ -26,7 +26,7 @@ PATHS = (
     *("P1-cached", "P1-stateless", "P2-cached", "P2-stateless"),
 )
 
-WORTH = 0.05
+LEAST_GAIN = 0.05
 """Gain for which a mix takes up another kind of path; see ``simplest``."""
 
 _ROUNDS = 60
@@ -242,7 +242,7 @@ def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
 
 
 def simplest(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
-    """Return the mix to follow: of the fewest kinds of paths, within ``WORTH`` of best.
+    """Return the mix to follow: of the fewest kinds of paths, within ``LEAST_GAIN`` of best.
 
     The program divides a slot between verifications, and its queues are never empty.
     Pools cannot do so, and lose up to 3 % by speculation of which the program promises
@@ -254,7 +254,7 @@ def simplest(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
     """
     mixes = _mixes(cluster, paths)
     converged, tokens_per_s = _order(max(mixes, key=_order))
-    enough = (converged, tokens_per_s / (1 + WORTH))
+    enough = (converged, tokens_per_s / (1 + LEAST_GAIN))
     return next(mix for mix in mixes if _order(mix) >= enough)
 
 
