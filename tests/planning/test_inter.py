@@ -12,8 +12,8 @@ from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.inter import (
     BASELINE_PATHS,
-    PATHS,
     LEAST_GAIN,
+    PATHS,
     Cluster,
     constraints,
     cycle_s,

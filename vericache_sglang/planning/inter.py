@@ -27,7 +27,7 @@ PATHS = (
 )
 
 LEAST_GAIN = 0.05
-"""Gain for which a mix takes up another kind of path; see ``simplest``."""
+"""Of throughput, for which ``simplest`` takes up another kind of path."""
 
 _ROUNDS = 60
 _TOLERANCE = 1e-3
@@ -242,11 +242,11 @@ def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
 
 
 def simplest(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
-    """Return the mix to follow: of the fewest kinds of paths, within ``LEAST_GAIN`` of best.
+    """Return the mix to follow: of the fewest kinds of paths, and almost the best.
 
     The program divides a slot between verifications, and its queues are never empty.
-    Pools cannot do so, and lose up to 3 % by speculation of which the program promises
-    less than that (SIMULATED, docs/planning.md).
+    Pools can do neither, and lose up to 5 % by paths of which the program promises no
+    more than that (SIMULATED, docs/planning.md).
 
     Args:
         cluster: See ``Cluster``.
