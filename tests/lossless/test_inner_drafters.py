@@ -167,6 +167,7 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
         extended("model", {"page_size": 16}, {"compressor": "kivi:bits=2"}),
         extended("random", {}, {"compressor": "kivi:bits=2"}),
         extended("nan", {}, {}),
+        extended("stale", {}, {}),
     ],
 )
 def test_any_proposals_leave_the_tokens_alone(
@@ -223,16 +224,29 @@ def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_pa
     assert equal > 0.95 * asked
 
 
+def asked_for(**options):
+    return greedy(72, ignore_eos=True, custom_params={"vericache": options})
+
+
+KINDS = {
+    "free": greedy(72, ignore_eos=True),
+    "a grammar": greedy(72, regex=REGEX),
+    "log-probabilities": greedy(72, ignore_eos=True),
+    "never compressed": asked_for(enabled=False),
+    "no drafter": asked_for(inner=False),
+}
+EACH = 3
+"""Requests of a kind."""
+
+
 @pytest.fixture(scope="module")
 def mixed():
-    """One wave: free requests, those with a grammar, those with log-probabilities."""
-    tokenizer = load_tokenizer(MODEL)
-    texts = record_prompts(tokenizer, spread(9, 200, 1500), 12)
-    free = greedy(72, ignore_eos=True)
+    """One wave of requests of all kinds by turns."""
+    tokenizer, kinds = load_tokenizer(MODEL), [*KINDS] * EACH
     return {
-        "prompts": texts,
-        "params": [greedy(72, regex=REGEX) if i % 3 == 1 else free for i in range(9)],
-        "more": {"return_logprob": [i % 3 == 2 for i in range(9)]},
+        "prompts": record_prompts(tokenizer, spread(len(kinds), 200, 1500), 12),
+        "params": [KINDS[kind] for kind in kinds],
+        "more": {"return_logprob": [kind == "log-probabilities" for kind in kinds]},
     }
 
 
@@ -250,7 +264,7 @@ def plain_mixed(mixed):
         extended("random", {}, {}),
     ],
 )
-def test_requests_with_a_grammar_or_log_probabilities_have_proposals(
+def test_requests_of_every_kind_have_proposals_unless_they_want_none(
     drafter, engine, settings, mixed, plain_mixed, tmp_path
 ):
     texts = informed([mixed], plain_mixed, tmp_path)
@@ -258,11 +272,14 @@ def test_requests_with_a_grammar_or_log_probabilities_have_proposals(
     assert compare(plain_mixed, ours) == []
     assert logprob_gap(plain_mixed, ours) < GAP
     stats = [answer["vericache"] for answer in ours["waves"][0]]
-    for kind in range(3):
-        proposed = sum(each["inner_proposed"] for each in stats[kind::3])
-        accepted = sum(each["inner_accepted"] for each in stats[kind::3])
-        assert proposed > 0
-        assert drafter == "random" or accepted > 30
+    for i, kind in enumerate(KINDS):
+        own = stats[i :: len(KINDS)]
+        proposed = sum(each["inner_proposed"] for each in own)
+        accepted = sum(each["inner_accepted"] for each in own)
+        wanted = kind != "no drafter"
+        assert (proposed > 0) == wanted, kind
+        assert drafter == "random" or (accepted > 30) == wanted, kind
+        assert kind != "never compressed" or not any(each["cycles"] for each in own)
 
 
 @pytest.mark.extended

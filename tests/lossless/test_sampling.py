@@ -8,7 +8,7 @@ plain SGLang is stable on it, is said in ``evaluation/sampled.py``. More setting
 from pathlib import Path
 
 import pytest
-from live_server import informed, run
+from live_server import faulty, informed, run
 
 from vericache_sglang.evaluation.lossless import compare
 from vericache_sglang.evaluation.matrix import PLAIN
@@ -121,6 +121,18 @@ def test_masks_and_penalties_follow_proposals(drafter, settings, bound, tmp_path
         accepted = sum(each["inner_accepted"] for each in stats)
         assert proposed > 0, wave["kind"]
         assert drafter == "random" or accepted > tokens / 3, wave["kind"]
+
+
+@pytest.mark.extended
+def test_penalties_and_processors_see_no_drafts_that_were_given_up(bound):
+    """SGLang counts in every step; requests fall back before any verification."""
+    asked, plain = bound
+    settings = {**SETTINGS, "draft_length": 32, "residency": "device"}
+    restless = faulty("restless")
+    ours = run(described("ours", settings, ENGINE, environment=restless), MODEL, asked)
+    assert compare(plain, ours) == []
+    stats = [answer["vericache"] for wave in ours["waves"] for answer in wave]
+    assert any(each["kv_moves"].get("fall_back", 0) > each["cycles"] for each in stats)
 
 
 @pytest.fixture(scope="module")

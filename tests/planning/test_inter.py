@@ -12,12 +12,14 @@ from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.inter import (
     BASELINE_PATHS,
+    LEAST_GAIN,
     PATHS,
     Cluster,
     constraints,
     cycle_s,
     fixed_point,
     path_costs,
+    simplest,
     solve,
     speculation_s,
 )
@@ -170,6 +172,18 @@ def test_more_paths_never_lose(cluster):
     assert free.converged or not plain.converged
     if plain.converged:
         assert free.tokens_per_s >= plain.tokens_per_s
+
+
+@settings(deadline=None, max_examples=25)
+@given(cluster=clusters)
+def test_the_mix_to_follow_gives_up_little_for_fewer_paths(cluster):
+    best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)
+    followed = simplest(cluster)
+    enough = best.tokens_per_s / (1 + LEAST_GAIN)
+    assert followed.converged == best.converged
+    assert followed.tokens_per_s >= enough
+    if plain.converged == best.converged and plain.tokens_per_s >= enough:
+        assert followed == plain
 
 
 def test_pure_local_serving_by_hand():

@@ -52,6 +52,15 @@ def test_every_sweep_has_its_axes_and_every_name_its_curve():
         assert set(lines["highest in the paper"].get_xdata()) == {best}
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"), [("c.svg", b"<?xml"), ("c.png", b"\x89PNG"), ("c", b"\x89PNG")]
+)
+def test_a_file_is_what_its_name_says(tmp_path, name, begins):
+    pytest.importorskip("matplotlib", reason="only --plot needs it")
+    save(lengths_figure(CURVES, "a model"), tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
 def test_an_unwritable_path_is_named(tmp_path):
     pytest.importorskip("matplotlib", reason="only --plot needs it")
     with pytest.raises(ConfigError, match=r"--plot: .*nowhere"):

@@ -1,4 +1,4 @@
-"""Probes: one an iteration, over a row of their own, leaving no slot behind."""
+"""Probes, and prompts' ends: one an iteration, in a row of their own, no slot left."""
 
 import logging
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tiny_engine import opened
 
 from vericache_sglang.compression.base import Needs, Probe, Selector
+from vericache_sglang.kv.query_tails import QueryTails
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.runtime import probing
 from vericache_sglang.runtime.forward import extend
@@ -46,6 +47,12 @@ class Asking(Selector):
 
     def scores(self, rid, layer, keys, values, seen):
         raise NotImplementedError
+
+
+class Looking(Asking):
+    """Reads the last queries of a prompt, which no prefill has shown."""
+
+    needs = Needs(q_tail=6)
 
 
 class Runner:
@@ -82,7 +89,9 @@ def rows_as_they_are(monkeypatch):
         return SimpleNamespace(
             inputs=inputs,
             batch=batch,
-            rids=inputs.batch_indices,
+            rids=["a"],
+            extend_seq_lens_cpu=inputs.lengths,
+            extend_prefix_lens_cpu=inputs.bounds,
             forward_mode=ForwardMode.TARGET_VERIFY,
             spec_info="positions",
         )
@@ -93,11 +102,12 @@ def rows_as_they_are(monkeypatch):
 class World:
     """A request whose prompt is whole, and who probes it."""
 
-    def __init__(self, engine, probes, tokens=20, fails=False):
+    def __init__(self, engine, probes, tokens=20, fails=False, kind=Asking):
         self.engine = engine
-        self.selector = Asking(probes)
+        self.selector = kind(probes)
         self.watch = engine.placement.observer
         self.watch._selector = self.selector
+        self.watch.tails = QueryTails(kind.needs.q_tail)
         self.runner = Runner(engine, self.watch, fails)
         self.row = engine.table.shape[0] - 1
         self.probing = probing.Probing(
@@ -201,6 +211,30 @@ def test_without_free_slots_nothing_happens():
         engine.allocator.free(hog)
         assert world.step()
         assert world.probing.done(world.state)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_the_end_of_a_prompt_prefilled_elsewhere_is_run_again(page):
+    with opened(page=page) as engine:
+        world = World(engine, [], kind=Looking)
+        assert world.probing.done(world.state), "its prefill was seen"
+        world.watch.forget("a")
+        before = engine.checks.books()
+        assert not world.probing.done(world.state)
+        assert world.step()
+        assert world.probing.done(world.state)
+        ((_, inputs, listed),) = world.runner.forwards
+        assert inputs.positions.tolist() == [14, 15, 16, 17, 18, 19]
+        assert inputs.tokens.tolist() == list(world.state.req.origin_input_ids)[14:]
+        assert (inputs.lengths, inputs.prefixes.tolist()) == ([6], [14])
+        own = engine.table[world.state.req.kv.req_pool_idx, :20].tolist()
+        assert listed[:14].tolist() == own[:14]
+        assert not set(listed[14:].tolist()) & set(own), "its KV stays as it came"
+        assert engine.checks.books()[1:] == before[1:]
+        engine.checks.row(engine.requests["a"])
+        tails = world.watch.tails.of("a")
+        assert [tails[layer].end for layer in range(LAYERS)] == [20] * LAYERS
+        assert {tail.rows.shape for tail in tails.values()} == {(2 * HEADS, 6, DIM)}
 
 
 def test_probes_behind_the_context_are_skipped_with_a_warning(caplog):

@@ -106,13 +106,13 @@ def test_rejections_are_forgotten_as_requests_arrive():
 
 def test_the_first_drafts_of_a_request_are_few():
     estimate = Acceptance(Prior())
-    assert estimate.supported == 4
+    assert estimate.supported(4) == 4
     estimate.observe(4, 0)
-    assert estimate.supported == 4
+    assert estimate.supported(4) == 4
     lengths = []
     for _ in range(4):
-        lengths.append(estimate.supported)
-        estimate.observe(estimate.supported, estimate.supported)
+        lengths.append(estimate.supported(4))
+        estimate.observe(estimate.supported(4), estimate.supported(4))
     assert lengths == [4, 8, 23, 66]
 
 
@@ -122,12 +122,12 @@ def test_first_drafts_are_as_many_as_recent_requests_had_accepted():
         Acceptance(prior).observe(32, 16)
     newcomer = Acceptance(prior)
     # 16 a cycle, and one cycle of nothing among them: twice 48 / 4, but for the decay.
-    assert newcomer.supported == 23
+    assert newcomer.supported(4) == 23
     newcomer.observe(23, 0)
-    assert newcomer.supported == 4
+    assert newcomer.supported(4) == 4
     for _ in range(100):
         prior.age()
-    assert Acceptance(prior).supported == 4
+    assert Acceptance(prior).supported(4) == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 64), st.floats(0, 1)), max_size=40))

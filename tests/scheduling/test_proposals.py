@@ -83,7 +83,7 @@ def test_a_drafter_that_is_never_right_is_asked_less_and_less(cost, most):
         count = proposals.next(now)
         if count:
             asked.append(now)
-            proposals.acceptance.observe(count, 0)
+            proposals.observe(count, 0)
             proposals.choose(cost)
     gaps = [b - a for a, b in pairwise(asked)]
     assert asked[0] == 0
@@ -95,17 +95,45 @@ def test_a_drafter_that_is_never_right_is_asked_less_and_less(cost, most):
 def test_a_drafter_that_becomes_right_is_asked_again():
     proposals = made(0.5)
     for _ in range(40):
-        proposals.acceptance.observe(4, 0)
+        proposals.observe(4, 0)
         proposals.choose(CHEAP)
     assert proposals.count == 0
     assert proposals.pace == 1.0
     for now in range(4 * FIRST_WAIT):
         count = proposals.next(now)
         if count:
-            proposals.acceptance.observe(count, count)
+            proposals.observe(count, count)
             proposals.choose(CHEAP)
     assert proposals.count == 4
     assert proposals.pace > 3.0
+
+
+def test_a_drafter_that_is_right_is_soon_asked_for_as_many_as_may_be():
+    proposals, asked = made(0.5), []
+    for now in range(4):
+        proposals.choose(CHEAP)
+        asked.append(proposals.next(now))
+        proposals.observe(asked[-1], asked[-1])
+    assert asked == [1, 2, 4, 4]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("drafter_s", [0.0, 0.5])
+@pytest.mark.parametrize("token_s", [0.003, 0.03, 0.1, 0.3, 1.0])
+def test_random_tokens_cost_little_time(rows, drafter_s, token_s):
+    """A server's first requests have 256 tokens each; no proposal is accepted."""
+    prior, cost = Prior(0.5, PROPOSALS_TRIALS), ProposalCost(1.0, token_s, drafter_s)
+    requests, lost_s = [Proposals(Acceptance(prior), 4) for _ in range(rows)], 0.0
+    for proposals in requests:
+        proposals.choose(cost)
+    for now in range(256):
+        for proposals in requests:
+            count = proposals.next(now)
+            lost_s += cost.of(count) - cost.row_s
+            if count:
+                proposals.observe(count, 0)
+                proposals.choose(cost)
+    assert lost_s < 0.02 * 256 * rows
 
 
 def test_a_request_without_proposals_has_none():

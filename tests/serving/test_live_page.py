@@ -317,6 +317,10 @@ MANY = {
     "rings": {"link": {"limit": 10, "iterations": [1] * 4095 + [9]}},
     **{"running": 300, "requests_drafting": 300},
 }
+REMOTE = {
+    **{"remote_verifiers": 2, "remote_guests": 13, "remote_returns": 5},
+    **{"remote_b1": 1234, "remote_local": 7},
+}
 SCHEDULERS = {
     "busy": state(REPORT),
     "off": state(None),
@@ -325,6 +329,8 @@ SCHEDULERS = {
     "mismatch": state(REPORT, consistency_mismatches=2),
     "odd": state(ODD_REPORT),
     "many": state(MANY),
+    "drafter": state(REPORT, role="drafter", **REMOTE),
+    "verifier": state(REPORT, role="verifier", **REMOTE),
 }
 
 
@@ -353,7 +359,7 @@ def test_the_page_updates_itself(drawn):
     ((stale, _),) = [each for each in drawn["page"].of("p") if each[0].get("id")]
     assert "hidden" in stale
     assert re.search(r"demo \d\d:\d\d:\d\d UTC", drawn["page"].text("head"))
-    assert drawn["off"].of("h2")[0][1] == "Scheduler 2 of 7"
+    assert drawn["off"].of("h2")[0][1] == "Scheduler 2 of 9"
 
 
 @needs_browser
@@ -410,6 +416,20 @@ def test_headline_numbers(drawn):
     assert not busy.of(name="alarm")
     ((_, alarm),) = drawn["mismatch"].of(name="alarm")
     assert alarm == "Inconsistent answers2in 9 checks"
+
+
+@needs_browser
+def test_a_role_shows_its_peers_and_paths(drawn):
+    assert not drawn["busy"].text("tiles").count("Verifiers")
+    found = {
+        role: [text for _, text in drawn[role].of("dl", "tiles")][1]
+        for role in ("drafter", "verifier")
+    }
+    assert found == {
+        "drafter": "Verifiers2serve this drafter nowPath b11,234requests since start"
+        "Path local7requests since startReturned5from verifiers since start",
+        "verifier": "Guests13requests of drafters now",
+    }
 
 
 @needs_browser

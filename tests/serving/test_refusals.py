@@ -106,7 +106,6 @@ ALLOWED_FLAGS = [
 ]
 
 REFUSED_DECODING = [
-    ({"compressor": "snapkv"}, {}, "--vericache-compressor"),
     ({"compressor": "expected-attention"}, {}, "--vericache-compressor"),
     ({"compressor": "observed+kivi"}, {}, "--vericache-compressor"),
     ({"compressor": "kvzap"}, {}, "--vericache-compressor"),
@@ -130,7 +129,10 @@ REFUSED_DECODING = [
 ]
 """Settings and fields of a decode server, and what the message names."""
 
-DECODING = ("keynorm", "recency", "random", "kvzip", "kvzip:plus=true", "keynorm+kivi")
+DECODING = (
+    *("snapkv", "keynorm", "recency", "random"),
+    *("kvzip", "kvzip:plus=true", "keynorm+kivi"),
+)
 """Compressors of decode servers."""
 
 BY_MODEL = {"speculative_draft_model_path": "some/model"}

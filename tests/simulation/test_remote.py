@@ -10,6 +10,7 @@ from vericache_sglang.planning.hardware import Machine
 from vericache_sglang.planning.inter import BASELINE_PATHS, Cluster, solve
 from vericache_sglang.planning.paper import remote
 from vericache_sglang.planning.paper.assumptions import RTX
+from vericache_sglang.planning.pools import SWEEPS
 from vericache_sglang.scheduling.paths import FORCED, MARGIN
 from vericache_sglang.simulate import main
 from vericache_sglang.simulation.clock import Clock
@@ -121,6 +122,34 @@ def test_forced_paths_are_taken_and_slots_come_back(full):
         assert row.held == 0
         assert row.near_link <= 1.001
         assert row.far_link <= 1.001
+
+
+FAST = [("T_init_remote / T_decode", 0.5), ("T_init_remote / T_decode", 1)]
+"""A far link so fast that most of what speculation promises is lost to its slots."""
+
+POINTS = [(label, at) for label, (_, values) in SWEEPS.items() for at in values]
+
+
+@pytest.mark.parametrize(
+    ("label", "at"),
+    [
+        pytest.param(*point, marks=() if point in FAST else pytest.mark.extended)
+        for point in POINTS
+    ],
+)
+def test_the_choice_loses_at_most_a_percent_to_any_fixed_paths(label, at):
+    change, _ = SWEEPS[label]
+    cluster = change(remote.cluster("mistral-small-24b", RTX, 1, 256), at)
+    loads = {
+        rules: PoolsLoad(60 if rules.program else 12)
+        for rules in RULES
+        if rules.program or rules.forced != "auto"
+    }
+    found = {
+        rules: Pools(cluster, rules, load).run().tokens_per_s
+        for rules, load in loads.items()
+    }
+    assert found.pop(ALL_SIX) >= 0.99 * max(found.values())
 
 
 def test_pools_without_a_drafter_are_refused():

@@ -26,6 +26,9 @@ PATHS = (
     *("P1-cached", "P1-stateless", "P2-cached", "P2-stateless"),
 )
 
+LEAST_GAIN = 0.05
+"""Of throughput, for which ``simplest`` takes up another kind of path."""
+
 _ROUNDS = 60
 _TOLERANCE = 1e-3
 
@@ -235,13 +238,38 @@ def solve(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
         cluster: See ``Cluster``.
         paths: Allowed paths; ``BASELINE_PATHS`` for serving without speculation.
     """
+    return max(_mixes(cluster, paths), key=_order)
+
+
+def simplest(cluster: Cluster, paths: Sequence[str] = PATHS) -> PoolMix:
+    """Return the mix to follow: of the fewest kinds of paths, and almost the best.
+
+    The program divides a slot between verifications, and its queues are never empty.
+    Pools can do neither, and lose up to 5 % by paths of which the program promises no
+    more than that (SIMULATED, docs/planning.md).
+
+    Args:
+        cluster: See ``Cluster``.
+        paths: Allowed paths.
+    """
+    mixes = _mixes(cluster, paths)
+    converged, tokens_per_s = _order(max(mixes, key=_order))
+    enough = (converged, tokens_per_s / (1 + LEAST_GAIN))
+    return next(mix for mix in mixes if _order(mix) >= enough)
+
+
+def _order(mix: PoolMix) -> tuple[bool, float]:
+    return mix.converged, mix.tokens_per_s
+
+
+def _mixes(cluster: Cluster, paths: Sequence[str]) -> list[PoolMix]:
+    """Return the mixes of the baseline, with P1, with P2, and of all paths."""
     fewer = [
         tuple(path for path in paths if path[:2] in (*BASELINE_PATHS, kind))
         for kind in ("", "P1", "P2")
     ]
-    competing = dict.fromkeys([tuple(paths), *fewer])
-    mixes = [fixed_point(cluster, some) for some in competing if some]
-    return max(mixes, key=lambda mix: (mix.converged, mix.tokens_per_s))
+    competing = dict.fromkeys([*fewer, tuple(paths)])
+    return [fixed_point(cluster, some) for some in competing if some]
 
 
 def fixed_point(cluster: Cluster, paths: Sequence[str]) -> PoolMix:

@@ -31,13 +31,16 @@ class Curve:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, 160 dots per inch.
+    """Write a figure: as SVG where the name ends so, else as PNG, 160 dots per inch.
 
     Raises:
         ConfigError: ``path`` cannot be written.
     """
     try:
-        figure.savefig(path, format="png", dpi=160)
+        if path.suffix == ".svg":
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        else:
+            figure.savefig(path, format="png", dpi=160)
     except OSError as error:
         raise ConfigError(f"--plot: {path} cannot be written: {error}") from error
 

@@ -58,7 +58,11 @@ class RequestAdmission:
             if not state.stats.enabled:
                 self._arrive_whole(state)
                 continue
-            if self._placement.compressor.known(state) or self._probing.done(state):
+            if (
+                self._placement.compressor.known(state)
+                or self._probing.done(state)
+                or self._placement.budget(state) is None
+            ):
                 self._arrive(state)
             elif not probed:
                 probed = self._probing.step(state, batch_index, batch)

@@ -197,8 +197,10 @@ class PredictionHead(DraftHead):
 
     def __init__(self, server_args: Any, target_worker: Any) -> None:
         super().__init__(server_args, target_worker)
-        served = target_worker.model_runner
-        self._runner.model.set_embed_and_head(*served.model.get_embed_and_head())
+        served, head = target_worker.model_runner, self._runner.model
+        # SGLang's setters of the MoE heads call torch.cuda, whatever the device is.
+        embed, output = served.model.get_embed_and_head()
+        head.model.embed_tokens.weight, head.lm_head.weight = embed, output
         self.features = served.model_config.hidden_size
 
 

@@ -1,4 +1,7 @@
-"""Probe forwards over a prefilled prompt, for selectors that need them (KVzip)."""
+"""Forwards over a prefilled prompt, for selectors that need what they show.
+
+Probes (KVzip), and the end of a prompt that another server has prefilled (SnapKV).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ class Probing:
 
     A probe's tokens follow the prompt, in slots that are freed after the forward; the
     prompt's KV is read and not changed. Of the last layer only queries and keys are
-    needed, so its attention is skipped.
+    needed, so its attention is skipped. Where the prompt's last queries are needed and
+    its prefill was not observed, on a decode server, its last tokens are run again in
+    the same way.
 
     Args:
-        selector: Bound selector; None, or one without ``Needs.probes``, runs nothing.
+        selector: Bound selector; None, or one without ``Needs.probes``, has no probes.
         observer: Prefill observer that holds the selector's state per request.
         handles: KV pool and block table.
         model_runner: The target's runner.
@@ -64,19 +69,20 @@ class Probing:
 
     def done(self, state: RequestState) -> bool:
         """Return whether all probes of a prompt have run; True if it has none."""
+        if not self._prefill.ready(state.rid):
+            return False
         if self._selector is None:
             return True
         if state.rid not in self._waiting:
             self._prefill.open(state.rid)
-            tokens = [*state.req.origin_input_ids, *state.req.output_ids]
-            probes = self._selector.probes(state.rid, tokens[: state.prompt])
+            probes = self._selector.probes(state.rid, _prompt(state))
             self._waiting[state.rid] = deque(
                 probe for probe in probes if self._fits(state, probe)
             )
         return not self._waiting[state.rid]
 
     def step(self, state: RequestState, batch_index: int, batch: ScheduleBatch) -> bool:
-        """Run the next probe of a request.
+        """Run the next probe of a request, or the end of its prompt.
 
         Args:
             state: An uncompressed request of the batch that is not ``done``.
@@ -85,16 +91,25 @@ class Probing:
         Returns:
             False if not enough slots are free; nothing changed.
         """
-        probe = self._waiting[state.rid][0]
+        probe: Probe | None = None
+        if self._prefill.ready(state.rid):
+            probe = self._waiting[state.rid][0]
+            tokens, first = list(probe.tokens), state.prompt
+        else:
+            tokens = _prompt(state)[-self._prefill.tails.width :]
+            first = state.prompt - len(tokens)
         page = self._handles.geometry.page_size
-        slots = allocate(batch.tree_cache, -(-len(probe.tokens) // page) * page)
+        slots = allocate(batch.tree_cache, -(-len(tokens) // page) * page)
         if slots is None:
             return False
+        own = slots[: len(tokens)]
+        known = KnownTokens(state.req_pool_idx, tokens, first, self._row, first, own)
         try:
-            self._run(state, batch_index, batch, probe, slots[: len(probe.tokens)])
+            self._run(state, batch_index, batch, known, probe)
         finally:
             free(batch.tree_cache, slots)
-        self._waiting[state.rid].popleft()
+        if probe is not None:
+            self._waiting[state.rid].popleft()
         self.forwards += 1
         return True
 
@@ -107,19 +122,17 @@ class Probing:
         state: RequestState,
         batch_index: int,
         batch: ScheduleBatch,
-        probe: Probe,
-        slots: torch.Tensor,
+        known: KnownTokens,
+        probe: Probe | None,
     ) -> None:
-        table, prompt = self._handles.table, state.prompt
-        row = table[self._row]
-        own = self._handles.row(state)[:prompt]
-        row[:prompt] = own
-        row[prompt : prompt + len(slots)] = slots.to(row.dtype)
-        known = KnownTokens(
-            state.req_pool_idx, probe.tokens, prompt, self._row, prompt, slots
-        )
-        show = self._observer(state.rid, probe, own.long())
-        self.extend.run(batch, batch_index, known, show, len(probe.tokens))
+        row, first, slots = self._handles.table[self._row], known.prefix, known.slots
+        before = self._handles.row(state)[:first]
+        row[:first] = before
+        row[first : first + len(slots)] = slots.to(row.dtype)
+        show = None
+        if probe is not None:
+            show = self._observer(state.rid, probe, before.long())
+        self.extend.run(batch, batch_index, known, show, len(slots))
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._handles.pool, self._selector
@@ -165,3 +178,8 @@ class Probing:
                 probe.stop,
             )
         return fits
+
+
+def _prompt(state: RequestState) -> list[int]:
+    tokens = [*state.req.origin_input_ids, *state.req.output_ids]
+    return tokens[: state.prompt]

@@ -474,6 +474,7 @@ class VeriCacheWorker(BaseSpecWorker):
             lambda: {
                 **with_former_names("report", self._figures()),
                 "eager_reasons": eager_reasons(self.model_runner),
+                "role": self._config.role,
                 **self._reporter.report(self._states),
             },
             {},

@@ -121,12 +121,15 @@ class Acceptance:
         self._trials = CYCLE_KEEP * self._trials + trials
         self._prior.observe(accepted, trials)
 
-    @property
-    def supported(self) -> int:
-        """Most drafts of the next cycle for which there is evidence enough."""
+    def supported(self, least: int) -> int:
+        """Return the most drafts of the next cycle for which there is evidence enough.
+
+        Args:
+            least: What it is without any, >= 1.
+        """
         of_others = self._prior.accepted_per_cycle
         accepted = self._accepted if self._trials else of_others
-        return max(FIRST_DRAFTS, int(2.0 * accepted))
+        return max(least, int(2.0 * accepted))
 
     def expected(self, length: int) -> float:
         """Return the expected number of accepted drafts out of ``length`` >= 0."""

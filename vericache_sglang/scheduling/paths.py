@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MARGIN = 0.05
-"""How far a path's share of recent requests may exceed its share in the program."""
+"""How far a path's share of recent requests may exceed its share in the program.
+
+At most to twice that share: a path that the program leaves out has no margin.
+"""
 
 ALIKE = 0.2
 """Paths predicted to end at most so much later are exchanged to keep the shares."""
@@ -217,7 +220,8 @@ class PathChoice:
             if known.possible(path):
                 return path
         first = by_arrival(known)
-        if not self.shares or self.excess(first) <= MARGIN:
+        margin = min(MARGIN, self.shares.get(first, 0.0))
+        if not self.shares or self.excess(first) < margin:
             return first
         latest = known.end_s(first) * (1 + ALIKE)
         alike = [path for path in Path if known.end_s(path) <= latest]

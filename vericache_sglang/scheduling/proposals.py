@@ -88,6 +88,11 @@ class Proposals:
         """Expected tokens of a row with the chosen proposals, >= 1."""
         return 1.0 + self.acceptance.expected(self.count)
 
+    @property
+    def supported(self) -> int:
+        """Most proposals of a row: one, and more where proposals were accepted."""
+        return min(self.most, self.acceptance.supported(1))
+
     def next(self, now: int) -> int:
         """Return the proposals of a row in iteration ``now``.
 
@@ -96,11 +101,21 @@ class Proposals:
         if self.count or not self.most or now < self.try_at:
             return self.count
         self.try_at = now + self.patience.wait()
-        return self.most
+        return self.supported
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        """Count the proposals of one row.
+
+        Accepted ones support more in the next row, which is tried at once: whether
+        they pay may depend on their number.
+        """
+        self.acceptance.observe(proposed, accepted)
+        if accepted and self.supported < self.most:
+            self.try_at = 0
 
     def choose(self, cost: ProposalCost) -> None:
         """Choose how many proposals pay at present."""
-        count, gain = best_count(self.acceptance.p, cost, self.most)
+        count, gain = best_count(self.acceptance.p, cost, self.supported)
         if gain < (LEAVE if self.count else ENTER):
             count = 0
         if count and not self.count:

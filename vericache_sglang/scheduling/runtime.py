@@ -350,7 +350,7 @@ class Runtime:
     def _observe_proposals(
         self, track: ScheduledRequest, proposed: int, accepted: int
     ) -> None:
-        track.proposals.acceptance.observe(proposed, accepted)
+        track.proposals.observe(proposed, accepted)
         self._choose_proposals(track)
 
     def _choose_proposals(self, track: ScheduledRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vericache_sglang.scheduling.acceptance import FIRST_DRAFTS
 from vericache_sglang.scheduling.plan import (
     Draft,
     Plain,
@@ -146,5 +147,5 @@ class ScheduledRequest:
         """
         longest = min(self.length, self.cap(draft_length))
         if self.residency is Residency.DEVICE:
-            return min(longest, self.acceptance.supported)
+            return min(longest, self.acceptance.supported(FIRST_DRAFTS))
         return longest

@@ -1,7 +1,8 @@
 """What a decode server of a prefill/decode pair refuses, and why.
 
 Its requests arrive with the KV of their prompt, which a plain prefill server has made:
-nothing of the prompt's forward but its KV is known. A request that loses its KV, or is
+nothing of the prompt's forward but its KV is known, and the queries of its last tokens,
+which are run again (``runtime.probing``). A request that loses its KV, or is
 retracted, has it sent again by the same prefill server.
 """
 
@@ -34,7 +35,7 @@ def _needs_the_prompts_forward(server: DecodeServer) -> bool:
     needs = create_compressor(server.config.compressor, server.config.seed).needs
     # Probes are forwards of this server, so what they show is there.
     hidden = needs.hidden and not needs.probes
-    return bool(needs.q_tail or needs.q_stream or hidden)
+    return needs.q_stream or hidden
 
 
 def _without(field: str, reason: str, remedy: str = _LEAVE_OUT) -> Rule:
@@ -51,9 +52,9 @@ DECODE_RULES: tuple[Rule, ...] = (
     Rule(
         "--vericache-compressor",
         _needs_the_prompts_forward,
-        "{0.config.compressor} reads queries or hidden states of the prompt's forward, "
-        "which ran on the prefill server",
-        "use keynorm, recency, random or kvzip, or a codec alone",
+        "{0.config.compressor} reads queries or hidden states of the whole prompt's "
+        "forward, which ran on the prefill server",
+        "use snapkv, keynorm, recency, random or kvzip, or a codec alone",
     ),
     Rule(
         "--vericache-inner {0.config.inner}",

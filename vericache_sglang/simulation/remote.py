@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.acceptance import survival_for
-from vericache_sglang.planning.inter import BASELINE_PATHS, PATHS, solve
+from vericache_sglang.planning.inter import BASELINE_PATHS, PATHS, simplest
 from vericache_sglang.scheduling.paths import Path, PathChoice, Prospects
 from vericache_sglang.simulation.clock import Clock
 from vericache_sglang.simulation.instance import Instance, StoreLoad
@@ -56,7 +56,12 @@ RULES = (
     BASELINE,
     Rules(name="B1 and B2, by arrival", speculates=False, program=False),
     *(
-        Rules(name=name.upper(), forced=name, speculates=name.startswith("p"))
+        Rules(
+            name=name.upper(),
+            forced=name,
+            speculates=name.startswith("p"),
+            program=False,
+        )
         for name in ("b1", "b2", "p1", "p2")
     ),
     Rules(name="all six, by arrival", program=False),
@@ -297,6 +302,7 @@ class Pools:
         cluster: Rates and sizes.
         verifiers: Near the store.
         near_load_s: Time in which a verifier loads a full KV, in seconds.
+        spare: Slots that a verifier keeps for verifications; 0: none takes place.
         tokens: Tokens emitted so far.
         busy: Verifications that asked again.
 
@@ -318,12 +324,13 @@ class Pools:
         self._drafters = [
             FarInstance(self.clock, cluster, rules) for _ in range(cluster.remote)
         ]
-        self.spare = int(rules.speculates)
+        speculates = rules.speculates
         if rules.program:
-            paths = PATHS if rules.speculates else BASELINE_PATHS
-            shares = solve(cluster, paths).shares
+            shares = simplest(cluster, PATHS if speculates else BASELINE_PATHS).shares
             for drafter in self._drafters:
                 drafter.choice.shares = shares
+            speculates = any(path not in BASELINE_PATHS for path in shares)
+        self.spare = int(speculates)
         x, rate = cluster.draft_length, cluster.acceptance_rate
         self._survival = survival_for(rate * x, x)
         self._random = Random(load.seed)
@@ -431,7 +438,7 @@ class Pools:
         draft = cluster.compressed * full
         drafts_s = cluster.draft_length * drafter.iteration_s.value
         granted = None
-        if self._rules.speculates:
+        if self.spare:
             granted = verifier.rings.load_by(self.near_load_s, drafts_s)
         return Prospects(
             full_bytes=full,

@@ -16,11 +16,19 @@ COUPLED = Profile(SamplingRule.COUPLED, seed=1)
 pytestmark = pytest.mark.sglang
 
 
-def states(*profiles, penalties=None, rounds=0, proposed=0, room=None):
-    stats = SimpleNamespace(cycles=rounds, inner_proposed=proposed)
-    own = {"stats": stats, "penalties": penalties}
-    req = SimpleNamespace(bootstrap_room=room)
-    return [SimpleNamespace(profile=profile, req=req, **own) for profile in profiles]
+PROMPT = [3, 4, 5]
+
+
+def states(*profiles, penalties=None, processor=None, room=None, **since):
+    stats = SimpleNamespace(inner_proposed=since.get("proposed", 0))
+    own = {"parts": None, "prompt": len(PROMPT), **since, "penalties": penalties}
+    req = SimpleNamespace(
+        bootstrap_room=room, origin_input_ids=PROMPT, custom_logit_processor=processor
+    )
+    return [
+        SimpleNamespace(profile=profile, req=req, stats=stats, **own)
+        for profile in profiles
+    ]
 
 
 def info(**flags):
@@ -52,12 +60,12 @@ def test_without_a_seed_any_way_to_draw_is_right(flags):
     assert samples_as_sglang(states(GREEDY_FAST), info(**flags))
 
 
-@pytest.mark.parametrize("since", [{"rounds": 1}, {"proposed": 1}, {"room": 7}])
-def test_penalties_are_ours_after_several_tokens_at_once_or_anothers_prefill(since):
-    penalties = object()
-    fresh = states(GREEDY_FAST, penalties=penalties)
-    assert samples_as_sglang(fresh, info())
-    assert not samples_as_sglang(
-        states(GREEDY_FAST, penalties=penalties, **since), info()
-    )
+@pytest.mark.parametrize("own", [{"penalties": object()}, {"processor": "a class"}])
+@pytest.mark.parametrize(
+    "since", [{"parts": object()}, {"proposed": 1}, {"prompt": 5}, {"room": 7}]
+)
+def test_what_looks_back_is_ours_unless_every_step_emitted_one_token(own, since):
+    """Compressed once, with proposals, retracted, or prefilled elsewhere."""
+    assert samples_as_sglang(states(GREEDY_FAST, **own), info())
+    assert not samples_as_sglang(states(GREEDY_FAST, **own, **since), info())
     assert samples_as_sglang(states(GREEDY_FAST, **since), info())

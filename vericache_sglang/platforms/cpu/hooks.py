@@ -34,6 +34,14 @@ def maybe_enable_batch_invariant_mode(runner: Any) -> None:
     """
 
 
+def choose_experts(original: Hook, experts: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose experts with a bias [1, E] as with one [E]."""
+    config = experts.topk_config
+    if config.correction_bias is not None:
+        config.correction_bias = config.correction_bias.squeeze(0)
+    return original(experts, *args, **kwargs)
+
+
 HOOKS: tuple[tuple[Patch, Hook], ...] = (
     (
         Patch(
@@ -96,6 +104,20 @@ HOOKS: tuple[tuple[Patch, Hook], ...] = (
             body="6a0658f4daec",
         ),
         maybe_enable_batch_invariant_mode,
+    ),
+    (
+        Patch(
+            target="sglang.srt.layers.moe.topk.TopK.forward_native",
+            kind="around",
+            args=(
+                *("self", "hidden_states", "router_logits", "num_token_non_padded"),
+                *("expert_location_dispatch_info", "dynamic_expert_bias"),
+            ),
+            reason="It takes a bias [E]; ERNIE 4.5's is [1, E] but on SGLang's own "
+            "CPU platform.",
+            remove_when="SGLang's Ernie4Moe makes a bias [E] on every platform.",
+        ),
+        choose_experts,
     ),
     *(
         (

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bool:
     """Return whether SGLang's batch-wide sampling is correct for every request.
 
-    It counts one token per step for penalties, which is wrong after a verification and
-    after proposals, and under overlap counts the first token of another server's
-    prefill twice.
+    For penalties it counts the last token in every step, also in those that drafted or
+    waited, and under overlap a custom processor sees all tokens but those of the last
+    step, so both are wrong for a request that was ever compressed, and after proposals.
+    After a retraction the output so far is not counted, and under overlap the first
+    token of another server's prefill is counted twice.
     In a batch of mixed sampling kinds a seed yields different tokens than alone
     (``Group``). The batch's flags outlive the request that set them, so they are
     checked too.
@@ -37,15 +39,25 @@ def samples_as_sglang(states: list[RequestState], info: SamplingBatchInfo) -> bo
         info: The batch's sampling state.
     """
     for state in states:
-        stats, room = state.stats, state.req.bootstrap_room
-        ahead = stats.cycles or stats.inner_proposed or room is not None
-        if state.penalties and ahead:
+        looks_back = state.penalties or state.req.custom_logit_processor is not None
+        if looks_back and not _one_token_a_step(state):
             return False
     kinds = {(state.profile.rule, state.profile.filtered) for state in states}
     if all(rule is not SamplingRule.SEEDED for rule, _ in kinds):
         return True
     cut = info.need_top_p_sampling or info.need_top_k_sampling
     return kinds == {(SamplingRule.SEEDED, bool(cut or info.need_min_p_sampling))}
+
+
+def _one_token_a_step(state: RequestState) -> bool:
+    """Return whether every step so far, from the first token on, emitted one token."""
+    req = state.req
+    return not (
+        state.parts is not None
+        or state.stats.inner_proposed
+        or state.prompt > len(req.origin_input_ids)
+        or req.bootstrap_room is not None
+    )
 
 
 def run_plain(

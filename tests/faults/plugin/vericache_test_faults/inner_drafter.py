@@ -1,8 +1,9 @@
 """An inner drafter that knows the answers, or none, or fails.
 
-``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` reads whole texts (lists of token ids)
-from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the server's own,
-and ``nan`` is the server's own head, which reads features that are no numbers.
+``VERICACHE_TEST_DRAFTER`` names it: ``oracle`` and ``stale`` read whole texts (lists of
+token ids) from the JSON file that ``VERICACHE_TEST_TEXTS`` names; ``ngram`` is the
+server's own, and ``nan`` is the server's own head, which reads features that are no
+numbers.
 Where ``VERICACHE_TEST_PROPOSALS`` names a file, a head's proposals are written to it, a
 line each: the text, how many of its first tokens the head has not read, the proposals.
 Every row asks it for as many tokens as may be proposed, whether that pays or not. With
@@ -60,6 +61,22 @@ class Oracle(Informed):
         return torch.tensor(found)
 
 
+class Stale(Oracle):
+    """Proposes what was right one forward earlier, also for another request's text."""
+
+    def __init__(self, texts):
+        super().__init__(texts)
+        self.last = {}
+
+    def proposed(self, wanted):
+        late = self.last
+        found = super().proposed(wanted).tolist()
+        self.last = dict(zip(wanted.requests, found, strict=True))
+        rows = [late.get(request, []) for request in wanted.requests]
+        nothing = [-1] * wanted.depth
+        return torch.tensor([[*row, *nothing][: wanted.depth] for row in rows])
+
+
 class Random(Informed):
     """Proposes anything, also what is no token id."""
 
@@ -109,7 +126,7 @@ def written(propose, file):
 
 def install():
     """Open the named drafter in place of the server's."""
-    kinds = {kind.__name__.lower(): kind for kind in (Oracle, Random, Raising)}
+    kinds = {kind.__name__.lower(): kind for kind in (Oracle, Stale, Random, Raising)}
     kind = kinds.get(os.environ[KIND])
     if kind is not None:
         worker.open_drafter = lambda config, texts, model, features: kind(texts)
