@@ -57,7 +57,7 @@ def test_every_metric_is_served_and_agrees_with_the_counters(servers, prompts):
     }
     (page,) = ours.get("/vericache/state")
     former = FORMER_NAMES["report"].keys()
-    named = page["report"].keys() - {"lanes", "rings", "eager_reasons"}
+    named = page["report"].keys() - {"lanes", "rings", "eager_reasons", "role"}
     assert figures | former == named
     for metric in PUBLISHED:
         assert f"# HELP {metric.name} {metric.documentation}\n" in text
