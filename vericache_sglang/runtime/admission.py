@@ -60,12 +60,21 @@ class RequestAdmission:
                 continue
             if (
                 self._placement.compressor.known(state)
+                or self._too_short(state)
                 or self._probing.done(state)
-                or self._placement.budget(state) is None
             ):
                 self._arrive(state)
             elif not probed:
                 probed = self._probing.step(state, batch_index, batch)
+
+    def _too_short(self, state: RequestState) -> bool:
+        """Return whether a prompt has no counts, whatever a method asks to keep."""
+        compressor = self._placement.compressor
+        # The second names segments, which hashes the prompt.
+        return (
+            compressor.budget(state.prompt) is None
+            and compressor.shared_budget(state) is None
+        )
 
     def forget(self, rid: str) -> None:
         """Drop a request's pending admission and probes."""
