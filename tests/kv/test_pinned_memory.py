@@ -2,13 +2,19 @@
 
 import ctypes
 import mmap
+import os
 import threading
 
 import pytest
 import torch
 from simulated_cuda import simulated
 
-from vericache_sglang.device.pinned_memory import HUGE_PAGE, THREADS, PinnedMemory
+from vericache_sglang.device.pinned_memory import (
+    HUGE_PAGE,
+    THREADS,
+    PinnedMemory,
+    mapped,
+)
 
 
 def resident_pages(address, nbytes):
@@ -47,3 +53,14 @@ def test_pages_are_there_before_they_are_locked(monkeypatch, nbytes):
     assert resident == pages
     assert threading.get_ident() not in filled, "the thread that boots waits meanwhile"
     assert (len(filled) > THREADS // 2) is (nbytes > THREADS * HUGE_PAGE)
+
+
+def test_a_forked_process_has_the_range_and_not_the_bytes():
+    """A range that the child lacks is unmapped there with what took its place."""
+    buffer = mapped(3 * HUGE_PAGE)
+    buffer.fill_(7)
+    child = os.fork()
+    if not child:
+        os._exit(int(buffer[:: mmap.PAGESIZE].any()))
+    assert os.waitpid(child, 0) == (child, 0)
+    assert (buffer == 7).all()

@@ -17,6 +17,14 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 HUGE_PAGE = 2 << 20
 
+MADV_WIPEONFORK = 18
+"""A forked process has zeros here; Python has no name for it.
+
+A copied page would move a write of the parent away from what its device copies. And the
+child may not lack the range (``MADV_DONTFORK``): its collector unmaps it, with whatever
+the child has mapped there since.
+"""
+
 THREADS = 8
 """Threads that touch pages at boot: a single one takes 10 s and more for 48 GiB."""
 
@@ -32,8 +40,7 @@ def mapped(nbytes: int) -> torch.Tensor:
         nbytes: Size, >= 0.
     """
     pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork a write would go to a copy of its page.
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+    for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
         with suppress(OSError):  # a kernel without huge pages
             pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
