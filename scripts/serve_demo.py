@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demo.fork_server import ForkServer
 from demo.page import Result, draw, marked, table
 from demo.progress import console, step
 from demo.question import Document, ask
 from vericache_sglang.evaluation.altered import LOSSY, environment
+from vericache_sglang.evaluation.fork_server import ForkServer
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 if TYPE_CHECKING:

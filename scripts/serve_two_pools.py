@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demo.fork_server import ForkServer
 from demo.progress import console, step
 from demo.question import Document, ask
+from vericache_sglang.evaluation.fork_server import ForkServer
 from vericache_sglang.evaluation.server import (
     OwnServer,
     Server,

@@ -106,9 +106,9 @@ install_locked() {
 step "installing the other packages (CUDA's: several minutes)" install_locked
 step "installing this project" \
   "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
-step "compiling what a server imports" env PYTHONPATH="$root/scripts" "$venv/bin/python" -c "
+step "compiling what a server imports" "$venv/bin/python" -c "
 from importlib import import_module
-from demo.fork_server import IMPORTED
+from vericache_sglang.evaluation.fork_server import IMPORTED
 for name in (*IMPORTED, 'vericache_sglang.launch_server', 'vericache_sglang.runtime.worker'):
     import_module(name)
 "

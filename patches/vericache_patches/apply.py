@@ -32,6 +32,7 @@ HOOKED = (
     "managers_scheduler_abort",
     "managers_scheduler_queue",
     "managers_scheduler_idle",
+    "managers_scheduler_isolation",
     "managers_io_struct",
     "managers_tokenizer_manager",
     "managers_tokenizer_manager_checks",

@@ -43,7 +43,7 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=("vericache_room", "vericache_swapped_slots"),
-        files=("placement.py", "worker.py"),
+        files=("hosting.py", "placement.py", "worker.py"),
         reason="Hooks read the slots a request uses before its next allocation, and "
         "those it needs to be swapped in.",
         remove_when=SCHEDULING,
@@ -51,7 +51,10 @@ WRITES: tuple[Write, ...] = (
     Write(
         owner=REQ,
         names=("vericache_lost", "vericache_distrusted", "vericache_errors"),
-        files=("recovery.py", "worker.py", "managers_scheduler_retraction.py"),
+        files=(
+            *("paired.py", "recovery.py", "worker.py"),
+            "managers_scheduler_retraction.py",
+        ),
         reason="A request that lost its KV is prefilled again by the hook on "
         "update_running_batch; the marks outlast our own record of it.",
         remove_when="SGLang lets a worker retract a request.",

@@ -12,13 +12,14 @@ def add_request_to_queue(
 ) -> None:
     """Let a drafter send a new request elsewhere; let a verifier note its guests.
 
-    The draft KV of one that could start early is read from the store first.
+    A drafter also takes back a request that drafted here and has lost its row. The
+    draft KV of one that could start early is read from the store first.
     """
     role = getattr(scheduler.draft_worker, "role", None)
     early = getattr(scheduler.draft_worker, "early_starts", None)
     if early is not None:
         early.expect(req)
-    if role is None or is_retracted or not role.take(scheduler, req):
+    if role is None or not role.take(scheduler, req, is_retracted):
         original(scheduler, req, is_retracted)
 
 

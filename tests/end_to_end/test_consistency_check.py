@@ -114,7 +114,7 @@ def test_a_replay_is_withdrawn_for_clients_and_made_later(pair, prompts):
 def test_a_replay_leaves_nothing_in_the_prefix_cache(pair, prompts):
     server, _ = pair
     checked(server)
-    server.post("/flush_cache", {})
+    server.flush()
     assert figures(server)["cache_device_tokens"] == 0
     before = figures(server)["consistency_checks"]
     answer = server.generate(f"alone {prompts[3]}", ignore_eos=True)

@@ -4,7 +4,6 @@ The link to the store is EMULATED: reads from a folder of this machine are delay
 """
 
 import json
-import time
 
 import pytest
 from live_server import MODEL, LiveServer, faulty
@@ -88,15 +87,12 @@ def answers_of_early_starts(bodies, folder, *flags, fault="", environment=()):
     try:
         # The documents are prefilled, compressed and stored by the first requests.
         first, found = answers(server, bodies[0]), []
-        deadline = time.monotonic() + 120
-        while server.settle()["cache_store_waiting"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        server.settle("cache_store_waiting")
         if fault:
             spoil(store, fault)
         before = server.counters()
         for body in bodies:
-            server.post("/flush_cache", {})
+            server.flush()
             found.append(answers(server, body))
         return first, found, before, server.settle()
     finally:

@@ -156,7 +156,7 @@ def test_disconnects_and_aborts_give_everything_back(servers, prompts):
 def test_flush_leaves_a_working_server(servers, prompts):
     ours, plain = servers
     ours.settle()
-    ours.post("/flush_cache", {})
+    ours.flush()
     got, wanted = (s.generate(prompts[:2], max_new_tokens=24) for s in (ours, plain))
     assert [g["output_ids"] for g in got] == [w["output_ids"] for w in wanted]
     assert got[0]["meta_info"]["cached_tokens"] == 0
@@ -172,7 +172,7 @@ def test_flush_leaves_a_working_server(servers, prompts):
 def test_a_finished_prefix_is_reused(servers, prompts, tokens, again_run):
     """The second turn finds the first one's prompt and answer in the cache."""
     for server in servers:
-        server.post("/flush_cache", {})
+        server.flush()
     cached = []
     for server in servers:
         first = server.generate(prompts[2], max_new_tokens=30, ignore_eos=True)

@@ -10,7 +10,7 @@ from live_server import fork
 from vericache_sglang.evaluation.benchmark import DEMO, DEMO_LONG, Results
 from vericache_sglang.evaluation.benchmarks import figure_systems, pipeline1
 from vericache_sglang.evaluation.benchmarks.divergence import FULL
-from vericache_sglang.evaluation.benchmarks.figure_systems import CALLS, GROUPS
+from vericache_sglang.evaluation.benchmarks.figure_systems import CALLS, GROUPS, RATES
 from vericache_sglang.evaluation.benchmarks.paper_figures import (
     FIGURES,
     LEFT_OUT,
@@ -109,7 +109,7 @@ def made_row(name):
         else (*("complex-func-bench", "pisanitizer", "lmcache-trace"),)
     )
     middle = dict.fromkeys(("median", "min", "max"), speed)
-    rates = [{"rate": rate, "latency_s": {"p50": 1 / rate}} for rate in (0.5, 1.0, 2.0)]
+    rates = [{"rate": rate, "latency_s": {"p50": 1 / rate}} for rate in RATES]
     return {
         "lossy": False,
         "tokens_per_s": middle,
@@ -165,7 +165,7 @@ def test_measured_columns_are_read_from_the_rows_of_systems(no_servers, tmp_path
     nats = [0.625] * 4 + [None] * 3  # its sequences have 30 tokens
     assert rows["fig4"]["columns"]["MEASURED, KVzip"] == nats
     assert rows["fig8-left"]["columns"]["MEASURED"][0] == pytest.approx(0.75)
-    assert rows["fig12"]["columns"]["MEASURED, EAGLE3"] == [2.0, 1.0, 0.5]
+    assert rows["fig12"]["columns"]["MEASURED, EAGLE3"] == [1.0, 0.5, 0.25]
     assert dict(no_servers)["EAGLE3 alone, calls"] == DEMO
     assert dict(no_servers)["VeriCache, lists"] == DEMO_LONG
     assert len({*no_servers}) == len(no_servers), "each once"

@@ -227,7 +227,8 @@ def test_the_plots_have_labels_and_are_the_same_for_the_same_report(tmp_path):
         draw_pipeline(report, tmp_path / name)
     text = (tmp_path / "a.svg").read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    for label in ("tokens/s / full KV's", "KV slots", "lossy kvzip", "VeriCache p99"):
+    arrivals = "Poisson arrivals: p50, dotted p99"
+    for label in ("tokens/s / full KV's", "KV slots", "lossy kvzip", arrivals):
         assert f"<!-- {label} -->" in text
     assert "MEASURED" in text
     assert text == (tmp_path / "b.svg").read_text()

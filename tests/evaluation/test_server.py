@@ -13,7 +13,7 @@ from vericache_sglang.evaluation import fleet as fleet_module
 from vericache_sglang.evaluation.altered import ENV
 from vericache_sglang.evaluation.command import ended_in_order
 from vericache_sglang.evaluation.fleet import Fleet, served
-from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
+from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port, spawn
 from vericache_sglang.evaluation.systems import BUILT_IN
 
 STAND_IN = """
@@ -211,7 +211,24 @@ def test_a_server_that_ends_while_it_is_asked_is_told_with_its_log(monkeypatch):
         return [sys.executable, "-c", code]
 
     monkeypatch.setattr(fleet_module, "command", command)
-    with pytest.raises(ServerError) as caught, served(BUILT_IN["plain"], "m"):
+    plain = BUILT_IN["plain"]
+    with pytest.raises(ServerError) as caught, served(plain, "m", start=spawn):
         pass
     assert str(caught.value).startswith("plain: did not start: ZeroDivisionError")
     assert "held by dead requests" in str(caught.value)
+
+
+def test_a_port_is_given_once_on_a_machine():
+    draw = """
+from vericache_sglang.evaluation import server
+server.PORTS = range(11000, 11060)
+found = [server.free_port() for _ in range(20)]
+print(*found, flush=True)
+input()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    drawing = [subprocess.Popen([sys.executable, "-c", draw], **pipes) for _ in "ab"]
+    found = [each.stdout.readline().split() for each in drawing]
+    for each in drawing:
+        each.communicate("\n", timeout=60)
+    assert len({port for each in found for port in each}) == 40

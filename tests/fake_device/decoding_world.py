@@ -187,7 +187,7 @@ class Server:
             tp_sync=tp_sync,
             overlap=True,
             request_admission=RequestAdmission(
-                placement, probing, self.runtime, overlap=True
+                placement, probing, self.runtime, tp_sync, overlap=True
             ),
             mixed=MixedForward(
                 placement,

@@ -207,14 +207,14 @@ def said_by(head, net, window, text, skipped, depth):
 
 @torch.no_grad()
 def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_path):
-    """The second wave's prompts are cached, so their features are missing."""
+    """Features of the second wave's cached prompts are missing, but for the last."""
     file = tmp_path / "proposals"
     more = {"VERICACHE_TEST_PROPOSALS": str(file)}
     ours = serve("eagle3", waves, texts, more=more, **ALONE)
     assert compare(plain, ours) == []
     net, head = checkpoint.load(MODEL), eagle3.load(HEAD)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    cached = [line for line in lines if 0 < len(line[0]) - line[1] < 40]
+    cached = [line for line in lines if 64 <= len(line[0]) - line[1] < 100]
     assert cached
     equal = asked = 0
     for text, skipped, found in [*lines[:: len(lines) // 16], *cached[:4]]:
@@ -296,14 +296,24 @@ def test_tokens_are_identical_while_everything_moves(
     assert compare(plain, ours) == []
 
 
-@pytest.mark.extended
-def test_seeded_requests_with_a_head_say_what_they_say_without(waves, texts):
+DETERMINISTIC = {"enable_deterministic_inference": True}
+
+
+@pytest.fixture(scope="module")
+def seeded(waves):
+    """Return a wave of seeded requests, and what plain SGLang answers."""
     prompts = waves[0]["prompts"]
     params = [{**SEEDED, "sampling_seed": i} for i in range(len(prompts))]
     wave = {"prompts": prompts, "params": params}
-    seeded = {"enable_deterministic_inference": True}
-    plain = run(described("plain SGLang", None, seeded), MODEL, [wave])
-    ours = serve("eagle3", [wave], texts, seeded)
+    plain = described("plain SGLang", None, DETERMINISTIC)
+    return wave, run(plain, MODEL, [wave])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("drafter", ["random", "ngram", "model", "eagle3"])
+def test_seeded_requests_say_what_they_say_without_a_drafter(drafter, seeded, texts):
+    wave, plain = seeded
+    ours = serve(drafter, [wave], texts, DETERMINISTIC)
     assert compare(plain, ours) == []
     assert ours["state"]["cycles"] > 0
 

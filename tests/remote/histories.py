@@ -33,6 +33,12 @@ def truth(rid, position):
     return (rid * 7919 + position * 104729 + 13) % VOCABULARY
 
 
+def agreed(rid, tokens, drafts):
+    """Return how many drafts behind ``tokens`` are right."""
+    right = [d == truth(rid, len(tokens) + i) for i, d in enumerate(drafts)]
+    return (*right, False).index(False)
+
+
 class Verifier:
     """A verifier's process, which may be killed and started again."""
 
@@ -62,7 +68,11 @@ class Verifier:
                 del self.running[guest.drafter, guest.rid]
                 self.guests.lose(guest)
                 continue
-            for _ in range(self._dice.choice((0, 1, 1, 5))):
+            count = self._dice.choice((0, 1, 1, 5))
+            if guest.waits:
+                drafts = guest.drafts(len(tokens)) if count else None
+                count = 0 if drafts is None else 1 + agreed(guest.rid, tokens, drafts)
+            for _ in range(count):
                 tokens.append(truth(guest.rid, len(tokens)))
             # Too early, or too late: only the owner knows where a request ends.
             finished = self._dice.random() < self.ends
@@ -95,6 +105,8 @@ class History:
         hello = replace(HELLO, instance=instance)
         self.owner = Owner(ENDPOINTS, hello, LEASE_S, VOCABULARY, self.counters)
         self.outputs, self.lengths, self.local = {}, {}, set()
+        self.drafting = {}  # rid -> output tokens before the last drafts
+        self.verified = 0
         self.next_rid = 0
 
     def run(self):
@@ -147,6 +159,7 @@ class History:
         self._commit()
         self.owner.tick(self.now)
         self._commit()
+        self._draft()
         for rid in list(self.local):  # computed here, a token a step
             self.outputs[rid].append(truth(rid, len(self.outputs[rid])))
             self._check(rid)
@@ -155,6 +168,27 @@ class History:
                 verifier.step()
                 verifier.guests.tick(self.now)
         self._send()
+
+    def _draft(self):
+        """Begin to draft for a request, send drafts, or leave it to its verifier."""
+        for rid, output in self.outputs.items():
+            if rid not in self.lengths or rid in self.local:
+                self.drafting.pop(rid, None)
+            elif rid not in self.drafting:
+                if self.dice.random() < 0.05:
+                    self._verify(rid, 0)
+            elif self.dice.random() < 0.01:
+                del self.drafting[rid]
+                self.owner.relay(rid, output, self.now)
+            elif len(output) > self.drafting[rid] and self.dice.random() < 0.5:
+                self._verify(rid, self.dice.choice((0, 1, 4)))
+
+    def _verify(self, rid, count):
+        begin = self.drafting[rid] = len(self.outputs[rid])
+        wrong = self.dice.choice((0, 1, 3, 9))
+        drafts = [truth(rid, begin + i) + (i == wrong) for i in range(count)]
+        self.verified += count
+        self.owner.verify(rid, drafts, self.now)
 
     def _commit(self):
         for rid, tokens in self.owner.committed.items():

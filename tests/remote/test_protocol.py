@@ -20,6 +20,7 @@ from vericache_sglang.remote.messages import (
     Resend,
     Unknown,
     Verdict,
+    VerifyDrafts,
     Welcome,
     pack,
 )
@@ -50,6 +51,7 @@ def test_random_histories_commit_the_right_tokens_and_leave_no_guest():
         ):
             seen[key] += sum(getattr(each, f"remote_{key}") for each in counted)
         seen["restarts"] += history.restarts
+        seen["drafts"] += history.verified
     assert min(seen.values()) > SOME // 10, seen
 
 
@@ -104,6 +106,18 @@ def opening(rid=1, epoch=1, params=b""):
         ([opening(), Close(1, 1), Close(1, 1)], [(1, 1)], []),
         ([opening(), Resend(1, 1, 1)], [], [Verdict(1, 1, 1, pack([8]), False)]),
         ([opening(), Resend(1, 1, 9)], [], [Verdict(1, 1, 2, b"", False)]),
+        (
+            [opening(), VerifyDrafts(1, 1, 0, b"")],
+            [],
+            [Verdict(1, 1, 0, pack([7, 8]), False)],
+        ),
+        ([opening(), VerifyDrafts(1, 1, 2, b"")], [], []),
+        (
+            [opening(), *[VerifyDrafts(1, 1, 2, pack([9]))] * 2],
+            [],
+            [Verdict(1, 1, 2, b"", False)],
+        ),
+        ([opening(), VerifyDrafts(1, 2, 2, b"")], [], [Unknown(1, 2)]),
         ([opening(), Resend(1, 2, 0)], [], [Unknown(1, 2)]),
         ([Resend(3, 1, 0)], [], [Unknown(3, 1)]),
         ([opening(), *[Heartbeat(5, ())] * 5], [], []),
@@ -243,6 +257,58 @@ def test_impossible_verdicts_are_malformed(verdict):
     with pytest.raises(MessageError):
         owner.receive(0, verdict, 0.1)
     assert request.tokens == []
+
+
+def test_a_guest_waits_for_its_owner_s_drafts():
+    host = Host()
+    host.tell(opening())
+    (guest,) = host.guests.running()
+    assert not guest.waits
+    host.tell(VerifyDrafts(1, 1, 1, pack([9])))
+    assert (guest.waits, guest.drafts(2)) == (True, None)
+    host.tell(VerifyDrafts(1, 1, 2, pack([9])), VerifyDrafts(1, 1, 1, b""))
+    assert guest.drafts(2) is None, "an old one has come late; it is asked again"
+    host.tell(VerifyDrafts(1, 1, 2, pack([9])))
+    assert list(guest.drafts(2)) == [9]
+    assert guest.drafts(3) is None, "they were for another place"
+    with pytest.raises(MessageError, match="vocabulary"):
+        host.tell(VerifyDrafts(1, 1, 2, pack([VOCABULARY])))
+    host.tell(Resend(1, 1, 2))
+    assert not guest.waits
+
+
+def test_guests_are_verified_in_the_order_in_which_they_were_asked():
+    host = Host()
+    host.tell(opening(1), opening(2))
+    for rid in (2, 1, 2, 2):
+        host.tell(VerifyDrafts(rid, 1, 2, pack([rid])))
+    assert [guest.rid for guest in host.guests.running()] == [2, 1]
+    host.tell(VerifyDrafts(2, 1, 2, pack([9])))
+    assert [guest.rid for guest in host.guests.running()] == [1, 2]
+
+
+def test_drafts_are_asked_for_again_and_move_with_their_request():
+    owner, request, _ = drafting(0, tokens=[3])
+    first = request.verifier
+    owner.verify(1, [4, 5], 0.0)
+    asked = VerifyDrafts(1, 1, 1, pack([4, 5]))
+    assert sent(owner)[1:] == [(first, asked)]
+    owner.tick(0.2)
+    assert sent(owner) == [(first, asked)]
+    owner.receive(first, Unknown(1, 1), 0.3)
+    *_, opened, again = sent(owner)
+    assert opened == (first, Open(1, 2, pack([1, 2]), b"", pack([3])))
+    assert again == (first, VerifyDrafts(1, 2, 1, pack([4, 5])))
+    owner.receive(first, Verdict(1, 2, 1, pack([4, 9]), False), 0.4)
+    owner.tick(1.0)
+    assert sent(owner) == [], "its next drafts are not there yet"
+    owner.receive(first, Verdict(1, 2, 5, pack([7]), False), 1.1)
+    assert sent(owner) == [(first, VerifyDrafts(1, 2, 3, b""))], "some were lost"
+    tokens = [3, 4, 9]
+    owner.relay(1, tokens, 1.2)
+    assert sent(owner) == [(first, Resend(1, 2, 3))]
+    owner.receive(first, Verdict(1, 2, 3, pack([6]), False), 1.3)
+    assert tokens == [3, 4, 9, 6]
 
 
 def test_a_request_that_its_verifier_ends_too_early_returns():

@@ -3,106 +3,26 @@
 The tests share servers and run in order: the last ones kill them.
 """
 
-import http.client
-import json
-import os
 import secrets
-import signal
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import zmq
 from histories import HELLO
-from live_server import LiveServer
+from live_pair import MOVED, WAIT_S, Pair, Streams, begin, kill
 from msgspec.structs import replace
-from proxy import Proxy
 
-from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.remote.messages import decode_to_drafter, encode
 
 pytestmark = pytest.mark.server
 extended = pytest.mark.extended
 
-BOTH = (
-    *("--max-total-tokens", "30000", "--sleep-on-idle"),
-    "--enable-deterministic-inference",
-)
-LEASE_S = 4
-OURS = (
-    *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
-    *("--vericache-residency", "host", "--vericache-lease-s", str(LEASE_S)),
-    "--enable-metrics",
-)
-WAIT_S = 120
-
-
-class Pair:
-    """A verifier, and a drafter that reaches it through a proxy."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.port = free_port()
-        self.verifier = self.start_verifier()
-        self.proxy = Proxy(f"tcp://127.0.0.1:{self.port}", 0.0)
-        address = ("--vericache-verifiers", self.proxy.endpoint)
-        role = ("--vericache-role", "drafter", *address)
-        self.drafter = LiveServer(folder, *OURS, *BOTH, *role)
-        self.plain = LiveServer(folder, "--disable-vericache", *BOTH)
-
-    def start_verifier(self):
-        address = f"tcp://127.0.0.1:{self.port}"
-        role = ("--vericache-role", "verifier", "--vericache-peer-bind", address)
-        return LiveServer(self.folder, *OURS, *BOTH, *role)
-
-    def until(self, server, holds):
-        """Wait until a server's counters are as they should be; return them."""
-        deadline = time.monotonic() + WAIT_S
-        while not holds(counters := server.counters()):
-            assert time.monotonic() < deadline, counters
-            time.sleep(0.1)
-        return counters
-
-    def connected(self):
-        return self.until(self.drafter, lambda c: c["remote_verifiers"] == 1)
-
-    def compare(self, texts, path=None, **params):
-        """Assert equal answers; return those of the drafter."""
-        got = self.drafter.generate(texts, **params)
-        wanted = self.plain.generate(texts, **params)
-        for one, other in zip(got, wanted, strict=True):
-            assert one["output_ids"] == other["output_ids"]
-            assert one["text"] == other["text"]
-            told, expected = one["meta_info"], other["meta_info"]
-            assert told["finish_reason"] == expected["finish_reason"]
-            assert logprobs(told) == pytest.approx(logprobs(expected), abs=1e-4)
-            if path:
-                assert told["vericache"]["path"] == path
-        return got
-
-
-def logprobs(info):
-    """Return all log-probabilities of an answer's tokens, and of the best others."""
-    found = [each[0] for each in info.get("output_token_logprobs", ())]
-    for best in info.get("output_top_logprobs", ()):
-        found += [each[0] for each in best]
-    return found
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    found = Pair(tmp_path_factory.mktemp("roles"))
-    try:
-        for server in (found.verifier, found.drafter, found.plain):
-            server.wait()
-        found.connected()
+    with Pair(tmp_path_factory.mktemp("roles")).started() as found:
         yield found
-    finally:
-        for server in (found.drafter, found.verifier, found.plain):
-            server.close()
-        found.proxy.close()
 
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
@@ -141,58 +61,14 @@ def test_every_kind_of_request_is_answered_as_by_sglang(pair, prompts, params, p
     pair.compare(prompts, path, **params)
 
 
-def begin(server, text, tokens, **params):
-    """Ask for a stream; return the connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    sampling |= params
-    body = {"text": text, "sampling_params": sampling, "stream": True}
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/generate", json.dumps(body), headers)
-    return connection
-
-
-def stream(server, text, tokens, params, result):
-    """Stream an answer; append each chunk, parsed, to ``result``."""
-    for line in begin(server, text, tokens, **params).getresponse():
-        if line.startswith(b"data: {"):
-            result.append(json.loads(line[6:]))
-    return result
-
-
-class Streams:
-    """Streams of all prompts, running in threads."""
-
-    def __init__(self, server, prompts, tokens, params=()):
-        params = params or [{}] * len(prompts)
-        self._pool = ThreadPoolExecutor(len(prompts))
-        self.chunks = [[] for _ in prompts]
-        self._runs = [
-            self._pool.submit(stream, server, text, tokens, own, chunks)
-            for text, own, chunks in zip(prompts, params, self.chunks, strict=True)
-        ]
-
-    def under_way(self):
-        """Wait until every stream has some tokens."""
-        deadline = time.monotonic() + WAIT_S
-        while not all(len(each) > 2 for each in self.chunks):
-            assert time.monotonic() < deadline, [len(each) for each in self.chunks]
-            time.sleep(0.02)
-
-    def texts(self):
-        for run in self._runs:
-            run.result(WAIT_S)
-        return [each[-1]["text"] for each in self.chunks]
-
-
 def wanted(pair, prompts, tokens):
     answers = pair.plain.generate(prompts, max_new_tokens=tokens, ignore_eos=True)
     return [answer["text"] for answer in answers]
 
 
 def test_streams_grow_and_end_like_answers(pair, prompts):
-    streams = Streams(pair.drafter, prompts, 48)
-    assert streams.texts() == wanted(pair, prompts, 48)
+    streams = Streams(pair.drafter, prompts, 240)
+    assert streams.texts() == wanted(pair, prompts, 240)
     for chunks in streams.chunks:
         assert len(chunks) > 4
         texts = [chunk["text"] for chunk in chunks]
@@ -246,22 +122,6 @@ def test_garbage_and_strangers_on_the_socket_hinder_nothing(pair, prompts):
     assert "a drafter was refused: " in pair.verifier.output()
 
 
-def kill(server):
-    """End all processes of a server at once."""
-    os.killpg(server.process.pid, signal.SIGKILL)
-    server.close()
-
-
-MOVED = (
-    {},
-    # Filtered: SGLang draws other noise for a seed beside greedy requests, as they are.
-    {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 3},
-    {"logit_bias": {"20": 3.0, "40": -50.0}},
-    {"regex": "[a-z0-9 ]{150}"},
-)
-"""What the state of a request depends on that moves in the middle."""
-
-
 def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
     texts = [*prompts, *(prompt[: len(prompt) // 2] for prompt in prompts)]
     params = [MOVED[i % len(MOVED)] for i in range(len(texts))]
@@ -274,7 +134,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
     assert {last["finish_reason"]["type"] for last in lasts} <= {"length", "stop"}
     assert "local" in {last["vericache"]["path"] for last in lasts}
     pair.compare(prompts, "local")
-    pair.verifier = pair.start_verifier()
+    pair.verifier = pair.start_verifier(pair.port)
     pair.verifier.wait()
     pair.connected()
     pair.compare(prompts, "b1")

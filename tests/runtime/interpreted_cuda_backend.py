@@ -120,7 +120,7 @@ class Coded:
                 )
             )
         self.plain = simple_batch("TARGET_VERIFY", where, parts, queries)
-        self.plain.spec_info = VeriCacheSpecInput(len(queries), None, queries)
+        self.plain.spec_info = VeriCacheSpecInput(None, queries)
         self.batch = layout_batch(where, parts, queries, [sum(queries)])
         self.drafts = DraftCodes(codes, handles, POSITIONS, proposals)
         self.batch.spec_info.coded = self.drafts.of(rows)

@@ -135,7 +135,7 @@ def layout_batch(where, parts, queries, grid):
     tails = [part[len(part) - n :] for part, n in zip(parts, queries, strict=True)]
     pad = torch.nn.functional.pad
     positions = torch.zeros(layout.graph_num_tokens, dtype=torch.int64)
-    spec_info = VeriCacheSpecInput(len(queries), positions, queries)
+    spec_info = VeriCacheSpecInput(positions, queries)
     spec_info.ragged_verify_layout = layout
     return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,

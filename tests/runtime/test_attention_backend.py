@@ -240,7 +240,7 @@ def real_batch(world, queries, packed):
         seq_lens_cpu=plain.seq_lens_cpu,
         out_cache_loc=plain.out_cache_loc,
         seq_lens_sum=int(plain.seq_lens.sum()),
-        spec_info=VeriCacheSpecInput(len(queries), torch.zeros(sum(queries)), queries),
+        spec_info=VeriCacheSpecInput(torch.zeros(sum(queries)), queries),
         extend_seq_lens_cpu=queries,
         extend_prefix_lens_cpu=plain.extend_prefix_lens_cpu,
     )
@@ -364,6 +364,6 @@ def test_sglang_s_copy_of_a_batch_keeps_what_is_on_its_spec_info_alone():
 def test_a_relay_has_no_packed_rows():
     from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 
-    one, other = VeriCacheSpecInput(2), VeriCacheSpecInput(2)
+    one, other = VeriCacheSpecInput(), VeriCacheSpecInput()
     one.packed[0] = (3, lambda layer: [])
     assert other.packed == {}

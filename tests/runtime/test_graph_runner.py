@@ -114,7 +114,7 @@ def mixed(world, parts, where, queries, ids, pending_max=0):
         seq_lens_sum=int(totals.sum()) + pending_max * len(queries),
         out_cache_loc=torch.cat(tails).long(),
         positions=positions,
-        spec_info=VeriCacheSpecInput(len(queries), positions, queries),
+        spec_info=VeriCacheSpecInput(positions, queries),
         capture_hidden_mode=CaptureHiddenMode.NULL,
     )
     forward.extend_seq_lens_cpu = queries

@@ -16,7 +16,10 @@ from vericache_sglang.compression.base import Needs, Probe, Selector
 from vericache_sglang.kv.query_tails import QueryTails
 from vericache_sglang.kv.split_layers import as_bits
 from vericache_sglang.runtime import probing
+from vericache_sglang.runtime.admission import RequestAdmission
 from vericache_sglang.runtime.forward import extend
+from vericache_sglang.scheduling.draft_length import FIRST_WAIT
+from vericache_sglang.scheduling.iteration_model import Work
 
 pytestmark = pytest.mark.sglang
 
@@ -279,3 +282,53 @@ def test_selectors_that_ask_nothing_are_done_at_once():
             assert made.done(state)
         world = World(engine, [])
         assert world.probing.done(state)
+
+
+class Priced:
+    """Stands for the runtime: says whether probes pay, and remembers their work."""
+
+    def __init__(self, pays):
+        self.pays, self.asked, self.arrived = pays, [], []
+
+    def probes_pay(self, spec, rows, probes):
+        self.asked.append((spec.rid, rows, probes))
+        return self.pays
+
+    def arrive(self, spec):
+        self.arrived.append(spec.compressible)
+
+
+def iterations(world, runtime, count, *, full=False):
+    """Return how many probes have run after so many iterations of a batch."""
+    placement = world.engine.placement
+    admission = RequestAdmission(
+        *(placement, world.probing, runtime, placement._tp_sync), overlap=False
+    )
+    world.batch.batch_is_full, world.batch.reqs = full, [world.state.req]
+    for _ in range(count):
+        placement.counters.note_iteration(1)
+        admission.pass_on(world.batch, {0: world.state})
+    return world.probing.forwards
+
+
+def test_probes_run_once_they_pay_or_memory_is_short():
+    with opened() as engine:
+        world = World(engine, [probe(3), probe(6)])
+        runtime = Priced(pays=False)
+        assert iterations(world, runtime, FIRST_WAIT) == 0
+        work = [Work(3, 23, 60), Work(6, 26, 120)]
+        assert runtime.asked == [("a", 1, work)]
+        assert runtime.arrived == []
+        assert iterations(world, runtime, 1, full=True) == 1
+        runtime = Priced(pays=True)
+        assert iterations(world, runtime, 3) == 2
+        assert runtime.arrived == [True]
+
+
+def test_a_request_whose_probes_do_not_pay_may_have_an_inner_drafter():
+    with opened() as engine:
+        world = World(engine, [probe(3)])
+        world.state.stats.proposals = 4
+        runtime = Priced(pays=False)
+        assert iterations(world, runtime, 3) == 0
+        assert runtime.arrived == [False]

@@ -284,3 +284,23 @@ def test_leaving_takes_a_worse_gain_than_entering():
         chooser._throughput.best = lambda *args, choice=best: choice
         assert bool(moves(chooser, track("a", split=False))) is entered
         assert chooser.drafting_pays(track("a"), 1, 0.0, LEAVE) is stays
+
+
+@pytest.mark.parametrize(
+    ("residency", "p", "remaining", "probes_s", "pays"),
+    [
+        # A token read in full takes 20 ms, so drafting saves at most that on each.
+        ("auto", 0.95, 1000, 1.0, True),
+        ("auto", 0.95, 1000, 10.0, False),
+        ("auto", 0.95, 50, 1.0, False),
+        ("auto", 0.95, 50, 0.0, True),
+        ("auto", 0.0, 1000, 0.0, False),
+        ("device", 0.0, 50, 10.0, True),
+        ("host", 0.0, 50, 10.0, True),
+    ],
+)
+def test_probes_run_if_the_remaining_tokens_pay_for_them(
+    residency, p, remaining, probes_s, pays
+):
+    each = track("a", split=False, p=p, remaining=remaining)
+    assert policy(residency).probes_pay(each, 1, probes_s) is pays

@@ -1,17 +1,14 @@
 """Servers of the tests: on a free loopback port, forked or fresh."""
 
-import atexit
 import json
 import os
 import sys
-import tempfile
 import time
-from functools import cache
 from pathlib import Path
 
-from demo.fork_server import AFTER_IMPORT, ForkServer
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.fleet import CHECKED, ONE_THREAD
+from vericache_sglang.evaluation.fork_server import forks_with
 from vericache_sglang.evaluation.server import OwnServer, free_port, spawn
 from vericache_sglang.evaluation.workload import load_tokenizer
 
@@ -31,23 +28,10 @@ SERVERS = {**ONE_THREAD, **CHECKED}
 """Environment of every server, with SGLang's strict memory checks."""
 
 
-@cache
-def fork_server():
-    """Return this process's fork server, started at the first call, ended at exit."""
-    folder = tempfile.TemporaryDirectory()
-    log = Path(folder.name, "fork_server.log")
-    started = ForkServer(log, {**SERVERS, "PYTHONPATH": PATHS})
-    atexit.register(folder.cleanup)
-    atexit.register(started.close)
-    return started
-
-
 def fork(command, environment, log):
-    """Start ``python -m ...`` off the fork server, where SGLang allows it."""
-    imported = environment.keys() - SERVERS.keys()
-    if not all(name.startswith(AFTER_IMPORT) for name in imported):
-        return spawn(command, {"PYTHONPATH": PATHS, **environment}, log)
-    return fork_server().start(command, {"PYTHONPATH": PATHS, **environment}, log)
+    """Start ``python -m ...`` off the fork server."""
+    forks = forks_with(**SERVERS, PYTHONPATH=PATHS)
+    return forks.start(command, {"PYTHONPATH": PATHS, **environment}, log)
 
 
 def run(system, model, waves):
@@ -63,6 +47,12 @@ def faulty(fault, paths=PATHS):
         paths: What else it imports from.
     """
     return {"VERICACHE_TEST_FAULT": fault, "PYTHONPATH": f"{paths}{os.pathsep}{FAULTS}"}
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
 
 
 def informed(waves, plain, folder, drafter="oracle"):
@@ -131,10 +121,15 @@ class LiveServer(OwnServer):
             "/generate", {"text": texts, "sampling_params": sampling, **more}
         )
 
-    def settle(self, seconds=120):
-        """Wait until nothing runs; return the counters."""
+    def settle(self, *more, seconds=120):
+        """Wait until nothing runs; return the counters.
+
+        Args:
+            more: Further counters that are to become 0.
+            seconds: Most.
+        """
         deadline = time.monotonic() + seconds
-        while (counters := self.counters())["running"]:
+        while any(map((counters := self.counters()).get, ("running", *more))):
             assert time.monotonic() < deadline, f"still running: {counters}"
             time.sleep(0.1)
         return counters

@@ -524,6 +524,7 @@ def test_roles_on_loopback_or_with_a_key_start(settings):
         check_role(VeriCacheConfig(), args)
 
 
+P1 = {**DRAFTER, "remote_path": "p1", "draft_first": "off"}
 REFUSED_DRAFT_FIRST = [
     ({}, {"hicache_storage_backend": None}, "no store"),
     ({}, {"disable_radix_cache": True}, "--disable-radix-cache"),
@@ -532,6 +533,11 @@ REFUSED_DRAFT_FIRST = [
     ({"inner": "model"}, {}, "--vericache-inner ngram"),
     ({}, {"tp_size": 2}, "--tp-size 2"),
     (VERIFIER, {}, "--vericache-role verifier"),
+    (P1, {"hicache_storage_backend": None}, "--vericache-remote-path p1: there is no"),
+    ({**P1, "draft_first": "on"}, {}, "drop --vericache-draft-first"),
+    ({**P1, "acceptance": "rejection"}, {}, "--vericache-acceptance coupled"),
+    (P1, {}, None),
+    ({**P1, "remote_path": "b1"}, {"hicache_storage_backend": None}, None),
     ({}, {}, None),
     ({"compressor": "kvzip", "inner": "ngram"}, {}, None),
     ({"draft_first": "off", "compressor": "snapkv"}, {"tp_size": 2}, None),

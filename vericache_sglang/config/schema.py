@@ -232,10 +232,11 @@ class VeriCacheConfig(BaseModel):
         ge=1,
         le=4096,
     )
-    remote_path: Literal["b1", "local"] = _setting(
+    remote_path: Literal["b1", "p1", "local"] = _setting(
         "b1",
-        "where a drafter has requests decoded: b1 at a verifier if one takes them, "
-        "local always here",
+        "where a drafter has requests decoded: b1 at a verifier if one takes them; p1 "
+        "too, and once their draft KV has been read from the store they draft here and "
+        "are verified there; local always here",
     )
 
     @property

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.evaluation.picture import require_matplotlib, save_svg
+from vericache_sglang.evaluation.picture import (
+    color_of,
+    legend_beside,
+    require_matplotlib,
+    save_svg,
+)
 from vericache_sglang.evaluation.report import markdown_table
 from vericache_sglang.simulation.report import LABEL
 
@@ -49,7 +54,11 @@ def page(report: Row) -> str:
             f"{origin['versions']['sglang']}, data: {options['data']}, "
             f"{options['samples']} samples of each task, prompts of up to "
             f"{options['context']} tokens. They are no measurement of the paper's "
-            "models or GPUs, and stand beside its values to show the same effect."
+            "models or GPUs, and stand beside its values. VeriCache there drafts where "
+            "it predicts that this pays, which short prompts on a CPU rarely do; rows "
+            "that always draft run KVzip's probes within the time that is measured. "
+            "Answers that were always drafted and verified: "
+            "[divergence.md](divergence.md)."
         )
     parts += [_table(row) for row in figures_of(report)]
     lines = [f"- {name}: {why}." for name, why in report.get("left_out", {}).items()]
@@ -83,7 +92,7 @@ def draw(report: Row, path: Path) -> None:
 
     rows = figures_of(report)
     down = -(-len(rows) // 2)
-    figure = Figure(figsize=(13, 4.4 * max(1, down)), layout="constrained")
+    figure = Figure(figsize=(17, 4.4 * max(1, down)), layout="constrained")
     axes = figure.subplots(max(1, down), 2, squeeze=False).flatten()
     for axis, row in zip(axes, rows, strict=False):
         (_draw_across if row["across"] else _draw_columns)(axis, row)
@@ -91,7 +100,7 @@ def draw(report: Row, path: Path) -> None:
         axis.set_ylim(bottom=-0.03 * max(axis.get_ylim()[1], 1e-9))
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            legend_beside(axis)
     for axis in axes[len(rows) :]:
         axis.remove()
     save_svg(figure, path)
@@ -108,7 +117,8 @@ def _draw_columns(axis: Any, row: Row) -> None:
         kind = name.split(",")[0].split()[0]
         style = {"paper": "*", MEASURED: "o--"}.get(kind, ".-")
         size = 12 if style == "*" else 6
-        axis.plot(*zip(*shown, strict=True), style, ms=size, c=f"C{i}", label=name)
+        points = zip(*shown, strict=True)
+        axis.plot(*points, style, ms=size, color=color_of(i), label=name)
     if named:
         turned = {"rotation": 20, "ha": "right", "fontsize": 8}
         axis.set_xticks(list(places), row["points"], **turned)
@@ -124,6 +134,6 @@ def _draw_across(axis: Any, row: Row) -> None:
     for i, (point, x, y) in enumerate(pairs):
         if x is not None and y is not None:
             mark = "x" if point.startswith("lossy") else "o"
-            axis.plot([x], [y], mark, color=f"C{i % 10}", label=point, alpha=0.8)
+            axis.plot([x], [y], mark, color=color_of(i), label=point, alpha=0.8)
     axis.set(xlabel=row["across"])
     axis.set_xlim(left=0)

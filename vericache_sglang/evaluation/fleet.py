@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from vericache_sglang.evaluation import altered
+from vericache_sglang.evaluation.fork_server import forks_with
 from vericache_sglang.evaluation.server import (
     OwnServer,
     Server,
     ServerError,
     free_port,
+    spawn,
 )
 from vericache_sglang.evaluation.systems import command, words
 
@@ -60,7 +64,9 @@ def served(
         system: How to serve; not running yet.
         model: Folder of the model.
         checked: With SGLang's strict memory checks, which take time.
-        start: How to start the server's command; None starts a process.
+        start: How to start the server's command; None forks it off a process that
+            has imported SGLang, or starts a fresh one where there is a GPU, whose
+            context a fork must not share.
 
     Raises:
         ServerError: The server does not start or does not answer; the message ends with
@@ -76,7 +82,8 @@ def served(
             port,
             environment_of(system, folder),
             folder / "server.log",
-            start,
+            start
+            or (spawn if torch.cuda.is_available() else forks_with(**ONE_THREAD).start),
         )
         try:
             server.wait(BOOT_SECONDS)

@@ -33,6 +33,19 @@ def require_matplotlib() -> None:
         ) from error
 
 
+def color_of(number: int) -> Any:
+    """Return one of 20 colors."""
+    from matplotlib import colormaps
+
+    return colormaps["tab20"](2 * (number % 10) + number // 10 % 2)
+
+
+def legend_beside(axis: Any) -> None:
+    """Draw a legend on the right of a plot, where it covers nothing."""
+    beside = {"bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0}
+    axis.legend(fontsize=8, loc="upper left", **beside)
+
+
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Write a PNG of ``figure_of``; a label is its title in the file too.
 

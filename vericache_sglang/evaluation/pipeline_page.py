@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.evaluation.divergence_page import task_tables
 from vericache_sglang.evaluation.figures import DEFINITIONS, middle
-from vericache_sglang.evaluation.picture import require_matplotlib, save_svg
+from vericache_sglang.evaluation.picture import (
+    color_of,
+    legend_beside,
+    require_matplotlib,
+    save_svg,
+)
 from vericache_sglang.evaluation.report import (
     DRAFTING,
     OPEN_LOOP,
@@ -70,7 +75,8 @@ def measured(report: Row) -> list[str]:
         parts.append(_legend(good, options))
         parts += _tables(good)
     lines = [f"- {name}: {why}." for name, why in report.get("left_out", {}).items()]
-    parts.append("## Not measured by this command\n\n" + "\n".join(lines))
+    if lines:
+        parts.append("## Not measured by this command\n\n" + "\n".join(lines))
     failures = [f"- {text}" for text in report.get("failures", ())]
     if failures:
         parts.append("## Failures\n\n" + "\n".join(failures))
@@ -163,7 +169,7 @@ def draw_pipeline(report: Row, path: Path) -> None:
     if any(row.get("pool") for row in rows):
         panels += [_draw_pools]
     down = -(-len(panels) // 2)
-    figure = Figure(figsize=(13, 4.6 * down), layout="constrained")
+    figure = Figure(figsize=(17, 4.6 * down), layout="constrained")
     axes = figure.subplots(down, 2, squeeze=False).flatten()
     for axis in axes[len(panels) :]:
         axis.remove()
@@ -172,7 +178,7 @@ def draw_pipeline(report: Row, path: Path) -> None:
         axis.set_ylim(bottom=-0.03 * axis.get_ylim()[1])  # a score may be 0
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        legend_beside(axis)
     hardware = report["provenance"]["hardware"]
     machine = ", ".join(hardware["gpus"]) or hardware["cpu"]
     model = Path(report["options"]["model"]).name
@@ -188,9 +194,9 @@ def _draw_quality(axis: Any, rows: Sequence[Row]) -> None:
         if score is not None and row["ratio"] and not row.get("pool"):
             name = row["name"].split(",")[0] if row["lossy"] else row["name"]
             lines.setdefault(name, []).append((row["ratio"]["median"], score))
-    for name, points in lines.items():
+    for i, (name, points) in enumerate(lines.items()):
         style = "x:" if name.startswith("lossy") else "o"
-        axis.plot(*zip(*points, strict=True), style, label=name, alpha=0.8)
+        axis.plot(*zip(*points, strict=True), style, color=color_of(i), label=name)
     axis.set(
         title="Quality over throughput",
         xlabel="tokens/s / full KV's",
@@ -205,9 +211,13 @@ def _draw_rates(key: str, title: str) -> Any:
             rates = [each["rate"] for each in found]
             for share, style in (("p50", "o-"), ("p99", "x:")):
                 values = [each["latency_s"][share] for each in found]
-                label = f"{row['name']} {share}"
-                axis.plot(rates, values, style, color=f"C{i}", label=label)
-        axis.set(title=title, xlabel="requests/s", ylabel="whole answer, seconds")
+                label = row["name"] if share == "p50" else None
+                axis.plot(rates, values, style, color=color_of(i), label=label)
+        axis.set(
+            title=f"{title}: p50, dotted p99",
+            xlabel="requests/s",
+            ylabel="whole answer, seconds",
+        )
 
     return panel
 

@@ -294,11 +294,23 @@ def spawn(
 def free_port() -> int:
     """Return a port of the loopback device on which nothing listens now.
 
-    The kernel gives ports from 32768 on to connections: one of those might be taken
-    before the server that is to listen on it has started.
+    It is given to no other caller, of whatever process of this machine, as long as this
+    process lives: a server listens on it seconds later. The kernel gives ports from
+    32768 on to connections: one of those might be taken before that.
     """
     while True:
         port = secrets.choice(PORTS)
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0vericache-port-{port}")
+        except OSError:
+            mark.close()
+            continue
+        _GIVEN.append(mark)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
+
+
+_GIVEN: list[socket.socket] = []
+"""Names of ports that this process was given; abstract ones, which end with it."""

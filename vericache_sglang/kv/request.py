@@ -111,6 +111,8 @@ class RequestState:
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
         lost: The residual KV is damaged; the request must prefill again.
+        behind: The last tokens before ``verified`` without draft KV, which the next
+            draft computes: a verifier has decided them.
         inexact: The last tokens before ``verified`` whose KV was computed over the
             draft KV; nothing was emitted yet. 0 from the first verification on.
     """
@@ -135,6 +137,7 @@ class RequestState:
     planned: bool = False
     lost: bool = False
     inexact: int = 0
+    behind: int = 0
 
     @property
     def rid(self) -> str:
@@ -170,6 +173,12 @@ class RequestState:
     def emitted(self) -> int:
         """Committed output tokens, those before a retraction included."""
         return len(self.outputs) + self.committed_in_flight
+
+    def text(self, first: int, end: int) -> list[int]:
+        """Return the tokens of prompt and output from one position to another."""
+        prompt, known = self.req.origin_input_ids, len(self.req.origin_input_ids)
+        later = self.outputs[max(0, first - known) : max(0, end - known)]
+        return [*prompt[first:end], *later]
 
     @property
     def shares_output(self) -> bool:

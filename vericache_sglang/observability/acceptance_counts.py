@@ -36,10 +36,17 @@ def verifications_only(
         bonus: Tokens of a row that SGLang does not count as accepted drafts, 0 or 1;
             at 1 every row emitted a token.
     """
-    if not bonus:
-        _correct(requests, emitted)
-    tokens, rows, verified = sum(emitted), len(emitted), sum(n > 0 for n in emitted)
-    will_add = (tokens, tokens - bonus * rows, rows)
+    tokens, rows = sum(emitted), len(emitted)
+    if bonus:  # SGLang counts right: every row verified, if only its last token
+        before = _read(reporter, COUNTS)
+        yield
+        if not reporter.spec_num_forward_ct:
+            true = _plus(before, (tokens, tokens - rows, rows))
+            reporter.vericache_interval = true
+        return
+    _correct(requests, emitted)
+    verified = sum(n > 0 for n in emitted)
+    will_add = (tokens, tokens, rows)
     true = _plus(_read(reporter, COUNTS), (tokens, tokens - verified, verified))
     shown = true if true[2] else getattr(reporter, "vericache_interval", UNKNOWN)
     _set(reporter, COUNTS, _plus(shown, will_add, -1))

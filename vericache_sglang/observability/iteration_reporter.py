@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 from vericache_sglang.former_names import with_former_names
 from vericache_sglang.observability.record import IterationRecord, Phase, RowRecord
-from vericache_sglang.scheduling.plan import Draft, Plain, Residency, Verify, Wait
+from vericache_sglang.scheduling.plan import (
+    Deliver,
+    Draft,
+    Plain,
+    Residency,
+    Verify,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +37,7 @@ PHASES: Mapping[type, Phase] = {
     Verify: "verify",
     Plain: "plain",
     Wait: "wait",
+    Deliver: "wait",
 }
 
 MOST_LANES = 256
@@ -137,11 +145,12 @@ class IterationReporter:
         self._link = link
         self._sinks = dict(sinks)
         self._guard = guard
-        self._rows: list[tuple[str, Phase, int]] = []
+        self._last: tuple[
+            Mapping[int, RunningRequest], Mapping[int, RowAction] | None
+        ] = ({}, None)
         self._index = 0
         self._open: deque[_Iteration] = deque()
 
-    @_guarded
     def begin(
         self,
         requests: Mapping[int, RunningRequest],
@@ -155,29 +164,34 @@ class IterationReporter:
                 autoregressive.
         """
         self._index += 1
-        self._rows = []
-        for i, request in requests.items():
-            action = Plain(request.rid) if actions is None else actions[i]
-            phase, width = PHASES[type(action)], 0
-            if not isinstance(action, Wait):
-                width = 1 + action.proposals
-            if isinstance(action, Verify):
-                width += request.drafted_max
-            self._rows.append((request.rid, phase, width))
+        self._last = requests, actions
         if self._sinks:
-            began = time.perf_counter()
-            positions = tuple(requests)
-            self._open.append(_Iteration(self._index, began, positions, self._rows))
+            self._open_record()
 
     @_guarded
+    def _open_record(self) -> None:
+        requests, actions = self._last
+        rows: list[tuple[str, Phase, int]] = []
+        for i, request in requests.items():
+            action = Plain(request.rid) if actions is None else actions[i]
+            width = 0 if isinstance(action, Wait) else 1 + action.proposals
+            if isinstance(action, Verify):
+                width += request.drafted_max
+            rows.append((request.rid, PHASES[type(action)], width))
+        began = time.perf_counter()
+        self._open.append(_Iteration(self._index, began, tuple(requests), rows))
+
     def end(self, moves: Sequence[Move]) -> None:
         """Record the end of an iteration on the host.
 
         Args:
             moves: KV moves made.
         """
-        if not self._sinks:
-            return
+        if self._sinks:
+            self._close_record(moves)
+
+    @_guarded
+    def _close_record(self, moves: Sequence[Move]) -> None:
         iteration = self._open[-1]
         iteration.ended, iteration.moves = time.perf_counter(), tuple(moves)
         iteration.transfers = self._link.drain()
@@ -187,7 +201,6 @@ class IterationReporter:
         }
         self._send()
 
-    @_guarded
     def recorded(
         self, counts: Callable[[], list[int]], discarded: frozenset[int]
     ) -> None:
@@ -198,6 +211,13 @@ class IterationReporter:
                 there is a sink.
             discarded: Positions of requests that had ended before.
         """
+        if self._open:
+            self._note_results(counts, discarded)
+
+    @_guarded
+    def _note_results(
+        self, counts: Callable[[], list[int]], discarded: frozenset[int]
+    ) -> None:
         for iteration in self._open:
             if iteration.emitted is None:
                 iteration.emitted, iteration.discarded = counts(), discarded
@@ -213,6 +233,7 @@ class IterationReporter:
 
     def idle(self) -> None:
         """Notify the sinks that no request is left."""
+        self._last = {}, None
         for name, sink in self._sinks.items():
             self._guard.call(name, sink.idle, None)
 
@@ -223,7 +244,11 @@ class IterationReporter:
 
     def report(self, requests: Mapping[str, RunningRequest]) -> dict[str, Any]:
         """Return the state of requests and rings for the live page."""
-        phases = {rid: phase for rid, phase, _ in self._rows}
+        last, actions = self._last
+        phases = {
+            each.rid: "plain" if actions is None else PHASES[type(actions[i])]
+            for i, each in last.items()
+        }
         lanes = []
         for request in islice(requests.values(), MOST_LANES):
             track = self._runtime.tracks.get(request.rid)

@@ -79,10 +79,10 @@ class TieredCache(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See ``BasePrefixCache``; a request's match continues on the lower tiers.
 
-        It leaves out the last tokens that a compressor has to see: a prompt that is
-        cached as a whole would run one token, and the query of that token alone would
-        select the kept tokens. Short answers are exempt: unless the residency is forced
-        they are not drafted.
+        It leaves out the last tokens that a compressor or an inner drafter's head has
+        to see: a prompt that is cached as a whole would run one token, whose query
+        alone would select the kept tokens. Short answers are exempt: unless the
+        residency is forced they are not drafted.
         """
         req, key = params.req, params.key
         if req is not None and not req.kv.holds_kv and not ends_early(req):

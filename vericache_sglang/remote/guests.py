@@ -2,7 +2,8 @@
 
 A guest may be dropped at any time, as its owner has every token that it was told. It
 ends when its owner closes it, leaves it out of two heartbeats, or has been silent for
-the length of a lease. No SGLang, no sockets, no clock.
+the length of a lease. One that its owner drafts for waits for the drafts, until its
+owner asks for tokens without any. No SGLang, no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from vericache_sglang.remote.messages import (
     Refuse,
     Unknown,
     Verdict,
+    VerifyDrafts,
     Welcome,
     pack,
+    unpack,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Message, ToVerifier
+    from vericache_sglang.remote.messages import Message, Resend, ToVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class Guest:
         sent: How many of them were sent, or had been committed.
         finished: There will be no more tokens.
         missed: Heartbeats since that did not name it.
+        waits: Its owner drafts: it computes what ``asked`` asks for and no more.
+        asked: (output tokens before them, drafts) to verify; None: nothing yet.
     """
 
     drafter: bytes
@@ -64,6 +69,13 @@ class Guest:
     sent: int
     finished: bool = False
     missed: int = 0
+    waits: bool = False
+    asked: tuple[int, Sequence[int]] | None = None
+
+    def drafts(self, tokens: int) -> Sequence[int] | None:
+        """Return the drafts to verify behind so many output tokens; None: it waits."""
+        base, drafts = self.asked or (-1, ())
+        return drafts if base == tokens else None
 
     def verdict(self, base: int) -> Verdict:
         """Return all tokens from ``base`` on; none if it does not have so many."""
@@ -130,7 +142,7 @@ class Guests:
         return len(self.running())
 
     def running(self) -> list[Guest]:
-        """Return the unfinished guests."""
+        """Return the unfinished guests; last asked to verify, last in order."""
         return [guest for guest in self._guests.values() if not guest.finished]
 
     def beats(self) -> dict[bytes, Message]:
@@ -164,7 +176,25 @@ class Guests:
         elif guest is None or guest.epoch != message.epoch:
             self.outbox.append((connection, Unknown(message.rid, message.epoch)))
         else:
-            self._send(connection, guest, message.base)
+            self._ask(connection, guest, message)
+
+    def _ask(
+        self, connection: bytes, guest: Guest, message: Resend | VerifyDrafts
+    ) -> None:
+        """Answer with the tokens that are known, or note what to compute."""
+        guest.waits = isinstance(message, VerifyDrafts)
+        if isinstance(message, VerifyDrafts):
+            drafts = unpack(message.drafts)
+            if max(drafts, default=0) >= self._hello.vocabulary:
+                raise MessageError(f"draft {max(drafts)} is not in the vocabulary")
+            before, guest.asked = guest.asked, (message.base, drafts)
+            known = guest.finished or message.base < len(guest.tokens)
+            if not known and guest.asked != before:
+                # Guests are in the order in which they were asked.
+                key = guest.drafter, guest.rid
+                self._guests[key] = self._guests.pop(key)
+                return  # a repetition is answered, as a sign of life
+        self._send(connection, guest, message.base)
 
     def _greet(self, connection: bytes, hello: Hello, at: float) -> None:
         """Welcome a drafter of the same model and versions; refuse any other."""

@@ -17,7 +17,7 @@ from vericache_sglang.errors import MessageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages; other versions are refused."""
 
 LONGEST = 16 << 20
@@ -102,6 +102,24 @@ class Busy(Message, tag=12):
     reason: Text
 
 
+class VerifyDrafts(Message, tag=14):
+    """A drafter asks which token follows ``base`` and each of its drafts.
+
+    From the first one on, a verifier computes no tokens of the request unasked, until
+    a ``Resend``.
+
+    Attributes:
+        base: Output tokens before the drafts. Where the verifier has more already, the
+            answer is these.
+        drafts: Any number, also none: the answer then is the token behind ``base``.
+    """
+
+    rid: U64
+    epoch: U32
+    base: U32
+    drafts: Tokens
+
+
 class Verdict(Message, tag=15):
     """Output tokens of a request, correct and final.
 
@@ -134,7 +152,7 @@ class Close(Message, tag=17):
 
 
 class Resend(Message, tag=18):
-    """A drafter asks for every token from ``base`` on."""
+    """A drafter asks for every token from ``base`` on, without drafting any."""
 
     rid: U64
     epoch: U32
@@ -153,7 +171,7 @@ class Heartbeat(Message, tag=20):
     live: Annotated[tuple[U64, ...], msgspec.Meta(max_length=1 << 16)]
 
 
-ToVerifier = Hello | Open | Close | Resend | Heartbeat
+ToVerifier = Hello | Open | VerifyDrafts | Close | Resend | Heartbeat
 ToDrafter = Welcome | Refuse | Busy | Verdict | Unknown | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()

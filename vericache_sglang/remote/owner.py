@@ -4,7 +4,9 @@ Only the owner commits tokens. A verdict counts if it is of the present attempt 
 and verifier of a request, and only what lies behind the tokens that are there already,
 so messages may be lost, repeated and reordered. What gets no answer is asked for again;
 then the request moves to another verifier with the next epoch; then it returns to the
-drafter, which prefills it with the tokens so far. No SGLang, no sockets, no clock.
+drafter, which prefills it with the tokens so far. For a request that it drafts for, the
+drafter asks for the tokens behind its drafts, and its verifier computes no others. No
+SGLang, no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from vericache_sglang.remote.messages import (
     Resend,
     Unknown,
     Verdict,
+    VerifyDrafts,
     pack,
     unpack,
 )
@@ -58,6 +61,8 @@ class OwnedRequest:
         asked: When it was last asked.
         pause: Time after which it is asked again, in seconds.
         finished: The verifier says that these are all tokens.
+        verify: Last drafts that were to be verified in this attempt; None: the verifier
+            computes tokens without any.
     """
 
     rid: int
@@ -71,6 +76,21 @@ class OwnedRequest:
     asked: float = 0.0
     pause: float = LEAST_PAUSE_S
     finished: bool = False
+    verify: VerifyDrafts | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens are to come from the verifier."""
+        return self.verify is None or self.verify.base == len(self.tokens)
+
+    def asking(self) -> Resend | VerifyDrafts:
+        """Return the message that asks for the tokens behind the present ones."""
+        base = len(self.tokens)
+        if self.verify is None:
+            return Resend(self.rid, self.epoch, base)
+        drafts = self.verify.drafts if self.waits else b""
+        self.verify = VerifyDrafts(self.rid, self.epoch, base, drafts)
+        return self.verify
 
     def opening(self) -> Open:
         """Return the message that begins the present attempt."""
@@ -125,6 +145,40 @@ class Owner:
         request = self._requests.pop(rid, None)
         if request is not None and request.epoch:
             self.outbox.append((request.verifier, Close(rid, request.epoch)))
+
+    def verify(self, rid: int, drafts: Sequence[int], now: float) -> None:
+        """Have drafts verified; until ``relay`` the verifier computes only these.
+
+        Args:
+            rid: An open request.
+            drafts: Tokens behind the present ones, which may be wrong.
+            now: In seconds.
+        """
+        request = self._requests[rid]
+        base = len(request.tokens)
+        request.verify = VerifyDrafts(rid, request.epoch, base, pack(drafts))
+        request.answered = request.asked = now
+        self.outbox.append((request.verifier, request.verify))
+
+    def relay(self, rid: int, tokens: MutableSequence[int], now: float) -> None:
+        """Have all further tokens computed without drafts.
+
+        Args:
+            rid: A request; one that is not open is ignored.
+            tokens: Its output tokens, from now on in this list.
+            now: In seconds.
+        """
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        request.tokens, request.verify = tokens, None
+        request.answered = request.asked = now
+        self.outbox.append((request.verifier, request.asking()))
+
+    def tokens(self, rid: int) -> MutableSequence[int] | None:
+        """Return the output tokens of a request; None if it is not open."""
+        request = self._requests.get(rid)
+        return None if request is None else request.tokens
 
     def change(self, hello: Hello) -> None:
         """Become a drafter of other weights: requests return at the next tick."""
@@ -198,6 +252,8 @@ class Owner:
                 self._return(request)
             elif verifier.state is not State.SERVING:
                 self._move(request, now)
+            elif not request.waits:
+                continue  # its next drafts are not there yet
             elif now - request.answered > self._lease_s:
                 request.refused.add(request.verifier)
                 self._move(request, now)
@@ -211,8 +267,7 @@ class Owner:
             return  # for instance for every verdict behind a lost one
         request.asked = now
         self._counters.remote_resends += 1
-        resend = Resend(request.rid, request.epoch, len(request.tokens))
-        self.outbox.append((request.verifier, resend))
+        self.outbox.append((request.verifier, request.asking()))
 
     def _move(self, request: OwnedRequest, now: float) -> None:
         """Begin the next attempt, or return the request."""
@@ -238,5 +293,7 @@ class Owner:
             request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
             request.finished = False
             self.outbox.append((index, request.opening()))
+            if request.verify is not None:
+                self.outbox.append((index, request.asking()))
             return True
         return False

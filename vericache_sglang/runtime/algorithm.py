@@ -46,7 +46,7 @@ class EmptyRelay(FutureMap):
 
 def relayed(batch: ScheduleBatch, future_map: FutureMap) -> VeriCacheSpecInput:
     """Return the relay of a PREBUILT batch, whose row lengths are published."""
-    relay = VeriCacheSpecInput(len(batch.reqs))
+    relay = VeriCacheSpecInput()
     if batch.enable_overlap:
         relay.future_indices = batch.req_pool_indices
         future_map.publish(batch.req_pool_indices, batch.seq_lens)

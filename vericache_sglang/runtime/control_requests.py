@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import (
 from vericache_sglang.observability.consistency_check import is_replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,15 @@ class ControlGate:
         self._iterations = 0
         self.epoch = 0
 
-    def admit(self, scheduler: Any, arrived: Iterable[Any]) -> Iterable[Any]:
+    def admit(self, scheduler: Any, arrived: Sequence[Any]) -> Sequence[Any]:
         """Return the requests to process now; called once per iteration.
 
         Args:
             scheduler: SGLang's ``Scheduler``.
             arrived: Requests it has received; order is kept behind held requests.
         """
+        if not arrived and not self._held:
+            return arrived
         if self._held or any(needs_idle(each) for each in arrived):
             self._held.extend(arrived)
             if self._waits(scheduler):

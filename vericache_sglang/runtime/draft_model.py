@@ -151,7 +151,7 @@ class DraftHead(DraftModel):
     def next_tokens(self, rows: RingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``SmallModel.next_tokens``."""
         forward = _forward_batch(rows, self.table.shape[1])
-        forward.spec_info = VeriCacheSpecInput(len(rows.queries))
+        forward.spec_info = VeriCacheSpecInput()
         forward.spec_info.hidden_states = rows.hidden
         forward.capture_hidden_mode = CaptureHiddenMode.LAST
         found = self._run(forward)

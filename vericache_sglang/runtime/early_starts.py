@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import Req
 
+    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.prefix_cache.store.segment_store import Found
@@ -88,9 +89,7 @@ class EarlyStarts:
         """
         stored = self._segments.stored
         for rid in stored.drafted() if stored is not None else ():
-            req = next(
-                (each for each in scheduler.waiting_queue if each.rid == rid), None
-            )
+            req = self._find(scheduler, rid)
             if req is None or stored is None:
                 continue
             names, found = stored.drafts_of(rid)
@@ -99,9 +98,9 @@ class EarlyStarts:
             if count and self._segments.reach(names, 0) >= count * SEGMENT:
                 stored.pop(rid)  # another request has brought it here meanwhile
             elif not count or not self._early.fit(names, found):
-                stored.read_whole(rid)
-            elif self._start(scheduler, req, names, found):
-                scheduler.waiting_queue.remove(req)
+                self._decline(rid)
+            else:
+                self._start(scheduler, req, names, found)
 
     def progress(
         self, states: Mapping[str, RequestState]
@@ -133,41 +132,61 @@ class EarlyStarts:
         if self._rests.pop(rid, None) is not None and self._segments.stored is not None:
             self._segments.stored.pop(rid)
 
+    def _find(self, scheduler: Any, rid: str) -> Req | None:
+        """Return a request that may start; None if it is gone."""
+        return next((each for each in scheduler.waiting_queue if each.rid == rid), None)
+
+    def _decline(self, rid: str) -> None:
+        """Let a request go on that cannot start."""
+        if self._segments.stored is not None:
+            self._segments.stored.read_whole(rid)
+
+    def _fits(self, req: Req, budget: Budget) -> bool:
+        """Return whether there can be room for the residual KV of a prompt."""
+        staging = self._placement.prefetches.region.slots
+        return budget.staged <= min(staging, self._placement.host_slots)
+
+    def _begun(
+        self, scheduler: Any, state: RequestState, found: Sequence[Found]
+    ) -> None:
+        """Read the residual KV of a request that has started."""
+        if self._segments.stored is not None:
+            rest = self._segments.stored.start_early(state.rid, found)
+            self._rests[state.rid] = rest
+        scheduler.waiting_queue.remove(state.req)
+
     def _count(self, req: Req, found: int) -> int:
         """Return how many of the segments found a request can start on; 0: none."""
-        tokens = len(req.origin_input_ids)
+        tokens = len(req.origin_input_ids) + len(req.output_ids)
         recent = max(1, self._config.recent_tokens)
         count = max(0, min(found, (tokens - recent) // SEGMENT))
         suffix = tokens - count * SEGMENT
         if not count or suffix > min(MOST_SUFFIX, tokens // SUFFIX_SHARE):
             return 0
         budget = self._placement.compressor.of_segments(count)
-        staging = self._placement.prefetches.region.slots
-        fits = budget.staged <= min(staging, self._placement.host_slots)
-        return count if fits else 0
+        return count if self._fits(req, budget) else 0
 
     def _start(
         self, scheduler: Any, req: Req, names: Sequence[str], found: Sequence[Found]
-    ) -> bool:
-        """Start a request; False without a row or free slots, and nothing changed."""
+    ) -> None:
+        """Start a request; without a row or free slots nothing is changed."""
         tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
-        stored = self._segments.stored
         page = self._placement.geometry.page_size
-        tokens = len(req.origin_input_ids) - 1
+        tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
         suffix = tokens - len(names) * SEGMENT
         pages = -(-suffix // page) * page
         budget = self._placement.compressor.of_segments(len(names))
         ahead = 2 * (self._config.most_drafts + 1) + page
         enough = room(tree) >= budget.slots + pages + ahead
-        if stored is None or not enough or not pool.available_size():
-            return False
+        if not enough or not pool.available_size():
+            return
         drafts = self._early.enter(req.rid, names, found, tree)
         if drafts is None:
-            return False
+            return
         own = allocate(tree, pages)
         if own is None:
             self._segments.release(req.rid)
-            return False
+            return
         pool.alloc([req])
         parts = self._early.parts(budget, names, drafts, found)
         self._early.list_row(req, parts, own[:suffix])
@@ -175,7 +194,7 @@ class EarlyStarts:
         batch = self._batch(scheduler, req)
         state = self._arrive(req, tokens)
         state.parts, state.inexact = parts, suffix
-        self._rests[req.rid] = stored.start_early(req.rid, found)
+        self._begun(scheduler, state, found)
         self._placement.note(state)
         self._placement.counters.early_starts += 1
         running = scheduler.running_batch
@@ -183,15 +202,15 @@ class EarlyStarts:
             scheduler.running_batch = batch
         else:
             running.merge_batch(batch)
-        return True
 
     def _batch(self, scheduler: Any, req: Req) -> ScheduleBatch:
         """Return the PREBUILT batch of a request whose row is listed."""
         for event in ("set_forward_entry_time", "set_prefill_finished_time"):
             set_time_batch([req], event)
-        tokens, length = len(req.origin_input_ids), req.kv.kv_committed_len
+        text = [*req.origin_input_ids, *req.output_ids]
+        length = req.kv.kv_committed_len
         req.prefix_indices = torch.empty((0,), dtype=torch.int64)
-        req.set_extend_range(0, tokens)
+        req.set_extend_range(0, len(req.origin_input_ids))
         batch = ScheduleBatch.init_new(
             [req],
             scheduler.req_to_token_pool,
@@ -208,8 +227,8 @@ class EarlyStarts:
         if scheduler.enable_overlap:
             # A finished request may have a forward in flight over the row.
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-        last = torch.full_like(batch.seq_lens, req.origin_input_ids[-1])
-        before = torch.full_like(batch.seq_lens, tokens - 1)
+        last = torch.full_like(batch.seq_lens, text[-1])
+        before = torch.full_like(batch.seq_lens, len(text) - 1)
         self._draft_tokens.start(batch.req_pool_indices, last, before)
         batch.spec_info = relayed(batch, scheduler.future_map)
         return batch

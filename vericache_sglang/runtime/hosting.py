@@ -1,7 +1,9 @@
 """A verifier's guests: ordinary requests in its scheduler that drafters own.
 
 They are admitted, batched, drafted for, retracted and cached like any other request;
-only their output goes to the drafter instead of a client (``remote.guests``).
+only their output goes to the drafter instead of a client (``remote.guests``). One whose
+drafter drafts keeps its full KV on the device; its row waits for drafts and verifies
+them.
 """
 
 from __future__ import annotations
@@ -20,27 +22,36 @@ from vericache_sglang.remote.guests import Guest, Guests
 from vericache_sglang.remote.messages import CHANGED, unpack
 from vericache_sglang.remote.verifiers import BEAT_S
 from vericache_sglang.runtime.known_tokens import know_next
+from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from sglang.srt.managers.schedule_batch import Req
 
     from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.counters import Counters
     from vericache_sglang.remote.messages import Hello, Open, ToVerifier
     from vericache_sglang.remote.transport import VerifierTransport
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.scheduling.plan import RowAction
 
 
 class Hosting:
-    """See ``remote_role.Role``: the role of a verifier.
+    """See ``remote_role.Role`` and ``RemoteRows``: the role of a verifier.
 
     Args:
         config: Frozen settings.
         hello: What drafters must be like.
         transport: Its connections.
         counters: Counts expired leases.
+
+    Attributes:
+        draft_tokens: Receives the drafts of guests; set before the first iteration.
     """
+
+    draft_tokens: DraftTokenBuffer
 
     def __init__(
         self,
@@ -56,6 +67,8 @@ class Hosting:
             start=self._start,
             stop=self._stop,
         )
+        self._most_drafts = config.most_drafts
+        self._waiting: dict[str, Guest] = {}
         self._scheduler: Any = None
         # On the way to the waiting queue; None: stopped while its grammar is compiled.
         self._committed: dict[str, Sequence[int] | None] = {}
@@ -65,7 +78,7 @@ class Hosting:
         self.ready = transport.ready
         self.in_flight: Iterable[Req] = ()
 
-    def take(self, scheduler: Any, req: Req) -> bool:
+    def take(self, scheduler: Any, req: Req, is_retracted: bool) -> bool:
         """Note a guest on its way to the waiting queue; return False: it goes there."""
         if req.rid not in self._committed:
             return False
@@ -104,6 +117,8 @@ class Hosting:
         for guest in self._guests.running():
             self._advance(guest, queued)
         self._guests.tick(now)
+        running = self._guests.running()
+        self._waiting = {guest.name: guest for guest in running if guest.waits}
         for peer, said in self._guests.outbox:
             self._transport.send(peer, said)
         self._guests.outbox.clear()
@@ -128,6 +143,60 @@ class Hosting:
             self._guests.lose(guest)
         if lost or finished:
             self._requests.pop(guest.name, None)
+
+    @property
+    def busy(self) -> bool:
+        """See ``RemoteRows``."""
+        return bool(self._waiting)
+
+    def actions(
+        self, requests: Mapping[int, RequestState], verifies: int
+    ) -> dict[int, RowAction]:
+        """See ``RemoteRows``: guests whose drafter drafts wait, or verify its drafts.
+
+        Those that are drafted for here go on by themselves.
+        """
+        rows = {
+            state.rid: i
+            for i, state in requests.items()
+            if state.rid in self._waiting
+            and state.remaining
+            and not (state.lost or state.stats.enabled or state.stats.proposals)
+        }
+        found: dict[int, RowAction] = {}
+        left = max(1, verifies)
+        for name, guest in self._waiting.items():
+            if name in rows:
+                at = rows[name]
+                found[at] = self._action(guest, requests[at], may=left > 0)
+                left -= isinstance(found[at], Verify)
+        return found
+
+    def _action(self, guest: Guest, state: RequestState, *, may: bool) -> RowAction:
+        """Return the action of a guest's row.
+
+        Args:
+            may: It may verify now.
+        """
+        drafts = guest.drafts(len(state.outputs))
+        in_flight = state.committed_in_flight or state.pending_max
+        req, most = state.req, self._most_drafts
+        room = req.kv.kv_allocated_len - state.row_length - 1
+        if drafts is None or in_flight or room < most or not may:
+            # SGLang's next allocation, as for a request that drafts here.
+            req.vericache_room = 2 * (most + 1)
+            return Wait(state.rid)
+        # What looks at tokens on the host is not drafted for.
+        most = min(most, state.remaining - 1) if state.asynchronous else 0
+        state.drafts = list(drafts[: max(0, most)])
+        if not state.drafts:
+            return Plain(state.rid)
+        self.draft_tokens.put([state])
+        return Verify(state.rid)
+
+    def wait(self, seconds: float) -> None:
+        """See ``RemoteRows``."""
+        self._transport.wait(seconds)
 
     def _queued(self) -> set[str]:
         """Return the ids of all requests that the scheduler has."""

@@ -111,6 +111,11 @@ class InFlightQueue:
     def __len__(self) -> int:
         return len(self._forwards)
 
+    @property
+    def unrecorded(self) -> bool:
+        """Whether there are rows whose results are not recorded."""
+        return any(each.pending_rows for _, each in self._forwards)
+
     def launch(self, entry: InFlightForward) -> None:
         """Append a forward that was just launched."""
         self.launched += 1

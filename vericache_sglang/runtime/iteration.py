@@ -23,7 +23,9 @@ from vericache_sglang.scheduling.plan import (
     Plain,
     Plan,
     Residency,
+    RowAction,
     SchedulerInput,
+    Verify,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from vericache_sglang.runtime.in_flight import InFlightQueue
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.recovery import Recovery
+    from vericache_sglang.runtime.remote_rows import RemoteRows
     from vericache_sglang.runtime.result_recorder import ResultRecorder
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
     from vericache_sglang.scheduling.runtime import Runtime
@@ -47,7 +50,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 2e-4
-"""Sleep of an iteration in which every request waits for its prefetch, in seconds."""
+"""Sleep of an iteration in which every request waits, in seconds."""
+
+MESSAGE_SECONDS = 2e-3
+"""The same where a message of another server ends it."""
 
 OBSERVE_EVERY = 8
 """Iterations between two samples of the iteration time while no request drafts."""
@@ -78,6 +84,7 @@ class Decoding:
         max_running: Maximum running requests.
         proposer: Asks the inner drafter; None without one.
         early_starts: Takes in residual KV from the store; None if that is off.
+        remote: Decides rows for other servers, or by them; None without a role.
     """
 
     states: dict[str, RequestState]
@@ -96,6 +103,7 @@ class Decoding:
     max_running: int
     proposer: InnerProposer | None = None
     early_starts: EarlyStarts | None = None
+    remote: RemoteRows | None = None
     _launched: float = field(default=0.0, init=False)
     _work: Work | None = field(default=None, init=False)
     _drafter_s: float = field(default=0.0, init=False)
@@ -143,15 +151,20 @@ class Decoding:
         all_here = len(states) == len(batch.reqs)
         self.request_admission.pass_on(batch, requests)
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
-        if as_sglang and not self.runtime.tracks:
+        served = self.remote is not None and self.remote.busy
+        if as_sglang and not self.runtime.tracks and not served:
             # Nothing to plan and nothing to draft: as fast as plain SGLang.
             self.reporter.begin(requests, None)
             result = self._run_plain(batch, states, last=self.overlap)
             self.reporter.end(())
             return result
         plan = self._plan(batch, states)
+        remote = self._remote(plan, requests)
         actions = {
-            i: last_action(state) or plan.rows.get(state.rid) or Plain(state.rid)
+            i: remote.get(i)
+            or last_action(state)
+            or plan.rows.get(state.rid)
+            or Plain(state.rid)
             for i, state in requests.items()
         }
         self.reporter.begin(requests, actions)
@@ -170,7 +183,7 @@ class Decoding:
                 batch, requests, actions, ready, self.proposer
             )
             if self._work is None:
-                time.sleep(IDLE_SECONDS)
+                self._rest()
         moves = self._make_moves(plan, batch)
         if plan.moves:
             # Moves, also abandoned ones, edit rows and the free list after the event
@@ -181,6 +194,23 @@ class Decoding:
             self._publish(result, requests, len(batch.reqs))
         self.reporter.end(moves)
         return result
+
+    def _remote(
+        self, plan: Plan, requests: dict[int, RequestState]
+    ) -> dict[int, RowAction]:
+        """Return the actions that other servers decide, by index in the batch."""
+        if self.remote is None:
+            return {}
+        planned = sum(isinstance(action, Verify) for action in plan.rows.values())
+        room = len(self.placement.verify_rows) - planned
+        return self.remote.actions(requests, room)
+
+    def _rest(self) -> None:
+        """Let time pass in an iteration in which every request waits."""
+        if self.remote is None or self.in_flight.unrecorded:
+            time.sleep(IDLE_SECONDS)
+        else:
+            self.remote.wait(MESSAGE_SECONDS)
 
     def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> Plan:
         complete: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from vericache_sglang.compression.base import Probe, ProbeLayer
 from vericache_sglang.kv.row_edit import allocate, free
 from vericache_sglang.kv.swapped import gathered
 from vericache_sglang.runtime.forward.extend import Extend, KnownTokens
+from vericache_sglang.scheduling.iteration_model import Work
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,14 @@ class Probing:
                 probe for probe in probes if self._fits(state, probe)
             )
         return not self._waiting[state.rid]
+
+    def work(self, state: RequestState) -> list[Work]:
+        """Return the work of the forwards that are still to be run over a prompt."""
+        lengths = [len(probe.tokens) for probe in self._waiting.get(state.rid, ())]
+        if not self._prefill.ready(state.rid):
+            lengths.append(self._prefill.tails.width)
+        slots = state.prompt
+        return [Work(tokens, slots + tokens, tokens * slots) for tokens in lengths]
 
     def step(self, state: RequestState, batch_index: int, batch: ScheduleBatch) -> bool:
         """Run the next probe of a request, or the end of its prompt.

@@ -2,13 +2,16 @@
 
 The request, its stop conditions and its stream stay SGLang's own; only the tokens come
 from a verifier (``remote.owner``). One that no verifier decodes any more is prefilled
-here with the tokens so far, as after a retraction.
+here with the tokens so far, as after a retraction. One that drafts here has a row and
+is in SGLang's batch (``paired``); it returns to the relay when it loses the row.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -24,7 +27,7 @@ from vericache_sglang.runtime.known_tokens import know_next
 from vericache_sglang.runtime.request_options import read_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, MutableSequence, Sequence
 
     from sglang.srt.managers.schedule_batch import Req
 
@@ -37,6 +40,48 @@ IDLE_WAIT_S = 0.002
 """Wait for messages while nothing runs here, in seconds; new requests wait too."""
 
 
+@dataclass(slots=True)
+class PairedRequest:
+    """A request that drafts here.
+
+    Attributes:
+        req: SGLang's request.
+        number: Its number in the protocol.
+        tokens: Output tokens that its verifier has decided; ``req.output_ids`` follows.
+        asked: Tokens are to come from the verifier.
+        asked_at: Since when, in seconds.
+        sent: Drafts that they are to verify.
+    """
+
+    req: Req
+    number: int
+    tokens: MutableSequence[int]
+    asked: bool = False
+    asked_at: float = 0.0
+    sent: int = 0
+
+    @property
+    def fresh(self) -> int:
+        """Tokens that SGLang has not processed yet."""
+        return len(self.tokens) - len(self.req.output_ids)
+
+
+class Starts(Protocol):
+    """Has requests of the relay draft here (``paired``)."""
+
+    def suit(self, req: Req) -> bool:
+        """Return whether a new request would draft here if its prefix is stored."""
+
+    def read(self, scheduler: Any, req: Req) -> None:
+        """Have the draft KV of a request read that is open at a verifier."""
+
+    def forget(self, rid: str) -> None:
+        """End the read of a request's draft KV; also of one that is not read."""
+
+    def lose(self, rid: str) -> None:
+        """Have a request leave its row; it returns to the relay."""
+
+
 class Relay:
     """See ``remote_role.Role``: the role of a drafter.
 
@@ -46,6 +91,10 @@ class Relay:
         owner: The protocol.
         transport: Its connections.
         counters: Counts requests by path.
+
+    Attributes:
+        starts: Has requests draft here; None unless the path is p1.
+        paired: SGLang's request id -> request that drafts here.
     """
 
     def __init__(
@@ -61,6 +110,8 @@ class Relay:
         self._owner = owner
         self._transport = transport
         self._counters = counters
+        self.starts: Starts | None = None
+        self.paired: dict[str, PairedRequest] = {}
         self._requests: dict[int, Req] = {}
         self._numbered = 0
         self._beat_at = 0.0
@@ -71,21 +122,28 @@ class Relay:
         """Requests that are in none of SGLang's queues and batches."""
         return self._requests.values()
 
-    def take(self, scheduler: Any, req: Req) -> bool:
+    def take(self, scheduler: Any, req: Req, is_retracted: bool) -> bool:
         """Open a new request at a verifier; False: it is decoded here."""
-        allowed = self._config.remote_path == "b1" and travels(req)
-        if not allowed or not self._open(req):
+        if is_retracted:
+            return self._relay_again(req)
+        allowed = self._config.remote_path != "local" and travels(req)
+        drafts = allowed and self.starts is not None and self.starts.suit(req)
+        if not allowed or not self._open(req, drafts):
             self._counters.remote_local += 1
             return False
         self._counters.remote_b1 += 1
         req.time_stats.set_wait_queue_entry_time()
+        if drafts and self.starts is not None:
+            self.starts.read(scheduler, req)
         return True
 
-    def _open(self, req: Req) -> bool:
+    def _open(self, req: Req, drafts: bool) -> bool:
+        """Open a request; if it is to draft here, its verifier does not."""
         options = read_options(req.sampling_params.custom_params, self._config)
+        here = {"enabled": False, "inner": False}
+        there = {"enabled": options.enabled}
         sent = replace(
-            req.sampling_params,
-            custom_params={KEY: {"enabled": options.enabled}},
+            req.sampling_params, custom_params={KEY: here if drafts else there}
         )
         rid, self._numbered = self._numbered, self._numbered + 1
         request = OwnedRequest(
@@ -102,6 +160,61 @@ class Relay:
         req.customized_info = {**(req.customized_info or {}), KEY: stats}
         return True
 
+    # -- requests that draft here ------------------------------------------------
+
+    def open_request(self, rid: str) -> Req | None:
+        """Return a request that is relayed and goes on, by SGLang's id."""
+        found = (each for each in self._requests.values() if each.rid == rid)
+        return next((each for each in found if each.to_finish is None), None)
+
+    def pair(self, req: Req) -> None:
+        """Leave the output of a request to SGLang: it has a row and drafts."""
+        number = next(n for n, each in self._requests.items() if each is req)
+        del self._requests[number]
+        self._counters.remote_p1 += 1
+        pair = self.paired[req.rid] = PairedRequest(
+            req, number, array("q", req.output_ids)
+        )
+        self._owner.relay(number, pair.tokens, time.monotonic())
+        self.verify(pair, ())
+
+    def verify(self, pair: PairedRequest, drafts: Sequence[int]) -> None:
+        """Send drafts at once; with none the verifier decides one token."""
+        pair.asked, pair.asked_at, pair.sent = True, time.monotonic(), len(drafts)
+        if self._owner.tokens(pair.number) is not None:
+            self._owner.verify(pair.number, drafts, pair.asked_at)
+            self._send()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for messages, ``seconds`` at most."""
+        self._transport.wait(seconds)
+
+    def _relay_again(self, req: Req) -> bool:
+        """Relay a request again that has lost its row; False: it was not paired."""
+        pair = self.paired.pop(req.rid, None)
+        if pair is None:
+            return False
+        fresh = pair.fresh
+        req.output_ids.extend(pair.tokens[len(req.output_ids) :])
+        self._requests[pair.number] = req
+        if fresh:
+            self._owner.committed[pair.number] = fresh
+        if self._owner.tokens(pair.number) is None:
+            self._owner.returned.append(pair.number)
+        self._owner.relay(pair.number, req.output_ids, time.monotonic())
+        return True
+
+    def _look_at_pairs(self) -> None:
+        """Close requests that have finished; those returned lose their row."""
+        for rid, pair in list(self.paired.items()):
+            if pair.req.finished():
+                del self.paired[rid]
+                self._owner.close(pair.number)
+            elif self._owner.tokens(pair.number) is None and self.starts is not None:
+                self.starts.lose(rid)
+
+    # ----------------------------------------------------------------------------
+
     def exchange(self, scheduler: Any) -> None:
         """Send and receive; commit tokens. Called once per scheduler iteration."""
         if self._requests and _nothing_runs(scheduler):
@@ -117,12 +230,16 @@ class Relay:
         for rid in self._owner.returned:
             self._return(scheduler, self._requests.pop(rid, None))
         self._owner.returned.clear()
-        for peer, said in self._owner.outbox:
-            self._transport.send(peer, said)
-        self._owner.outbox.clear()
+        self._look_at_pairs()
+        self._send()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._transport.repeat(dict(enumerate(self._owner.beats())))
+
+    def _send(self) -> None:
+        for peer, said in self._owner.outbox:
+            self._transport.send(peer, said)
+        self._owner.outbox.clear()
 
     def _commit(self, scheduler: Any) -> None:
         """Let SGLang look at new tokens, and at requests that clients have aborted."""
@@ -142,6 +259,9 @@ class Relay:
                 self._finish(scheduler, rid)
             told.append(req)
         self._owner.committed.clear()
+        for pair in self.paired.values():
+            if pair.fresh > 0:
+                self._owner.committed[pair.number] = pair.fresh
         if told:
             logprobs = any(req.return_logprob for req in told)
             scheduler.output_streamer.stream_output(told, logprobs)
@@ -150,6 +270,8 @@ class Relay:
         """Release a request that has finished; it has no row."""
         req = self._requests.pop(rid)
         self._owner.close(rid)
+        if self.starts is not None:
+            self.starts.forget(req.rid)
         handle = req.cache_request_handle
         scheduler.tree_cache.finish(handle, CacheRequestOutcome.SUCCESS)
         req.time_stats.set_completion_time()
@@ -159,6 +281,8 @@ class Relay:
         if req is None:
             return
         self._counters.remote_returns += 1
+        if self.starts is not None:
+            self.starts.forget(req.rid)
         req.vericache_path = "local"
         if req.output_ids:
             if req.grammar is not None:

@@ -53,8 +53,8 @@ class Role(Protocol):
     def in_flight(self) -> Iterable[Req]:
         """Requests that are in none of SGLang's queues and batches."""
 
-    def take(self, scheduler: Any, req: Req) -> bool:
-        """Return whether a new request is not to enter the waiting queue."""
+    def take(self, scheduler: Any, req: Req, is_retracted: bool) -> bool:
+        """Return whether a request is not to enter the waiting queue."""
 
     def exchange(self, scheduler: Any) -> None:
         """Send and receive. Called once per scheduler iteration."""

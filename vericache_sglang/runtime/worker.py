@@ -30,7 +30,6 @@ from vericache_sglang.runtime.arrival import RequestStateFactory
 from vericache_sglang.runtime.control_requests import ControlGate
 from vericache_sglang.runtime.departure import keep_last_token
 from vericache_sglang.runtime.draft_model import WEIGHTED, DraftHead
-from vericache_sglang.runtime.early_starts import EarlyStarts
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.forward.graphs import eager_reasons, graph_figures
 from vericache_sglang.runtime.forward.mixed import MixedForward
@@ -48,10 +47,12 @@ from vericache_sglang.runtime.in_flight import (
 from vericache_sglang.runtime.iteration import Decoding
 from vericache_sglang.runtime.known_tokens import put_known
 from vericache_sglang.runtime.model_services import ModelServices
+from vericache_sglang.runtime.paired import open_starts
 from vericache_sglang.runtime.placement import KVPlacement
 from vericache_sglang.runtime.probing import Probing
 from vericache_sglang.runtime.recovery import Recovery
 from vericache_sglang.runtime.remote_role import STANDALONE, open_role
+from vericache_sglang.runtime.remote_rows import rows_of
 from vericache_sglang.runtime.result_recorder import ResultRecorder
 from vericache_sglang.runtime.scheduler_settings import runtime_settings
 from vericache_sglang.runtime.tp_sync import open_tp_sync
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
-    from vericache_sglang.runtime.forward.extend import Extend
 
 
 class VeriCacheWorker(BaseSpecWorker):
@@ -176,7 +176,8 @@ class VeriCacheWorker(BaseSpecWorker):
             self._tp_sync,
         )
         self._request_admission = RequestAdmission(
-            self.placement, probing, self.runtime, overlap=self._overlap
+            *(self.placement, probing, self.runtime, self._tp_sync),
+            overlap=self._overlap,
         )
         leads = self._tp_sync.leads
         sinks = open_sinks(self._config, self._figures) if leads else {}
@@ -197,7 +198,15 @@ class VeriCacheWorker(BaseSpecWorker):
             overlap=self._overlap,
         )
         # Called by the hook on the scheduler (patches: managers_scheduler_queue).
-        self.early_starts = self._open_early_starts(mixed, probing.extend)
+        self.early_starts = open_starts(
+            self._config,
+            self.placement,
+            self._draft_tokens,
+            self._would_draft,
+            self._arrive,
+        )
+        if self.early_starts is not None:
+            mixed.extend = probing.extend
         self._decoding = Decoding(
             states=self._states,
             target_worker=self._target_worker,
@@ -215,25 +224,14 @@ class VeriCacheWorker(BaseSpecWorker):
             max_running=req_to_token_pool.size,
             proposer=self._proposer,
             early_starts=self.early_starts,
+            remote=rows_of(
+                *(self.role, self.early_starts, self._draft_tokens),
+                *(self.runtime, self._states),
+            ),
         )
         req_to_token_pool.segments = self.placement.segments
         req_to_token_pool.on_arrival = self.receive
         req_to_token_pool.on_free = self.release
-
-    def _open_early_starts(
-        self, mixed: MixedForward, extend: Extend
-    ) -> EarlyStarts | None:
-        """Return what starts requests on stored draft KV; None if that is off."""
-        if self._config.draft_first == "off":
-            return None
-        mixed.extend = extend
-        return EarlyStarts(
-            self._config,
-            self.placement,
-            self._draft_tokens,
-            self._would_draft,
-            self._sit_down,
-        )
 
     def _open_draft_tokens(self, requests: int) -> None:
         """Allocate the draft token buffer; open the inner drafter, if there is one.
@@ -286,7 +284,7 @@ class VeriCacheWorker(BaseSpecWorker):
         else:
             self._decoding.interrupt()
             result = self._prefill(batch)
-        result.next_draft_input = VeriCacheSpecInput(len(batch.reqs))
+        result.next_draft_input = VeriCacheSpecInput()
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
@@ -336,7 +334,7 @@ class VeriCacheWorker(BaseSpecWorker):
             lengths = batch.seq_lens_cpu.tolist()
             for req, length in zip(batch.reqs, lengths, strict=True):
                 with self._recovery.of_arrival(req):
-                    self._arrive(req, length, unreported=0)
+                    self._arrive(req, length)
 
     def release(self, req: Req) -> None:
         """Forget a request whose row SGLang frees: finished, aborted or retracted."""
@@ -561,10 +559,7 @@ class VeriCacheWorker(BaseSpecWorker):
     def _would_draft(self, req: Req, length: int) -> bool:
         return self._fits(length) and self._state_factory.drafts(req)
 
-    def _sit_down(self, req: Req, length: int) -> RequestState:
-        return self._arrive(req, length, unreported=0)
-
-    def _arrive(self, req: Req, length: int, unreported: int) -> RequestState:
+    def _arrive(self, req: Req, length: int, unreported: int = 0) -> RequestState:
         """Create a request's state; each prefill chunk replaces the previous one."""
         fits = self._fits(length)
         state = self._state_factory.state_of(req, length, fits, unreported)

@@ -11,8 +11,8 @@ class Residency(Enum):
 
     DEVICE: in the KV pool; a verification needs no transfer. HOST: in host memory; a
     verification needs a prefetch. SWAPPED: the draft KV is in host memory too; the
-    request is paused. STORE: it is still being read from the store; the request drafts,
-    and nothing of it was verified yet.
+    request is paused. STORE: it is in the store; the request drafts, and is
+    verified once it was read, or by another server.
     """
 
     DEVICE = "device"
@@ -214,6 +214,13 @@ class Wait:
     """Skip this forward: draft limit reached, prefetch late, or swapped out."""
 
     rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver(Wait):
+    """Skip this forward, and emit tokens that another server has decided."""
+
+    tokens: tuple[int, ...]
 
 
 Move = Compress | Restore | Offload | Load | SwapOut | SwapIn | Complete

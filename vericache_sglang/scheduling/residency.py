@@ -147,6 +147,21 @@ class ResidencyPolicy:
                 spare -= track.spec.kept
         return tuple(compressions)
 
+    def probes_pay(self, track: ScheduledRequest, rows: int, probes_s: float) -> bool:
+        """Return whether compressing a prompt pays for its probes too.
+
+        True if the residency is forced.
+
+        Args:
+            track: The request, autoregressive.
+            rows: Running requests.
+            probes_s: Time of its probes, in seconds.
+        """
+        if self._settings.residency != "auto":
+            return True
+        gain = self._throughput.best(track, Residency.DEVICE, rows).gain
+        return self._pays_back(track, gain, rows, probes_s)
+
     def drafting_pays(
         self, track: ScheduledRequest, rows: int, link_load_s: float, least: float
     ) -> bool:
@@ -224,7 +239,7 @@ class ResidencyPolicy:
             return None
         others_s = link_load_s if where is Residency.HOST else 0.0
         choice = self._throughput.best(track, where, given.rows, others_s)
-        if choice.gain >= ENTER and self._amortised(track, choice.gain, given.rows):
+        if self._pays_back(track, choice.gain, given.rows):
             return Compress(track.rid, where)
         track.look_at = now + track.patience.wait()
         return None
@@ -233,11 +248,15 @@ class ResidencyPolicy:
         """Return whether the residual KV fits host budget and staging buffer."""
         return track.spec.staged <= min(given.host_slots, self._settings.staging_slots)
 
-    def _amortised(self, track: ScheduledRequest, gain: float, rows: int) -> bool:
+    def _pays_back(
+        self, track: ScheduledRequest, gain: float, rows: int, probes_s: float = 0.0
+    ) -> bool:
         """Return whether the remaining tokens pay for compressing the prompt."""
+        if gain < ENTER:
+            return False
         plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
-        return saved_s > PAYBACK * self._throughput.split_s(track)
+        return saved_s > PAYBACK * (self._throughput.split_s(track) + probes_s)
 
     def _freeing_move(
         self,

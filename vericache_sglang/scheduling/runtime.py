@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeGuard
 
 from vericache_sglang.scheduling.acceptance import Acceptance, Prior
-from vericache_sglang.scheduling.draft_length import Patience
+from vericache_sglang.scheduling.draft_length import Patience, RoundCost, best_length
 from vericache_sglang.scheduling.estimates import Estimates, proposal_prior
 from vericache_sglang.scheduling.lockstep import LockStep
 from vericache_sglang.scheduling.plan import (
@@ -42,6 +42,7 @@ from vericache_sglang.scheduling.throughput import Throughput
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vericache_sglang.scheduling.iteration_model import Work
     from vericache_sglang.scheduling.pacing import Pacing
     from vericache_sglang.scheduling.settings import RuntimeSettings
 
@@ -111,8 +112,25 @@ class Runtime:
         track.most = track.cap(self.settings.draft_length)
         self._choose_proposals(track)
 
+    def probes_pay(self, spec: RequestSpec, rows: int, probes: Iterable[Work]) -> bool:
+        """Return whether compressing a prompt would pay for its probes too.
+
+        Args:
+            spec: Of a request that has not arrived.
+            rows: Running requests.
+            probes: Work of each of its probes.
+        """
+        self.throughput.refresh()
+        probes_s = sum(map(self.estimates.iteration.predict, probes))
+        return self.policy.probes_pay(self._track_of(spec), rows, probes_s)
+
     def _begin_tracking(self, spec: RequestSpec) -> ScheduledRequest:
-        track = ScheduledRequest(
+        track = self._track_of(spec)
+        self.tracks[spec.rid] = track
+        return track
+
+    def _track_of(self, spec: RequestSpec) -> ScheduledRequest:
+        return ScheduledRequest(
             spec=spec,
             acceptance=Acceptance(self.estimates.prior),
             patience=Patience(),
@@ -121,8 +139,6 @@ class Runtime:
             ),
             emitted_at=self.now,
         )
-        self.tracks[spec.rid] = track
-        return track
 
     def leave(self, rid: str) -> None:
         """Remove a request: finished, aborted or retracted."""
@@ -177,6 +193,35 @@ class Runtime:
                 self._observe_proposals(track, result.proposed, result.emitted - 1)
             if self._verified.pop(track.rid, None) is not None:
                 self._next_cycle(track)
+
+    def record_verdict(
+        self, rid: str, emitted: int, drafted: int, accepted: int, round_s: float
+    ) -> None:
+        """Record what another server has decided of a request that drafts here.
+
+        It drafts one token more than is sent (``runtime/paired.py``).
+
+        Args:
+            rid: Request id; one that has ended is ignored.
+            emitted: Tokens it has emitted, >= 1.
+            drafted: Drafts that were verified, >= 0.
+            accepted: Those that were accepted.
+            round_s: Time from drafts to their verdict, in seconds.
+        """
+        track = self.tracks.get(rid)
+        if track is None:
+            return
+        if drafted:
+            track.acceptance.observe(drafted, accepted)
+        self._emit(track, emitted)
+        track.drafts, track.pending, track.waited, track.closed = 0, 0, 0, False
+        longest = track.cap(self.settings.draft_length)
+        step_s = self.estimates.iteration.iteration_s.value
+        track.length = 0
+        if longest:
+            cost = RoundCost(step_s, step_s, round_s, 0.0, 0.0)
+            track.length = best_length(track.acceptance.p, cost, longest).length
+        track.most = track.length + 1 if track.remaining > 0 else -1
 
     def moved(self, move: Move, group: str = "") -> None:
         """Record a move that the executor has made.

@@ -156,9 +156,9 @@ def check_draft_first(config: VeriCacheConfig, server_args: Any) -> None:
     Raises:
         UnsupportedError: They cannot; the message lists every reason.
     """
-    if config.draft_first == "on":
-        asked = DraftFirst(config, server_args)
-        _refuse("server with draft_first", DRAFT_FIRST_RULES, asked)
+    asked = DraftFirst(config, server_args)
+    if asked.asking:
+        _refuse(f"server with {asked.asking}", DRAFT_FIRST_RULES, asked)
 
 
 def _refuse(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DraftFirst(NamedTuple):
-    """The settings of a server with ``draft_first`` on.
+    """The settings of a server that starts requests on stored draft KV.
 
     Attributes:
         config: Settings of VeriCache.
@@ -24,6 +24,14 @@ class DraftFirst(NamedTuple):
     config: VeriCacheConfig
     args: Any
 
+    @property
+    def asking(self) -> str:
+        """The flag that asks for it; "" if none does."""
+        config = self.config
+        if config.role == "drafter" and config.remote_path == "p1":
+            return f"{flag('remote_path')} p1"
+        return f"{flag('draft_first')} on" if config.draft_first == "on" else ""
+
 
 def _stores_no_parts(asked: DraftFirst) -> bool:
     compressor = create_compressor(asked.config.compressor, asked.config.seed)
@@ -32,7 +40,7 @@ def _stores_no_parts(asked: DraftFirst) -> bool:
 
 DRAFT_FIRST_RULES: tuple[Rule, ...] = (
     Rule(
-        f"{flag('draft_first')} on",
+        "{0.asking}",
         lambda asked: not asked.args.hicache_storage_backend,
         "there is no store to read draft KV from",
         "give --hicache-storage-backend, or drop it",
@@ -57,6 +65,14 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
         f"use {flag('inner')} ngram",
     ),
     Rule(
+        f"{flag('acceptance')} rejection with {{0.asking}}",
+        lambda asked: (
+            asked.config.acceptance == "rejection" and asked.config.remote_path == "p1"
+        ),
+        "its verifier does not know from which distribution a draft was drawn",
+        f"use {flag('acceptance')} coupled",
+    ),
+    Rule(
         "--tp-size {0.args.tp_size}",
         lambda asked: asked.args.tp_size > 1,
         "the ranks do not agree on which draft KV has been read",
@@ -64,9 +80,11 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{flag('role')} {{0.config.role}}",
-        lambda asked: asked.config.role != "standalone",
+        lambda asked: (
+            asked.config.draft_first == "on" and asked.config.role != "standalone"
+        ),
         "it is untested with requests that other servers own or decode",
-        "serve standalone",
+        f"drop {flag('draft_first')}; a drafter has {flag('remote_path')} p1",
     ),
 )
 """Rules over ``DraftFirst``."""

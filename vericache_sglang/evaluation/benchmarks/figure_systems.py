@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-RATES = (0.5, 1.0, 2.0)
+RATES = (1.0, 2.0, 4.0)
 """Requests a second of figure 12."""
 
 LENGTHS = (5, 15, 30)

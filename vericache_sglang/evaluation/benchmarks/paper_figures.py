@@ -79,7 +79,8 @@ LEFT_OUT = {
     "code",
     "fig3, left": "SWE-bench Lite, with that model",
     "fig5, fig6, fig7": "drawings without data",
-    "fig12, fig14 and fig15, bottom": "pipeline 2: no remote instance drafts yet",
+    "fig12, fig14 and fig15, bottom": "pipeline 2 is not measured: "
+    "no server has the paths P2 and B2 across machines",
     "fig13, measured": "`bench sweep --links` emulates a link, `bench pipeline1 "
     "--pools` shrinks the KV budget; there is one machine here",
 }
@@ -299,7 +300,7 @@ TARGETS: Mapping[str, Target] = {
     ),
     "fig11-right": Target(
         title="Remote prefix caching, one local and four remote instances; nothing "
-        "measured: no remote instance drafts yet",
+        "measured: no server has the paths P2 and B2 across machines",
         x="model",
         y="tokens/s",
         points=tuple(MODELS),

@@ -131,8 +131,8 @@ PUBLISHED: Mapping[str, Peer] = {
         same="a head trained for the model proposes from the outputs of three of its "
         "layers, verification on resident full KV, nothing compressed",
         differs=f"chains of {CHAIN}, no trees; the head attends to the last 512 "
-        "tokens, and reads nothing that came from the prefix cache, as prompts here "
-        "do: it foresees less until an answer has some dozen tokens. SGLang's own "
+        "tokens, and of what came from the prefix cache, as prompts here do, only to "
+        "the last 64: it foresees less until an answer has some dozen. SGLang's own "
         "EAGLE3 needs a GPU: `bench --system`",
         published="1 to 2 drafts accepted; 0.81x at long contexts",
         conditions="VeriCache's paper, Qwen-32B and Llama-70B; 0.81x: in HOWL's paper",

@@ -114,7 +114,7 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
             grid=self.capture_num_tokens,
         )
         self._captured_ragged_layouts[num_tokens] = layout
-        spec_info = VeriCacheSpecInput(rows, features=self.features)
+        spec_info = VeriCacheSpecInput(features=self.features)
         spec_info.ragged_verify_layout = layout
         return spec_info
 

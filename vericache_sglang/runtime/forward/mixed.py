@@ -11,7 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.runtime.forward.extend import Extend, KnownTokens
+from vericache_sglang.runtime.forward.extend import Extend, KnownTokens, unseen
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
 from vericache_sglang.runtime.forward.spec_input import take_hidden
@@ -103,10 +103,15 @@ class MixedForward:
         for i, state in requests.items():
             rows.add(i, state, actions[i])
         if not rows.rows:
-            return self.nothing(batch), None
+            return self.nothing(batch, rows.given), None
         for row in rows.rows:
-            if not row.drafts and requests[row.batch_index].inexact:
-                self._make_exact(batch, row, requests[row.batch_index])
+            state = requests[row.batch_index]
+            if row.drafts and state.behind:
+                self._extend(batch, row, state, state.behind)
+                state.behind = 0
+            elif not row.drafts and state.inexact:
+                self._extend(batch, row, state, state.inexact)
+                state.inexact = 0
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
         features = proposer is not None and proposer.reads(requests.values())
@@ -145,23 +150,32 @@ class MixedForward:
         self._placement.counters.note_forward(actions.values())
         return result, work
 
-    def _make_exact(
-        self, batch: ScheduleBatch, row: ForwardRow, state: RequestState
+    def _extend(
+        self, batch: ScheduleBatch, row: ForwardRow, state: RequestState, count: int
     ) -> None:
-        """Compute the KV of a verified row's last tokens again, over its full KV."""
+        """Compute the KV of a row's last tokens: over its full KV, if it is verified.
+
+        Those of a row that drafts have none yet; the others have that over draft KV.
+        """
         if self.extend is None:
             raise InvariantError(f"{state.rid} started early, which is off")
-        count = state.inexact
         first, end = state.verified - count, state.row_length
         slots = self._placement.table[row.own, end - count : end].to(torch.int64)
-        tokens = state.req.origin_input_ids[first : state.verified]
-        known = KnownTokens(row.own, tokens, first, row.table_row, first, slots)
-        self.extend.run(batch, row.batch_index, known)
-        state.inexact = 0
+        tokens = state.text(first, state.verified)
+        prefix, show = (end - count, unseen) if row.drafts else (first, None)
+        known = KnownTokens(row.own, tokens, first, row.table_row, prefix, slots)
+        self.extend.run(batch, row.batch_index, known, show)
 
-    def nothing(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Return the result of an iteration in which every request waited."""
-        result = self._result(batch)
+    def nothing(
+        self, batch: ScheduleBatch, given: dict[int, list[int]] | None = None
+    ) -> GenerationBatchResult:
+        """Return the result of an iteration in which every request waited.
+
+        Args:
+            batch: The decode batch.
+            given: Batch index -> tokens that another server has decided.
+        """
+        result = self._result(batch, given)
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
         return result
 
@@ -183,7 +197,7 @@ class MixedForward:
         emission = self._draft_tokens.commit(
             DraftTokenRows(pool_idx, first, kind), target
         )
-        result = self._result(batch)
+        result = self._result(batch, rows.given)
         # A drafting request accepts no token; the host reads its drafts from here.
         result.next_token_ids.view(-1, self._draft_tokens.most)[at] = emission.tokens
         result.accept_lens[at] = emission.counts
@@ -225,7 +239,7 @@ class MixedForward:
             if row.emits
         }
         self._draft_tokens.put([row.state for row in asked])
-        result = self._result(batch, emitted, table)
+        result = self._result(batch, emitted | rows.given, table)
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
         return result
 

@@ -15,6 +15,7 @@ from vericache_sglang.errors import InvariantError
 from vericache_sglang.runtime.forward.spec_input import VeriCacheSpecInput
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
+    Deliver,
     Draft,
     Plain,
     Residency,
@@ -69,10 +70,15 @@ class MixedRows:
 
     Args:
         placement: Owns the block table, including the draft block-table rows.
+
+    Attributes:
+        rows: The rows of the forward.
+        given: Batch index -> tokens that another server has decided, without a row.
     """
 
     def __init__(self, placement: KVPlacement) -> None:
         self.rows: list[ForwardRow] = []
+        self.given: dict[int, list[int]] = {}
         self._placement = placement
         self._table = placement.table
         self._verify_rows = iter(placement.verify_rows)
@@ -80,6 +86,8 @@ class MixedRows:
     def add(self, batch_index: int, state: RequestState, action: RowAction) -> bool:
         """Add the row of ``action``; return False if the request must wait."""
         if isinstance(action, Wait):
+            if isinstance(action, Deliver):
+                self.given[batch_index] = list(action.tokens)
             return False
         own, first, pending_max = state.req_pool_idx, 0, state.pending_max
         queries = 1 + action.proposals
@@ -194,7 +202,9 @@ class MixedRows:
 
     def _whole_row(self, own: int, state: RequestState, queries: int) -> int:
         """Return the block-table row that lists the full KV, for a verification."""
-        parts = state.split
+        parts = state.parts
+        if parts is None:  # another server has drafted
+            return own
         if parts.residency is Residency.DEVICE and parts.shared_slots is not None:
             return own
         source = self._table[own]
@@ -265,9 +275,7 @@ def build_forward(
     batch.out_cache_loc = inputs.slots
     batch.return_logprob = False
     batch.has_grammar = False
-    batch.spec_info = VeriCacheSpecInput(
-        len(lengths), inputs.positions, lengths, features=features
-    )
+    batch.spec_info = VeriCacheSpecInput(inputs.positions, lengths, features=features)
     forward = ForwardBatch.init_new(
         batch, model_runner, return_hidden_states_before_norm=False
     )

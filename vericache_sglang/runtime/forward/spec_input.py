@@ -39,7 +39,6 @@ class VeriCacheSpecInput(SpecInput):
     below.
 
     Args:
-        rows: Requests of the batch.
         positions: [tokens] int64 true positions of a mixed forward; None in a relay.
         row_lengths: Query tokens of every row of a mixed forward; None in a relay.
         features: An inner drafter reads what the forward computes.
@@ -47,7 +46,6 @@ class VeriCacheSpecInput(SpecInput):
 
     def __init__(
         self,
-        rows: int,
         positions: torch.Tensor | None = None,
         row_lengths: list[int] | None = None,
         *,
@@ -68,7 +66,7 @@ class VeriCacheSpecInput(SpecInput):
         # Reason why no CUDA graph fits the forward; None if one does.
         self.eager: str | None = None
         self.future_indices: torch.Tensor | None = None
-        self.bonus_tokens = torch.zeros(rows, dtype=torch.int64)
+        self.bonus_tokens = None
         self.topk_p = None
         self.topk_index = None
         self.hidden_states = None

@@ -9,6 +9,7 @@ fresh one: plugins, patches, model and pools are loaded after the fork.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,17 +21,21 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from select import select
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.evaluation.server import ServerError
+from vericache_sglang.evaluation.server import ServerError, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.evaluation.server import Process
 
 IMPORTED = (
     "sglang.srt.entrypoints.engine",
@@ -41,8 +46,8 @@ IMPORTED = (
 )
 """What the processes of a server import; the plugins are not among it."""
 
-AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH")
-"""Environment variables that SGLang does not read while it is imported."""
+AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH", "SGLANG_ENABLE_STRICT_MEM_CHECK_")
+"""Beginnings of environment variables that SGLang does not read while imported."""
 
 DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): what a child gets when the fork server has ended."""
@@ -110,14 +115,15 @@ class ForkServer:
                 env={**os.environ, **environment},
                 text=True,
             )
-        self._log = log
+        self._log, self._environment = log, environment
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> ForkedProcess:
+    ) -> Process:
         """Run ``python -m ...`` in a fork, its output going to ``log``.
 
-        The first call waits for the imports.
+        The first call waits for the imports. With a variable that SGLang reads while it
+        is imported, and that the fork server has not, a fresh process is started.
 
         Args:
             command: This interpreter, ``-m``, the module and its arguments.
@@ -130,6 +136,9 @@ class ForkServer:
         """
         if tuple(command[:2]) != (sys.executable, "-m"):
             raise InvariantError(f"only python -m is forked, not {command}")
+        late = dict(environment.items() - self._environment.items())
+        if not all(name.startswith(AFTER_IMPORT) for name in late):
+            return spawn(command, {**self._environment, **environment}, log)
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None
         assert replies is not None
@@ -145,6 +154,16 @@ class ForkServer:
     def close(self) -> None:
         """End it; children that still run get a SIGTERM."""
         self._process.communicate(timeout=30)
+
+
+@cache
+def forks_with(**environment: str) -> ForkServer:
+    """Return this process's fork server with these variables, ended at exit."""
+    folder = tempfile.TemporaryDirectory(prefix="vericache-forks-")
+    forks = ForkServer(Path(folder.name, "forks.log"), environment)
+    atexit.register(folder.cleanup)
+    atexit.register(forks.close)
+    return forks
 
 
 def status_file(log: Path) -> Path:
@@ -179,7 +198,7 @@ def _reap(logs: dict[int, Path]) -> None:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
             return
-        with suppress(FileNotFoundError):  # whoever started it has removed the folder
+        with suppress(FileNotFoundError):  # its log's folder may be gone
             file = status_file(logs.pop(child))
             file.write_text(str(os.waitstatus_to_exitcode(status)))
 

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from demo.fork_server import ForkServer
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.evaluation.fork_server import ForkServer
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 ECHO = """
 import http.server, json, os, subprocess, sys
 child = subprocess.Popen(["sleep", "300"])
-print(os.environ["GREETING"], "wave" in sys.modules, child.pid, flush=True)
+print(os.environ["VERICACHE_GREETING"], "wave" in sys.modules, child.pid, flush=True)
 class Echo(http.server.BaseHTTPRequestHandler):
     def answer(self, found):
         self.send_response(200)
@@ -30,7 +30,9 @@ http.server.HTTPServer(("127.0.0.1", port), Echo).serve_forever()
 @pytest.fixture
 def forks(tmp_path):
     """Yield a fork server that has imported next to nothing."""
-    server = ForkServer(tmp_path / "forks.log", {"GREETING": "wrong"}, ["wave"])
+    server = ForkServer(
+        tmp_path / "forks.log", {"VERICACHE_GREETING": "wrong"}, ["wave"]
+    )
     yield server
     server.close()
 
@@ -40,11 +42,11 @@ def forked(forks, tmp_path):
     """Fork programs in a server's place; they are stopped."""
     started = []
 
-    def start(program):
+    def start(program, **more):
         (tmp_path / "forked_program.py").write_text(program)
         port = free_port()
         command = [sys.executable, "-m", "forked_program", "--port", str(port)]
-        more = {"PYTHONPATH": str(tmp_path), "GREETING": "hello"}
+        more |= {"PYTHONPATH": str(tmp_path), "VERICACHE_GREETING": "hello"}
         log = tmp_path / "log"
         started.append(OwnServer(command, port, more, log, forks.start))
         return started[-1]
@@ -79,6 +81,12 @@ def test_a_forked_server_answers_and_leaves_no_process(forked):
     server.close(at_once=True)
     assert server.process.poll() == -9
     wait_until_ended(child)
+
+
+def test_a_variable_that_imports_read_starts_a_fresh_process(forked):
+    server = forked("import sys; print('wave' in sys.modules)", SGLANG_READ_EARLY="1")
+    assert server.process.wait(60) == 0
+    assert server.output() == "False\n"
 
 
 def test_a_server_that_ends_tells_how_its_log_ends(forked):

@@ -1,0 +1,168 @@
+"""A drafter, a verifier and plain SGLang on loopback, and streams of their answers."""
+
+import http.client
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from live_server import LiveServer
+from proxy import Proxy
+
+from vericache_sglang.evaluation.server import free_port
+
+BOTH = (
+    *("--max-total-tokens", "30000", "--sleep-on-idle"),
+    "--enable-deterministic-inference",
+)
+LEASE_S = 4
+OURS = (
+    *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
+    *("--vericache-residency", "host", "--vericache-lease-s", str(LEASE_S)),
+    "--enable-metrics",
+)
+WAIT_S = 120
+
+
+class Pair:
+    """A verifier, a drafter that reaches it through a proxy, and plain SGLang.
+
+    Args:
+        folder: Of their logs.
+        flags: Of verifier and drafter.
+        drafts: Of the drafter alone.
+        environment: Of the drafter.
+        other: Port of another verifier, which a test may start.
+    """
+
+    def __init__(self, folder, flags=(), drafts=(), environment=None, other=0):
+        self.folder, self.flags = folder, flags
+        self.port = free_port()
+        self.verifier = self.start_verifier(self.port)
+        self.proxy = Proxy(f"tcp://127.0.0.1:{self.port}", 0.0)
+        known = [self.proxy.endpoint, f"tcp://127.0.0.1:{other}"][: 1 + bool(other)]
+        address = ("--vericache-verifiers", ",".join(known))
+        role = ("--vericache-role", "drafter", *address)
+        self.drafter = LiveServer(
+            folder, *OURS, *BOTH, *role, *flags, *drafts, environment=environment
+        )
+        self.plain = LiveServer(folder, "--disable-vericache", *BOTH)
+
+    def start_verifier(self, port):
+        address = f"tcp://127.0.0.1:{port}"
+        role = ("--vericache-role", "verifier", "--vericache-peer-bind", address)
+        return LiveServer(self.folder, *OURS, *BOTH, *role, *self.flags)
+
+    @contextmanager
+    def started(self):
+        """Wait until all serve; close them at last."""
+        try:
+            for server in (self.verifier, self.drafter, self.plain):
+                server.wait()
+            self.connected()
+            yield self
+        finally:
+            for server in (self.drafter, self.verifier, self.plain):
+                server.close()
+            self.proxy.close()
+
+    def until(self, server, holds):
+        """Wait until a server's counters are as they should be; return them."""
+        deadline = time.monotonic() + WAIT_S
+        while not holds(counters := server.counters()):
+            assert time.monotonic() < deadline, counters
+            time.sleep(0.1)
+        return counters
+
+    def keep(self, texts):
+        """Have the verifier prefill prompts and write their KV to its store."""
+        self.verifier.generate(texts)
+        self.verifier.settle("cache_store_waiting")
+
+    def connected(self):
+        return self.until(self.drafter, lambda c: c["remote_verifiers"] == 1)
+
+    def compare(self, texts, path=None, **params):
+        """Assert equal answers; return those of the drafter."""
+        got = self.drafter.generate(texts, **params)
+        wanted = self.plain.generate(texts, **params)
+        for one, other in zip(got, wanted, strict=True):
+            assert one["output_ids"] == other["output_ids"]
+            assert one["text"] == other["text"]
+            told, expected = one["meta_info"], other["meta_info"]
+            assert told["finish_reason"] == expected["finish_reason"]
+            assert logprobs(told) == pytest.approx(logprobs(expected), abs=1e-4)
+            if path:
+                assert told["vericache"]["path"] == path
+        return got
+
+
+def logprobs(info):
+    """Return all log-probabilities of an answer's tokens, and of the best others."""
+    found = [each[0] for each in info.get("output_token_logprobs", ())]
+    for best in info.get("output_top_logprobs", ()):
+        found += [each[0] for each in best]
+    return found
+
+
+def begin(server, text, tokens, **params):
+    """Ask for a stream; return the connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    sampling |= params
+    body = {"text": text, "sampling_params": sampling, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(body), headers)
+    return connection
+
+
+def stream(server, text, tokens, params, result):
+    """Stream an answer; append each chunk, parsed, to ``result``."""
+    for line in begin(server, text, tokens, **params).getresponse():
+        if line.startswith(b"data: {"):
+            result.append(json.loads(line[6:]))
+    return result
+
+
+class Streams:
+    """Streams of all prompts, running in threads."""
+
+    def __init__(self, server, prompts, tokens, params=()):
+        params = params or [{}] * len(prompts)
+        self._pool = ThreadPoolExecutor(len(prompts))
+        self.chunks = [[] for _ in prompts]
+        self._runs = [
+            self._pool.submit(stream, server, text, tokens, own, chunks)
+            for text, own, chunks in zip(prompts, params, self.chunks, strict=True)
+        ]
+
+    def under_way(self):
+        """Wait until every stream has some tokens."""
+        deadline = time.monotonic() + WAIT_S
+        while not all(len(each) > 2 for each in self.chunks):
+            assert time.monotonic() < deadline, [len(each) for each in self.chunks]
+            time.sleep(0.02)
+
+    def texts(self):
+        for run in self._runs:
+            run.result(WAIT_S)
+        return [each[-1]["text"] for each in self.chunks]
+
+
+def kill(server):
+    """End all processes of a server at once."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.close()
+
+
+MOVED = (
+    {},
+    # Filtered: SGLang draws other noise for a seed beside greedy requests, as they are.
+    {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 3},
+    {"logit_bias": {"20": 3.0, "40": -50.0}},
+    {"regex": "[a-z0-9 ]{150}"},
+)
+"""What the state of a request depends on that moves in the middle."""

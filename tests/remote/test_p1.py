@@ -1,0 +1,220 @@
+"""A drafter drafts on stored draft KV, a verifier verifies: plain SGLang's answers.
+
+The drafter's link to the store is EMULATED: reads from a folder are delayed. The tests
+share servers and run in order: the last ones kill them.
+"""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from live_pair import MOVED, Pair, Streams, begin, kill
+from live_server import MODEL, flip_a_bit
+
+from vericache_sglang.evaluation.server import free_port
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
+
+pytestmark = pytest.mark.server
+extended = pytest.mark.extended
+
+FLAGS = (
+    *("--vericache-compressor", "keynorm", "--hicache-storage-backend", "file"),
+    "--hicache-storage-backend-extra-config",
+)
+HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
+TOKENS = 240
+
+
+def store(folder, **link):
+    return json.dumps({"directory": str(folder / "store"), **link})
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Return prompts of 2 to 5 whole segments."""
+    return record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
+
+
+@contextmanager
+def servers(folder, documents, *flags, **of_drafter):
+    """Start servers whose store has the KV of the documents."""
+    slow = (*FLAGS, store(folder, read_mb_per_s=40, latency_ms=1))
+    own = ("--vericache-remote-path", "p1", *slow)
+    found = Pair(folder, (*flags, *FLAGS, store(folder)), own, **of_drafter)
+    with found.started():
+        found.keep(documents)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, documents):
+    """Return the servers of most tests."""
+    with servers(tmp_path_factory.mktemp("p1"), documents) as found:
+        yield found
+
+
+@pytest.fixture
+def pair(shared):
+    """Return the servers; a drafter that has prefilled a prompt reads no draft KV."""
+    shared.drafter.flush()
+    return shared
+
+
+def settled(server):
+    counters = server.settle()
+    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+    return counters
+
+
+SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
+KINDS = [
+    pytest.param({"ignore_eos": True}, "p1", id="greedy"),
+    pytest.param(SEEDED, "p1", id="seeded"),
+    pytest.param({"stop": ["0", " the"]}, None, id="stop strings"),
+    pytest.param({"logit_bias": {"20": 5.0}}, None, id="biased", marks=extended),
+    pytest.param({"regex": "[a-z0-9 ]{150}"}, "b1", id="grammar", marks=extended),
+    pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
+]
+
+
+@pytest.mark.parametrize(("params", "path"), KINDS)
+def test_answers_are_those_of_plain_sglang(pair, documents, params, path):
+    before = pair.drafter.counters()
+    answers = pair.compare(documents, max_new_tokens=TOKENS, **params)
+    told = [answer["meta_info"]["vericache"] for answer in answers]
+    paths = {each["path"] for each in told}
+    after = settled(pair.drafter)
+    assert pair.until(pair.verifier, lambda c: c["remote_guests"] == 0)
+    if path == "p1":
+        drafted = [each["drafted"] for each in told if each["path"] == "p1"]
+        assert drafted, paths
+        assert after["remote_p1"] - before["remote_p1"] == len(drafted)
+        assert after["drafted"] - before["drafted"] == sum(drafted) > 0
+        assert after["accepted"] > before["accepted"]
+    elif path:
+        assert paths == {path}
+
+
+def test_streams_grow_and_end_as_plain_sglang_s(pair, documents):
+    expected = Streams(pair.plain, documents, TOKENS).texts()
+    streams = Streams(pair.drafter, documents, TOKENS)
+    assert streams.texts() == expected
+    for chunks in streams.chunks:
+        assert len(chunks) > 4
+
+
+@extended
+@pytest.mark.parametrize(
+    ("spoil", "seed", "damaged"), [(Path.unlink, 6, 0), (flip_a_bit, 7, 2)]
+)
+def test_without_stored_draft_kv_requests_are_relayed(pair, spoil, seed, damaged):
+    texts = record_prompts(load_tokenizer(MODEL), [1500, 2100], seed)
+    stored = pair.folder / "store"
+    known = {*stored.iterdir()}
+    pair.keep(texts)
+    for each in {*stored.iterdir()} - known:
+        spoil(each)
+    before = pair.drafter.counters()
+    answers = pair.compare(texts, max_new_tokens=TOKENS, ignore_eos=True)
+    assert {each["meta_info"]["vericache"]["path"] for each in answers} == {"b1"}
+    after = settled(pair.drafter)
+    assert after["cache_store_damaged"] - before["cache_store_damaged"] == damaged
+    assert after["cache_store_misses"] > before["cache_store_misses"]
+    assert after["remote_p1"] == before["remote_p1"]
+
+
+def test_an_aborted_request_ends_on_both_sides(pair, documents):
+    before = pair.drafter.counters()
+    client = begin(pair.drafter, documents[0], 5000)
+    pair.until(pair.drafter, lambda c: c["drafted"] > before["drafted"])
+    client.close()
+    pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+    settled(pair.drafter)
+
+
+@extended
+def test_lost_repeated_and_reordered_messages_change_no_answer(pair, documents):
+    pair.proxy.share = 0.05
+    passed = pair.proxy.altered
+    try:
+        pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True)
+    finally:
+        pair.proxy.share = 0.0
+    assert pair.proxy.altered > passed + 5
+    pair.connected()
+
+
+def test_a_verifier_that_is_killed_costs_no_client_anything(pair, documents):
+    texts = [*documents, *documents]
+    params = [MOVED[i % len(MOVED)] for i in range(len(texts))]
+    expected = Streams(pair.plain, texts, TOKENS, params).texts()
+    before = pair.drafter.counters()
+    streams = Streams(pair.drafter, texts, TOKENS, params)
+    pair.until(pair.drafter, lambda c: c["drafted"] > before["drafted"])
+    kill(pair.verifier)
+    assert streams.texts() == expected
+    lasts = [chunks[-1]["meta_info"] for chunks in streams.chunks]
+    assert "local" in {last["vericache"]["path"] for last in lasts}
+    settled(pair.drafter)
+    pair.verifier = pair.start_verifier(pair.port)
+    pair.verifier.wait()
+    pair.connected()
+
+
+def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):
+    before = pair.drafter.counters()
+    clients = [begin(pair.drafter, text, 5000) for text in documents]
+    pair.until(pair.drafter, lambda c: c["remote_p1"] > before["remote_p1"])
+    kill(pair.drafter)
+    for client in clients:
+        client.close()
+    pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+    pair.verifier.flush()  # with strict checks: not a slot is missing
+    answers = pair.verifier.generate(documents)
+    plain = pair.plain.generate(documents)
+    assert [a["output_ids"] for a in answers] == [p["output_ids"] for p in plain]
+
+
+@extended
+def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
+    port = free_port()
+    with servers(tmp_path, documents, other=port) as pair:
+        expected = Streams(pair.plain, documents, 600).texts()
+        other = pair.start_verifier(port)
+        try:
+            other.wait()
+            pair.until(pair.drafter, lambda c: c["remote_verifiers"] == 2)
+            streams = Streams(pair.drafter, documents, 600)
+            pair.until(pair.drafter, lambda c: c["drafted"] > 0)
+            both = pair.verifier, other
+            kill(max(both, key=lambda each: each.counters()["remote_guests"]))
+            assert streams.texts() == expected
+            lasts = [chunks[-1]["meta_info"]["vericache"] for chunks in streams.chunks]
+            assert {last["path"] for last in lasts} == {"p1"}
+            assert pair.drafter.counters()["remote_failovers"] > 0
+            settled(pair.drafter)
+        finally:
+            other.close()
+
+
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+
+
+@extended
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        ((), RETRACTED),
+        (("--disable-overlap-schedule",), {}),
+        (("--page-size", "16"), {}),
+        (("--vericache-inner", "ngram"), {}),
+    ],
+    ids=["retracted", "no overlap", "pages", "prompt lookup"],
+)
+def test_other_servers_answer_the_same(flags, environment, documents, tmp_path):
+    with servers(tmp_path, documents, *flags, environment=environment) as pair:
+        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.compare(documents, max_new_tokens=TOKENS, **params)
+        assert settled(pair.drafter)["remote_p1"] > 0
+        pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)

@@ -1,0 +1,162 @@
+"""A drafter's rows whose drafts a verifier verifies, without forwards or messages.
+
+The verifier knows the text; the drafter's model is wrong now and then. Whatever the
+verifier decides and whenever it comes, a draft attends to the KV of the text before it.
+"""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from vericache_sglang.kv.request import RequestState
+from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+from vericache_sglang.runtime.paired import PairedStarts
+from vericache_sglang.runtime.relay import PairedRequest
+from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.scheduling.plan import (
+    Deliver,
+    Draft,
+    RequestSpec,
+    RowResult,
+    SchedulerInput,
+)
+from vericache_sglang.scheduling.runtime import Runtime
+from vericache_sglang.scheduling.settings import RuntimeSettings
+
+PROMPT, MOST, TOKENS, OWN = 5, 4, 120, 2
+GIVEN = SchedulerInput(free_slots=10**6, host_slots=10**6, rows=1)
+
+
+class Drafter:
+    """One paired request, and its verifier.
+
+    Attributes:
+        kv: Position -> the token whose KV is there.
+        late: Drafts of a forward whose results are recorded with the next one.
+    """
+
+    def __init__(self, seed, wrong, overlap):
+        self.dice, self.wrong, self.overlap = Random(seed), wrong, overlap
+        self.truth = [self.dice.randrange(50) for _ in range(PROMPT + 2 * TOKENS)]
+        self.runtime = Runtime(
+            RuntimeSettings(
+                pacing="staggered",
+                residency="host",
+                draft_length=MOST,
+                max_verifies=1,
+                staging_slots=1000,
+                token_bytes=1000,
+            )
+        )
+        params = SimpleNamespace(max_new_tokens=TOKENS)
+        kv = SimpleNamespace(req_pool_idx=OWN)
+        known = self.truth[PROMPT : PROMPT + 3]
+        self.req = SimpleNamespace(
+            rid="r",
+            kv=kv,
+            sampling_params=params,
+            origin_input_ids=self.truth[:PROMPT],
+            output_ids=known[:],
+        )
+        self.state = RequestState(
+            req=self.req,
+            prompt=PROMPT + 2,
+            verified=PROMPT + 2,
+            outputs=known[:],
+            profile=GREEDY_FAST,
+            stops=frozenset({49}),
+            stats=RequestStats(True, MOST),
+            planned=True,
+        )
+        self.kv = dict(enumerate(self.truth[: PROMPT + 2]))
+        self.pair = PairedRequest(self.req, 1, known[:])
+        self.starts = PairedStarts.__new__(PairedStarts)
+        self.starts._placement = SimpleNamespace(
+            counters=SimpleNamespace(note_cycle=lambda *counts: None)
+        )
+        self.starts._draft_tokens = DraftTokenBuffer(4, MOST, "cpu")
+        relay = SimpleNamespace(paired={"r": self.pair}, verify=self.verify)
+        self.starts.attach(relay, self.runtime, {"r": self.state})
+        self.runtime.arrive_early(
+            RequestSpec(rid="r", prompt=7, kept=4, dropped=3, remaining=TOKENS - 3)
+        )
+        self.asked, self.late = None, None
+        self.verify(self.pair, ())
+
+    def verify(self, pair, drafts):
+        pair.asked, pair.sent = True, len(drafts)
+        self.asked = (len(pair.tokens), list(drafts))
+
+    def answer(self):
+        """Decide what was asked for, or tokens that were not."""
+        begin = PROMPT + len(self.pair.tokens)
+        if self.asked is None or self.dice.random() < 0.03:
+            if self.dice.random() < 0.03:  # a verifier that decodes by itself
+                count = self.dice.choice((1, 3, 3 * MOST))
+                self.pair.tokens += self.truth[begin : begin + count]
+            return
+        base, drafts = self.asked
+        if base == len(self.pair.tokens):
+            text = self.truth[begin : begin + len(drafts)]
+            right = [a == b for a, b in zip(drafts, text, strict=True)]
+            count = 1 + (*right, False).index(False)
+            self.pair.tokens += self.truth[begin : begin + count]
+        self.asked = None
+
+    def iterate(self):
+        """Run one iteration; return the tokens that it emitted."""
+        state = self.state
+        late, self.late = self.late, None
+        if late is not None and state.record_draft(late[0], late[1]):
+            self.report(state)
+        plan = self.runtime.plan(GIVEN)
+        action = self.starts.actions({0: state}, 0).get(0) or plan.rows["r"]
+        if isinstance(action, Deliver):
+            assert len(action.tokens) <= MOST + 1
+            return action.tokens
+        if isinstance(action, Draft):
+            for position in range(state.verified - state.behind, state.verified):
+                self.kv[position] = self.truth[position]
+            state.behind = 0
+            self.draft()
+        return ()
+
+    def draft(self):
+        state = self.state
+        made = state.drafts + (self.late[0] if self.late else [])
+        at = state.verified + len(made)
+        self.kv[at] = made[-1] if made else state.pending
+        text = [*self.truth[: state.verified], state.pending, *made]
+        assert [self.kv[p] for p in range(at + 1)] == text, "KV of another text"
+        token = self.truth[at + 1] + (self.dice.random() < self.wrong)
+        state.launch_draft()
+        if self.overlap:
+            self.late = [token], state.drafts
+        elif state.record_draft([token], state.drafts):
+            self.report(state)
+
+    def report(self, state):
+        self.runtime.report([RowResult("r", drafted=1, ended=True)])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
+def test_every_draft_attends_to_the_text_before_it(wrong, overlap):
+    for seed in range(30):
+        drafter = Drafter(seed, wrong, overlap)
+        emitted = []
+        for _ in range(3000):
+            drafter.answer()
+            emitted += drafter.iterate()
+            if len(emitted) >= TOKENS - 3:
+                break
+        begin = PROMPT + 3
+        assert emitted == drafter.truth[begin : begin + len(emitted)]
+        assert len(emitted) >= TOKENS - 3, "nothing waits for ever"
+        stats = drafter.state.stats
+        if wrong == 0.0:
+            assert stats.accepted > 0.9 * stats.drafted > 0
+        if wrong == 1.0:
+            assert stats.accepted < 0.2 * stats.drafted

@@ -1,0 +1,206 @@
+"""A drafter's requests that draft here and are verified at a verifier.
+
+A request is opened at a verifier, which computes its first tokens, while the draft KV
+of its stored prefix is read; the residual KV never is. Once the draft KV is here the
+request is paired: it begins as an early start does, with the tokens that are known.
+From then on its verifier computes the tokens behind its drafts and no others. One draft
+more than is sent is run, so that every token before the next one has draft KV in
+whatever way the verifier decides.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vericache_sglang.runtime.early_starts import EarlyStarts
+from vericache_sglang.runtime.eligibility import travels
+from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.plan import Deliver, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from sglang.srt.managers.schedule_batch import Req
+
+    from vericache_sglang.compression.budget import Budget
+    from vericache_sglang.config.schema import VeriCacheConfig
+    from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.prefix_cache.store.segment_store import Found
+    from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.runtime.placement import KVPlacement
+    from vericache_sglang.runtime.relay import PairedRequest, Relay
+    from vericache_sglang.scheduling.plan import RowAction
+    from vericache_sglang.scheduling.runtime import Runtime
+
+LONGEST_S = 60.0
+"""Longest time between drafts and their verdict that is believed, in seconds."""
+
+
+class PairedStarts(EarlyStarts):
+    """See ``EarlyStarts``, ``Starts``, ``RemoteRows``; ``attach`` is called first."""
+
+    def attach(
+        self, relay: Relay, runtime: Runtime, states: Mapping[str, RequestState]
+    ) -> None:
+        """Set what requests are taken from, and what plans them.
+
+        Args:
+            relay: Has the requests at verifiers.
+            runtime: Schedules those that draft here.
+            states: rid -> running request.
+        """
+        self._relay, self._runtime, self._states = relay, runtime, states
+        self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
+        self._delivers = False
+        relay.starts = self
+
+    # -- before a request is paired ------------------------------------------------
+
+    def expect(self, req: Req) -> None:
+        """See ``EarlyStarts``: requests of this server alone are read whole."""
+
+    def suit(self, req: Req) -> bool:
+        """See ``Starts``."""
+        active = self._segments.stored is not None and bool(self._segments.kept)
+        fits = active and travels(req) and req.grammar is None
+        return fits and self._drafts(req, len(req.origin_input_ids))
+
+    def read(self, scheduler: Any, req: Req) -> None:
+        """See ``Starts``."""
+        stored = self._segments.stored
+        if stored is None:
+            return
+        stored.draft_first = req.rid
+        scheduler._prefetch_kvcache(req)
+        if not stored.reads_drafts(req.rid):  # a part of its prefix is cached here
+            stored.pop(req.rid)
+
+    def forget(self, rid: str) -> None:
+        """See ``Starts``, and ``EarlyStarts``."""
+        if self._segments.stored is not None:
+            self._segments.stored.pop(rid)
+
+    def _find(self, scheduler: Any, rid: str) -> Req | None:
+        return self._relay.open_request(rid)
+
+    def _decline(self, rid: str) -> None:
+        self.forget(rid)
+
+    def _fits(self, req: Req, budget: Budget) -> bool:
+        left: int = req.sampling_params.max_new_tokens - len(req.output_ids)
+        return left > 1
+
+    def _begun(
+        self, scheduler: Any, state: RequestState, found: Sequence[Found]
+    ) -> None:
+        self.forget(state.rid)
+        # No verification here ever makes its KV exact, and proposals are not sent.
+        state.inexact = max(1, state.inexact)
+        state.stats.proposals, state.stats.path = 0, "p1"
+        self._relay.pair(state.req)
+
+    def lose(self, rid: str) -> None:
+        """See ``Starts``."""
+        state = self._states.get(rid)
+        if state is not None and not state.lost:
+            state.lost = state.req.vericache_lost = True
+            self._runtime.leave(rid)
+
+    @property
+    def busy(self) -> bool:
+        """See ``RemoteRows``."""
+        return bool(self._relay.paired)
+
+    # -- afterwards ----------------------------------------------------------------
+
+    def actions(
+        self, requests: Mapping[int, RequestState], verifies: int
+    ) -> dict[int, RowAction]:
+        """See ``RemoteRows``: rows that emit what a verifier has decided."""
+        found: dict[int, RowAction] = {}
+        paired = self._relay.paired
+        for i, state in requests.items() if paired else ():
+            pair = paired.get(state.rid)
+            if pair is None or state.lost or not (state.planned and state.remaining):
+                continue
+            fresh = pair.tokens[len(state.outputs) :]
+            if not fresh:
+                self._ask(pair, state)
+            elif state.drafted_max > len(state.drafts):  # a draft is in flight
+                found[i] = Wait(state.rid)
+            else:
+                found[i] = self._deliver(pair, state, fresh)
+        self._delivers = any(isinstance(each, Deliver) for each in found.values())
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """See ``RemoteRows``."""
+        if not self._delivers:
+            self._relay.wait(seconds)
+
+    def _ask(self, pair: PairedRequest, state: RequestState) -> None:
+        """Send the drafts of a row that has enough of them."""
+        track = self._runtime.tracks.get(state.rid)
+        if pair.asked or track is None:
+            return
+        count = len(state.drafts) if track.closed else track.most - 1
+        in_flight = state.drafted_max > len(state.drafts)
+        if len(state.drafts) >= count and not (track.closed and in_flight):
+            self._relay.verify(pair, state.drafts[:count])
+
+    def _deliver(
+        self, pair: PairedRequest, state: RequestState, fresh: Sequence[int]
+    ) -> RowAction:
+        """Emit a verifier's tokens, as many as one row may emit."""
+        tokens = fresh[: self._draft_tokens.most]
+        drafts = state.drafts
+        pairs = zip(drafts, tokens, strict=False)
+        agreed = next(
+            (i for i, (one, other) in enumerate(pairs) if one != other),
+            min(len(drafts), len(tokens)),
+        )
+        # The last token and all drafts but the last one have KV.
+        known = min(len(tokens), agreed + 1, len(drafts))
+        state.behind += len(tokens) - known
+        state.accept(list(tokens))
+        self._draft_tokens.put([state])
+        sent = pair.sent
+        accepted = min(agreed, sent, len(tokens) - 1)
+        if sent:
+            self._placement.counters.note_cycle(sent, accepted)
+            state.stats.note_cycle(sent, accepted)
+        if pair.asked:
+            self._round_s.observe(time.monotonic() - pair.asked_at)
+        self._runtime.record_verdict(
+            state.rid, len(tokens), sent, accepted, self._round_s.value
+        )
+        pair.sent = 0
+        if len(tokens) == len(fresh):
+            # Tokens that were not asked for: the verifier has to be told to wait.
+            pair.asked = not pair.asked
+            if pair.asked:
+                self._relay.verify(pair, ())
+        return Deliver(state.rid, tuple(tokens))
+
+
+def open_starts(
+    config: VeriCacheConfig,
+    placement: KVPlacement,
+    draft_tokens: DraftTokenBuffer,
+    drafts: Callable[[Req, int], bool],
+    arrive: Callable[[Req, int], RequestState],
+) -> EarlyStarts | None:
+    """Return what starts requests on stored draft KV; None if that is off.
+
+    Args:
+        config: Frozen settings; for the others see ``EarlyStarts``.
+    """
+    kind: type[EarlyStarts]
+    if config.role == "drafter" and config.remote_path == "p1":
+        kind = PairedStarts
+    elif config.draft_first == "on":
+        kind = EarlyStarts
+    else:
+        return None
+    return kind(config, placement, draft_tokens, drafts, arrive)
