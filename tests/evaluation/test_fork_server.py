@@ -1,12 +1,13 @@
 """What the fork server starts: output, exit status, process group, end."""
 
+import subprocess
 import sys
 import time
 
 import pytest
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.evaluation.fork_server import ForkServer
+from vericache_sglang.evaluation.fork_server import ForkedProcess, ForkServer
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 ECHO = """
@@ -94,6 +95,15 @@ def test_a_server_that_ends_tells_how_its_log_ends(forked):
     with pytest.raises(ServerError, match="no such model"):
         server.wait(60)
     assert server.process.poll() == 3
+
+
+def test_a_process_that_ended_before_it_was_looked_at_has_its_status(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    status = tmp_path / "status"
+    status.write_text("3")
+    process = ForkedProcess(ended.pid, status)
+    assert (process.poll(), process.wait(1)) == (3, 3)
 
 
 def test_what_is_forked_ends_with_the_fork_server(tmp_path):

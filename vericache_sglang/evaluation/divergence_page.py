@@ -6,12 +6,12 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.evaluation.picture import require_matplotlib, save_svg
+from vericache_sglang.evaluation.picture import color_of, require_matplotlib, save_svg
 from vericache_sglang.evaluation.quality import curve
 from vericache_sglang.evaluation.report import markdown_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 LEGEND = """\
 Brackets are 95 % bootstrap intervals over samples. `KL/step` and `KL/sequence`: nats of
@@ -113,15 +113,13 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = report["rows"]
-    figure = Figure(figsize=(12, 9), layout="constrained")
+    figure = Figure(figsize=(12, max(9.0, 4.0 + 0.4 * len(rows))), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
-    for i, row in enumerate(each for each in rows if _steps(each)):
+    for row, style in _styles(rows):
         means, sums = curve(_steps(row))
         steps = range(1, len(means) + 1)
-        style = {"color": f"C{i}", "label": row["name"]}
-        dashes = ":" if row["system"].startswith("full KV") else "-"
-        axes[0].plot(steps, means, dashes, linewidth=1, **style)
-        axes[1].plot(steps, sums, dashes, **style)
+        axes[0].plot(steps, means, linewidth=1, **style)
+        axes[1].plot(steps, sums, **style)
     axes[0].set_yscale("symlog", linthresh=1e-5)
     axes[0].set(title="Per step", xlabel="decoded token t", ylabel="KL_t, nats")
     axes[1].set(
@@ -137,14 +135,26 @@ def draw_page(report: Mapping[str, Any], path: Path) -> None:
     save_svg(figure, path)
 
 
+def _styles(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Yield the rows with curves and their lines: a color for each compressor."""
+    colors: dict[str, Any] = {}
+    for row in rows:
+        if _steps(row):
+            compressor = row["name"].removeprefix(row["system"])
+            color = colors.setdefault(compressor, color_of(len(colors)))
+            dashes = {"lossy": "-", "VeriCache": "--"}.get(row["system"], ":")
+            yield row, {"color": color, "linestyle": dashes, "label": row["name"]}
+
+
 def _steps(row: Mapping[str, Any]) -> list[list[float]]:
     return [each for task in row["tasks"].values() for each in task.get("steps", ())]
 
 
 def _draw_first(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the share of answers that have differed by a position."""
-    drawn = [row for row in rows if _steps(row)]
-    for i, row in enumerate(drawn):
+    for row, style in _styles(rows):
         found = [
             at
             for task in row["tasks"].values()
@@ -153,7 +163,7 @@ def _draw_first(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         differ = sorted(at for at in found if at is not None)
         if found:
             shares = [(k + 1) / len(found) for k in range(len(differ))]
-            axis.step([0, *differ], [0.0, *shares], where="post", color=f"C{i}")
+            axis.step([0, *differ], [0.0, *shares], where="post", **style)
     axis.set(
         title="Answers that differ from the full KV's",
         xlabel="output token",
@@ -163,39 +173,23 @@ def _draw_first(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_scores(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw each task's first score and F1 over the full KV's, as bars of a group."""
+    """Draw a table of each task's first score over the full KV's, and of F1."""
     shown = [row for row in rows if row["system"] in {"lossy", "VeriCache"}]
     wanted = rows[0]["tasks"]
     tasks = [name for name, task in wanted.items() if task["scores"]]
-    heights = []
-    for row in shown:
-        for task in tasks:
-            name = next(iter(wanted[task]["scores"]))
-            whole, got = (
-                wanted[task]["scores"][name],
-                row["tasks"][task]["scores"][name],
-            )
-            part = got["value"] / whole["value"] if whole and whole["value"] else 0.0
-            heights.append((row, task, part, row["tasks"][task]["word_f1"]["value"]))
-    for i, (row, _, score, f1) in enumerate(heights):
-        at = i + i // max(1, len(tasks))
-        color = "C3" if row["system"] == "lossy" else "C2"
-        axis.bar(at - 0.2, f1, 0.4, color="lightgrey")
-        axis.bar(at + 0.2, score, 0.4, color=color)
-    for label, color in (
-        ("F1 of the text", "lightgrey"),
-        ("task score, lossy", "C3"),
-        ("task score, VeriCache", "C2"),
-    ):
-        axis.bar(0, 0, color=color, label=label)
-    places = [i + i // max(1, len(tasks)) for i in range(len(heights))]
-    axis.set_xticks(
-        places, [task for _, task, _, _ in heights], rotation=75, fontsize=7
-    )
-    for i, row in enumerate(shown):
-        middle = i * (len(tasks) + 1) + (len(tasks) - 1) / 2
-        axis.text(middle, 1.04, row["name"], ha="center", fontsize=6)
-    axis.legend(fontsize=7, loc="upper center", ncols=3)
-    axis.set(
-        title="Text metric and task score", ylabel="of the full KV's", ylim=(0, 1.3)
-    )
+    shares: list[list[float]] = []
+    for at, row in enumerate(shown):
+        shares.append([])
+        for column, task in enumerate(tasks):
+            name, whole = next(iter(wanted[task]["scores"].items()))
+            got = row["tasks"][task]["scores"][name]["value"]
+            share = got / whole["value"] if whole and whole["value"] else 0.0
+            shares[-1].append(share)
+            f1 = row["tasks"][task]["word_f1"]["value"]
+            cell = f"{share:.2f}  (F1 {f1:.2f})"
+            axis.text(column, at, cell, ha="center", va="center", fontsize=6)
+    if shown:
+        axis.imshow(shares, cmap="RdYlGn", vmin=0.0, vmax=1.3, alpha=0.7, aspect="auto")
+    axis.set_xticks(range(len(tasks)), tasks, fontsize=7)
+    axis.set_yticks(range(len(shown)), [row["name"] for row in shown], fontsize=7)
+    axis.set(title="Task score over the full KV's (F1 of the text)")

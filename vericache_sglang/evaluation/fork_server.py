@@ -64,11 +64,13 @@ class ForkedProcess:
     def __init__(self, pid: int, status: Path) -> None:
         self.pid = pid
         self._status = status
-        self._handle = os.pidfd_open(pid)
+        self._handle: int | None = None  # it has ended, and its id is free again
+        with suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """Return the exit status; negative: the signal that ended it; None: it runs."""
-        if not select([self._handle], [], [], 0)[0]:
+        if not self._ended(0):
             return None
         for _ in range(500):
             if text := self._read():
@@ -82,9 +84,13 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
         """
-        if not select([self._handle], [], [], timeout)[0]:
+        if not self._ended(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return self.poll() or 0
+
+    def _ended(self, timeout: float) -> bool:
+        handle = self._handle
+        return handle is None or bool(select([handle], [], [], timeout)[0])
 
     def _read(self) -> str:
         return self._status.read_text() if self._status.exists() else ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from vericache_sglang.errors import VeriCacheError
+from vericache_sglang.errors import ConfigError, VeriCacheError
 from vericache_sglang.evaluation.altered import alteration_in
 
 if TYPE_CHECKING:
@@ -289,6 +289,19 @@ def spawn(
             env={**os.environ, **environment},
             start_new_session=True,
         )
+
+
+def halves() -> tuple[set[int], set[int]]:
+    """Return the cores of this process in two sets of one size.
+
+    Raises:
+        ConfigError: There is one core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if not half:
+        raise ConfigError("two systems at once need two cores")
+    return set(cores[:half]), set(cores[half : 2 * half])
 
 
 def free_port() -> int:

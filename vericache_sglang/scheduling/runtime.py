@@ -219,7 +219,8 @@ class Runtime:
         step_s = self.estimates.iteration.iteration_s.value
         track.length = 0
         if longest:
-            cost = RoundCost(step_s, step_s, round_s, 0.0, 0.0)
+            # The draft that is not sent is run while the others travel.
+            cost = RoundCost(step_s, step_s, max(step_s, round_s), 0.0, 0.0)
             track.length = best_length(track.acceptance.p, cost, longest).length
         track.most = track.length + 1 if track.remaining > 0 else -1
 

@@ -7,7 +7,6 @@ timed apart.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.client import closed_loop
 from vericache_sglang.evaluation.figures import (
@@ -28,6 +26,7 @@ from vericache_sglang.evaluation.figures import (
 )
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import bodies, greedy
+from vericache_sglang.evaluation.server import halves
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import (
     code_prompts,
@@ -124,13 +123,13 @@ def compare(
         server.flush()  # other points have the same prompts
     different, before = 0, ours.counters()
     spent: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    halves = _halves()
+    parts = halves()
     end = time.monotonic() + seconds
     with ThreadPoolExecutor(2) as pool:
         for number in count(1):
-            for server, cores in zip(both, halves, strict=True):
+            for server, cores in zip(both, parts, strict=True):
                 server.pin(cores)
-            halves = halves[::-1]
+            parts = parts[::-1]
             done = list(pool.map(_pass, both, repeat(asked), repeat(number)))
             different += mismatches(*done)
             for total, each in zip(spent, done, strict=True):
@@ -143,19 +142,6 @@ def compare(
         "mismatched_requests": different,
         "counters": growth(before, ours.counters()),
     }
-
-
-def _halves() -> tuple[set[int], set[int]]:
-    """Return the cores of this process in two sets of one size.
-
-    Raises:
-        ConfigError: There is one core.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    if not half:
-        raise ConfigError("two systems at once need two cores")
-    return set(cores[:half]), set(cores[half : 2 * half])
 
 
 def _pass(server: Server, asked: list[dict[str, Any]], number: int) -> Any:
