@@ -22,6 +22,7 @@ from vericache_sglang.evaluation.benchmarks.paired import DECODE, SWEEP
 from vericache_sglang.evaluation.benchmarks.paper_figures import FIGURES
 from vericache_sglang.evaluation.benchmarks.peers import PEERS
 from vericache_sglang.evaluation.benchmarks.pipeline1 import PIPELINE1
+from vericache_sglang.evaluation.benchmarks.remote import REMOTE
 from vericache_sglang.evaluation.benchmarks.sampling import SAMPLING
 from vericache_sglang.evaluation.benchmarks.scheduling import SCHEDULING
 from vericache_sglang.evaluation.benchmarks.shared_prefix import SHARED_PREFIX
@@ -45,6 +46,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "oversubscribed": OVERSUBSCRIBED,
     "soak": SOAK,
     "failover": FAILOVER,
+    "remote": REMOTE,
     "tool-calls": TOOL_CALLS,
     "lossless": LOSSLESS,
     "sampling": SAMPLING,

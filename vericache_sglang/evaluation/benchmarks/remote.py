@@ -1,0 +1,256 @@
+"""Prefixes stored near a verifier, a drafter behind a slow link: its paths in turn.
+
+Section 8.2 of the paper in small, on one machine: the links to the store are EMULATED
+by delayed reads from a folder, the verifier has one half of the cores and the drafters
+the other. One drafter is started for each path; only one of them has requests at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
+from vericache_sglang.evaluation.client import closed_loop
+from vericache_sglang.evaluation.figures import latencies, mismatches
+from vericache_sglang.evaluation.fleet import ONE_THREAD, served
+from vericache_sglang.evaluation.lossless import bodies, greedy
+from vericache_sglang.evaluation.server import OwnServer, free_port, halves
+from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from vericache_sglang.evaluation.benchmark import Results
+    from vericache_sglang.evaluation.client import Pass
+
+    Body = dict[str, Any]
+
+B1, B2, P1 = "b1", "b2", "p1"
+PATHS: Mapping[str, str] = {B1: "b1", P1: "p1", B2: "local"}
+"""The paper's name of a path -> ``--vericache-remote-path`` of the drafter.
+
+A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
+"""
+
+MOST_OF_B1, MOST_OF_B2 = 1.5, 0.25
+"""Longest time to the first token of P1, as shares of that of B1 and of B2."""
+
+ANSWER_S = 3600.0
+
+
+def _requests(options: argparse.Namespace) -> list[Body]:
+    """Return one question about each document."""
+    tokenizer = load_tokenizer(options.model)
+    lengths = [options.tokens] * options.documents
+    texts = record_prompts(tokenizer, lengths, options.seed)
+    params = [greedy(options.output, ignore_eos=True)] * len(texts)
+    return bodies({"prompts": texts, "params": params})
+
+
+def _link(folder: str, mb_per_s: float) -> dict[str, str]:
+    """Return arguments that open a store behind an emulated link."""
+    where = {"directory": folder, "read_mb_per_s": mb_per_s, "latency_ms": 1}
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": json.dumps(where),
+    }
+
+
+def _write(options: argparse.Namespace, requests: Sequence[Body], folder: str) -> None:
+    """Prepare the documents in the store, as its users would.
+
+    Raises:
+        RuntimeError: The command failed.
+    """
+    prompts = Path(folder, "prompts.jsonl")
+    prompts.write_text(
+        "".join(json.dumps({"text": r["text"]}) + "\n" for r in requests)
+    )
+    written = subprocess.run(
+        [
+            *(sys.executable, "-m", "vericache_sglang.compress"),
+            *("--model-path", str(options.model), "--prompts", str(prompts)),
+            *("--store", "file", "--store-config", json.dumps({"directory": folder})),
+            *("--compressor", options.compressor),
+        ],
+        env={**os.environ, **ONE_THREAD},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if written.returncode:
+        raise RuntimeError(f"the store was not written: {written.stderr[-2000:]}")
+
+
+class Pools:
+    """Plain SGLang, a verifier near the store, and one drafter for each path.
+
+    Args:
+        options: The command line, checked.
+        folder: Of the store.
+        running: Stops the servers.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, folder: str, running: ExitStack
+    ) -> None:
+        self._model = options.model
+        self._running = running
+        slots = (options.documents + 1) * (options.tokens + options.output + 512)
+        self._engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
+        address = f"tcp://127.0.0.1:{free_port()}"
+        ours = {"compressor": options.compressor}
+        near = {**self._engine, **_link(folder, options.near)}
+        far = {**self._engine, **_link(folder, options.far)}
+        own, others = halves()
+        self.plain = self._serve("plain", None, self._engine, own | others)
+        verifier = {"role": "verifier", "peer_bind": address}
+        self.verifier = self._serve("verifier", {**ours, **verifier}, near, own)
+        drafter = {**ours, "role": "drafter", "verifiers": address}
+        self.drafters = {
+            name: self._serve(name, {**drafter, "remote_path": path}, far, others)
+            for name, path in PATHS.items()
+        }
+
+    def _serve(
+        self,
+        name: str,
+        settings: Mapping[str, Any] | None,
+        engine: Mapping[str, Any],
+        cores: set[int],
+    ) -> OwnServer:
+        system = described(name, settings, engine)
+        server = self._running.enter_context(served(system, self._model))
+        server.pin(cores)
+        return server
+
+    def fresh(self, name: str) -> OwnServer:
+        """Return a path's drafter; what it needs is in the store and nowhere else."""
+        for server in (self.verifier, self.drafters[name]):
+            server.flush()
+        return self.drafters[name]
+
+
+def ask(server: OwnServer, requests: Sequence[Body], clients: int) -> Pass:
+    """Return the answers of a server, so many of them at once.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    done = closed_loop(server.url, requests, clients, lambda: None, ANSWER_S)
+    failed = [answer.error for answer in done.answers if answer.error]
+    if failed:
+        raise RuntimeError(f"a request failed: {failed[0]}")
+    return done
+
+
+def _row(done: Pass, wanted: Pass) -> dict[str, Any]:
+    answers = done.answers
+    spreads = latencies(answers)
+    tokens = sum(len(answer.ids) for answer in answers)
+    paths = [(answer.drafting or {}).get("path", "") for answer in answers]
+    return {
+        "answers_that_differ": mismatches(wanted, done),
+        "paths": {path: paths.count(path) for path in sorted({*paths})},
+        "seconds_to_first_token": spreads["ttft_s"]["p50"],
+        "seconds_of_an_answer": spreads["latency_s"]["p50"],
+        "tokens_per_s": tokens / done.seconds,
+    }
+
+
+def _measure(options: argparse.Namespace, results: Results) -> None:
+    requests = _requests(options)
+    with ExitStack() as running:
+        folder = running.enter_context(tempfile.TemporaryDirectory())
+        _write(options, requests, folder)
+        pools = Pools(options, folder, running)
+        wanted = ask(pools.plain, requests, 1)
+        for number in range(options.passes):
+            names = list(PATHS)[:: -1 if number % 2 else 1]
+            for name in names:
+                for clients in (1, options.clients):
+                    results.row(
+                        f"{name}, {clients} at once, pass {number + 1}",
+                        _turn,
+                        *(pools, name, requests, clients, wanted),
+                    )
+    _summarise(options, results)
+
+
+def _turn(
+    pools: Pools,
+    name: str,
+    requests: Sequence[Body],
+    clients: int,
+    wanted: Pass,
+) -> dict[str, Any]:
+    drafter = pools.fresh(name)
+    return {"path": name, "clients": clients} | _row(
+        ask(drafter, requests, clients), wanted
+    )
+
+
+def _summarise(options: argparse.Namespace, results: Results) -> None:
+    rows = results.rows.values()
+    differ = sum(row["answers_that_differ"] for row in rows)
+    figures: dict[str, dict[str, float]] = {}
+    for name in PATHS:
+        for clients in (1, options.clients):
+            found = [r for r in rows if (r["path"], r["clients"]) == (name, clients)]
+            figures[f"{name}, {clients} at once"] = {
+                key: float(np.median([row[key] for row in found]))
+                for key in (
+                    "seconds_to_first_token",
+                    "seconds_of_an_answer",
+                    "tokens_per_s",
+                )
+            }
+    first = {
+        name: figures[f"{name}, 1 at once"]["seconds_to_first_token"] for name in PATHS
+    }
+    results.figures = {
+        "label": "EMULATED links; one machine",
+        "link_mb_per_s": {"near": options.near, "far": options.far},
+        "answers_that_differ": differ,
+        "medians": figures,
+        "first_token_of_p1_by_b1": first[P1] / first[B1],
+        "first_token_of_p1_by_b2": first[P1] / first[B2],
+    }
+    results.require(differ == 0, f"{differ} answers differ from plain SGLang's")
+    for other, most in ((B1, MOST_OF_B1), (B2, MOST_OF_B2)):
+        share = first[P1] / first[other]
+        results.require(
+            share <= most, f"first tokens of p1: {share:.2f} of {other}'s, not {most}"
+        )
+
+
+REMOTE = Benchmark(
+    about="Stored prefixes near a verifier, and a drafter behind a slow link (both "
+    "links EMULATED): time to first token and tokens/s of B1, P1 and B2. Fails where "
+    "an answer differs, or first tokens of P1 take over 1.5 of B1's or 0.25 of B2's.",
+    model=DEMO_LONG,
+    seed=11,
+    options={
+        "tokens": (15560, "of a prompt: a document of 30 segments, and its question"),
+        "documents": (4, "each asked about once in a pass"),
+        "clients": (4, "at once, after one at a time"),
+        "output": (192, "tokens of an answer"),
+        "passes": (3, "of every path"),
+        "near": (300.0, "MB/s from the store to the verifier"),
+        "far": (9.0, "MB/s from the store to the drafter"),
+        "compressor": ("keynorm", "as --vericache-compressor"),
+    },
+    measure=_measure,
+    selecting=("passes",),
+)
