@@ -93,7 +93,7 @@ def _write(options: argparse.Namespace, requests: Sequence[Body], folder: str) -
         raise RuntimeError(f"the store was not written: {written.stderr[-2000:]}")
 
 
-class Pools:
+class PathServers:
     """Plain SGLang, a verifier near the store, and one drafter for each path.
 
     Args:
@@ -174,8 +174,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     with ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory())
         _write(options, requests, folder)
-        pools = Pools(options, folder, running)
-        wanted = ask(pools.plain, requests, 1)
+        servers = PathServers(options, folder, running)
+        wanted = ask(servers.plain, requests, 1)
         for number in range(options.passes):
             names = list(PATHS)[:: -1 if number % 2 else 1]
             for name in names:
@@ -183,19 +183,19 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
                     results.row(
                         f"{name}, {clients} at once, pass {number + 1}",
                         _turn,
-                        *(pools, name, requests, clients, wanted),
+                        *(servers, name, requests, clients, wanted),
                     )
     _summarise(options, results)
 
 
 def _turn(
-    pools: Pools,
+    servers: PathServers,
     name: str,
     requests: Sequence[Body],
     clients: int,
     wanted: Pass,
 ) -> dict[str, Any]:
-    drafter = pools.fresh(name)
+    drafter = servers.fresh(name)
     return {"path": name, "clients": clients} | _row(
         ask(drafter, requests, clients), wanted
     )
