@@ -256,6 +256,11 @@ class VeriCacheConfig(BaseModel):
         return self.inner == "model" or self.inner_head
 
     @property
+    def drafts_for_verifiers(self) -> bool:
+        """Whether a drafter's requests draft here and are verified there (path P1)."""
+        return self.role == "drafter" and self.remote_path == "p1"
+
+    @property
     def inner_head(self) -> bool:
         """Whether the inner drafter reads what the served model computed."""
         return self.inner in ("eagle3", "mtp")

@@ -197,7 +197,7 @@ def open_starts(
         config: Frozen settings; for the others see ``EarlyStarts``.
     """
     kind: type[EarlyStarts]
-    if config.role == "drafter" and config.remote_path == "p1":
+    if config.drafts_for_verifiers:
         kind = PairedStarts
     elif config.draft_first == "on":
         kind = EarlyStarts

@@ -28,7 +28,7 @@ class DraftFirst(NamedTuple):
     def asking(self) -> str:
         """The flag that asks for it; "" if none does."""
         config = self.config
-        if config.role == "drafter" and config.remote_path == "p1":
+        if config.drafts_for_verifiers:
             return f"{flag('remote_path')} p1"
         return f"{flag('draft_first')} on" if config.draft_first == "on" else ""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
-from vericache_sglang.evaluation.client import closed_loop
+from vericache_sglang.evaluation.client import answered
 from vericache_sglang.evaluation.figures import latencies, mismatches
 from vericache_sglang.evaluation.fleet import ONE_THREAD, served
 from vericache_sglang.evaluation.lossless import bodies, greedy
@@ -45,8 +45,6 @@ A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
 
 MOST_OF_B1, MOST_OF_B2 = 1.5, 0.25
 """Longest time to the first token of P1, as shares of that of B1 and of B2."""
-
-ANSWER_S = 3600.0
 
 
 def _requests(options: argparse.Namespace) -> list[Body]:
@@ -142,19 +140,6 @@ class PathServers:
         return self.drafters[name]
 
 
-def ask(server: OwnServer, requests: Sequence[Body], clients: int) -> Pass:
-    """Return the answers of a server, so many of them at once.
-
-    Raises:
-        RuntimeError: A request failed.
-    """
-    done = closed_loop(server.url, requests, clients, lambda: None, ANSWER_S)
-    failed = [answer.error for answer in done.answers if answer.error]
-    if failed:
-        raise RuntimeError(f"a request failed: {failed[0]}")
-    return done
-
-
 def _row(done: Pass, wanted: Pass) -> dict[str, Any]:
     answers = done.answers
     spreads = latencies(answers)
@@ -175,7 +160,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
         folder = running.enter_context(tempfile.TemporaryDirectory())
         _write(options, requests, folder)
         servers = PathServers(options, folder, running)
-        wanted = ask(servers.plain, requests, 1)
+        wanted = answered(servers.plain.url, requests, 1)
         for number in range(options.passes):
             names = list(PATHS)[:: -1 if number % 2 else 1]
             for name in names:
@@ -197,7 +182,7 @@ def _turn(
 ) -> dict[str, Any]:
     drafter = servers.fresh(name)
     return {"path": name, "clients": clients} | _row(
-        ask(drafter, requests, clients), wanted
+        answered(drafter.url, requests, clients), wanted
     )
 
 
