@@ -85,6 +85,12 @@ class Pair:
     def connected(self):
         return self.until(self.drafter, lambda c: c["remote_verifiers"] == 1)
 
+    def events(self):
+        """Return what verifier and drafter have logged of each other."""
+        told = [*self.verifier.output().splitlines(), "--"]
+        told += self.drafter.output().splitlines()
+        return "\n".join(each for each in told if "VeriCache: " in each or each == "--")
+
     def compare(self, texts, path=None, **params):
         """Assert equal answers; return those of the drafter."""
         got = self.drafter.generate(texts, **params)
@@ -96,7 +102,7 @@ class Pair:
             assert told["finish_reason"] == expected["finish_reason"]
             assert logprobs(told) == pytest.approx(logprobs(expected), abs=1e-4)
             if path:
-                assert told["vericache"]["path"] == path
+                assert told["vericache"]["path"] == path, self.events()
         return got
 
 
@@ -156,6 +162,16 @@ def kill(server):
     """End all processes of a server at once."""
     os.killpg(server.process.pid, signal.SIGKILL)
     server.close()
+
+
+def pause(*servers, seconds):
+    """Have all processes of servers stand still; the first goes on a little earlier."""
+    for server in servers:
+        os.killpg(server.process.pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for server in servers:
+        os.killpg(server.process.pid, signal.SIGCONT)
+        time.sleep(0.1)
 
 
 MOVED = (

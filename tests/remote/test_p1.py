@@ -93,7 +93,7 @@ def test_answers_are_those_of_plain_sglang(pair, documents, params, path):
         assert after["drafted"] - before["drafted"] == sum(drafted) > 0
         assert after["accepted"] > before["accepted"]
     elif path:
-        assert paths == {path}
+        assert paths == {path}, pair.events()
 
 
 def test_streams_grow_and_end_as_plain_sglang_s(pair, documents):
@@ -117,7 +117,8 @@ def test_without_stored_draft_kv_requests_are_relayed(pair, spoil, seed, damaged
         spoil(each)
     before = pair.drafter.counters()
     answers = pair.compare(texts, max_new_tokens=TOKENS, ignore_eos=True)
-    assert {each["meta_info"]["vericache"]["path"] for each in answers} == {"b1"}
+    paths = {each["meta_info"]["vericache"]["path"] for each in answers}
+    assert paths == {"b1"}, pair.events()
     after = settled(pair.drafter)
     assert after["cache_store_damaged"] - before["cache_store_damaged"] == damaged
     assert after["cache_store_misses"] > before["cache_store_misses"]

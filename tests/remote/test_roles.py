@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import zmq
 from histories import HELLO
-from live_pair import MOVED, WAIT_S, Pair, Streams, begin, kill
+from live_pair import LEASE_S, MOVED, WAIT_S, Pair, Streams, begin, kill, pause
 from msgspec.structs import replace
 
 from vericache_sglang.remote.messages import decode_to_drafter, encode
@@ -120,6 +120,19 @@ def test_garbage_and_strangers_on_the_socket_hinder_nothing(pair, prompts):
     pair.until(pair.verifier, lambda c: c["remote_malformed"] >= 10)
     assert "a peer is ignored for a while: " in pair.verifier.output()
     assert "a drafter was refused: " in pair.verifier.output()
+
+
+def test_a_machine_that_stands_still_for_a_while_moves_no_request(pair, prompts):
+    expected = wanted(pair, prompts, 400)
+    before = pair.drafter.counters()
+    streams = Streams(pair.drafter, prompts, 400)
+    streams.under_way()
+    pause(pair.drafter, pair.verifier, seconds=LEASE_S + 1)
+    assert streams.texts() == expected
+    after = pair.drafter.counters()
+    for name in ("remote_failovers", "remote_returns", "remote_local"):
+        assert after[name] == before[name]
+    assert after["remote_b1"] == before["remote_b1"] + len(prompts)
 
 
 def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):

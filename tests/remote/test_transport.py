@@ -85,7 +85,7 @@ class Drafter:
             output = self.outputs[rid]
             assert output == [truth(rid, p) for p in range(len(output))]
         self.owner.committed.clear()
-        self.owner.tick(time.monotonic())
+        self.owner.tick(self.transport.now())
         for which, message in self.owner.outbox:
             self.transport.send(which, message)
         self.owner.outbox.clear()
@@ -106,7 +106,7 @@ class Drafter:
             if rid not in self.outputs:
                 request = OwnedRequest(rid, pack([rid]), b"", [])
                 self.outputs[rid] = request.tokens
-                assert self.owner.open(request, time.monotonic())
+                assert self.owner.open(request, self.transport.now())
         wanted = {rid: len(self.outputs[rid]) + tokens for rid in rids}
         self.until(lambda: all(len(self.outputs[r]) >= n for r, n in wanted.items()))
 

@@ -4,7 +4,6 @@ python verifying.py ENDPOINT KEY_FILE_OR_off
 """
 
 import sys
-import time
 
 from histories import HELLO, LEASE_S, truth
 
@@ -37,7 +36,7 @@ def main(endpoint, key):
             tokens = running[guest.rid]
             tokens.append(truth(guest.rid, len(tokens)))
             guests.advance(guest, tokens, finished=False)
-        guests.tick(time.monotonic())
+        guests.tick(transport.now())
         for connection, message in guests.outbox:
             transport.send(connection, message)
         guests.outbox.clear()

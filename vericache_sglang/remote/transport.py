@@ -37,6 +37,8 @@ HIGH_WATER = 1000
 """Messages that ZeroMQ queues per connection and direction."""
 AT_ONCE = 256
 """Messages received from one socket before the others have their turn."""
+LONGEST_PAUSE_S = 2 * BEAT_S
+"""What counts of a pause in which the thread stands still, in seconds."""
 ZAP = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a client is admitted (its RFC 27)."""
 
@@ -73,6 +75,7 @@ class Transport(ABC, Generic[Peer, Received]):
         self._poller.register(self._posted, zmq.POLLIN)
         self._closing = False
         self.malformed = 0
+        self._seen = time.monotonic(), 0.0  # when the thread last ran; the clock then
         self._thread = Thread(target=self._run, name="vericache-remote", daemon=True)
 
     # -- called by the scheduler ------------------------------------------------
@@ -88,8 +91,23 @@ class Transport(ABC, Generic[Peer, Received]):
         """Send each peer its message now and then every ``BEAT_S``."""
         self._beats = {peer: encode(message) for peer, message in beats.items()}
 
+    def now(self) -> float:
+        """Return the time of a clock that stands still while this process does.
+
+        Silence is measured with it: after a pause of the machine, what peers have sent
+        meanwhile has not been received yet.
+
+        Returns:
+            Seconds; the origin is arbitrary.
+        """
+        return self._clock(time.monotonic())
+
+    def _clock(self, at: float) -> float:
+        seen, clock = self._seen
+        return clock + min(at - seen, LONGEST_PAUSE_S)
+
     def drain(self) -> list[tuple[Peer, Received, float]]:
-        """Return (peer, message, ``time.monotonic()`` of its arrival), oldest first."""
+        """Return (peer, message, ``now()`` at its arrival), oldest first."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.ready)  # first: later arrivals make it readable again
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
@@ -101,7 +119,7 @@ class Transport(ABC, Generic[Peer, Received]):
     def blame(self, peer: Peer, error: MessageError) -> None:
         """Count a message that made no sense against its sender."""
         self.malformed += 1
-        if self._quarantine.blame(peer, time.monotonic()):
+        if self._quarantine.blame(peer, self.now()):
             logger.error("VeriCache: a peer is ignored for a while: %s", error)
 
     def close(self) -> None:
@@ -124,7 +142,10 @@ class Transport(ABC, Generic[Peer, Received]):
         due = time.monotonic()
         while not self._closing:
             left = max(0.0, due - time.monotonic())
-            for found, _ in self._poller.poll(int(1000 * left)):
+            events = self._poller.poll(int(1000 * left))
+            at = time.monotonic()
+            self._seen = at, self._clock(at)
+            for found, _ in events:
                 if found == self._posted:
                     os.eventfd_read(self._posted)
                 else:
@@ -157,7 +178,7 @@ class Transport(ABC, Generic[Peer, Received]):
 
     def _accept(self, peer: Peer, frames: Sequence[bytes]) -> None:
         """Decode a message and queue it for the scheduler."""
-        now = time.monotonic()
+        now = self.now()
         if self._quarantine.holds(peer, now) or len(self._inbox) >= MOST_QUEUED:
             return
         try:

@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -111,7 +110,7 @@ class Hosting:
                 self._guests.receive(connection, message, at)
             except MessageError as error:
                 self._transport.blame(connection, error)
-        now = time.monotonic()
+        now = self._transport.now()
         beats = now - self._beat_at >= BEAT_S
         queued = self._queued() if beats else None
         for guest in self._guests.running():

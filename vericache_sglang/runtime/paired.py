@@ -10,7 +10,6 @@ whatever way the verifier decides.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.runtime.early_starts import EarlyStarts
@@ -171,7 +170,7 @@ class PairedStarts(EarlyStarts):
             self._placement.counters.note_cycle(sent, accepted)
             state.stats.note_cycle(sent, accepted)
         if pair.asked:
-            self._round_s.observe(time.monotonic() - pair.asked_at)
+            self._round_s.observe(self._relay.now() - pair.asked_at)
         self._runtime.record_verdict(
             state.rid, len(tokens), sent, accepted, self._round_s.value
         )

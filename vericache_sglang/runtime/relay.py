@@ -8,7 +8,6 @@ is in SGLang's batch (``paired``); it returns to the relay when it loses the row
 
 from __future__ import annotations
 
-import time
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -145,6 +144,7 @@ class Relay:
         sent = replace(
             req.sampling_params, custom_params={KEY: here if drafts else there}
         )
+        self._receive()  # behind a long forward verifiers would seem to be silent
         rid, self._numbered = self._numbered, self._numbered + 1
         request = OwnedRequest(
             rid,
@@ -152,7 +152,7 @@ class Relay:
             msgspec.msgpack.encode(sent),
             req.output_ids,
         )
-        if not self._owner.open(request, time.monotonic()):
+        if not self._owner.open(request, self.now()):
             return False
         self._requests[rid] = req
         req.vericache_path = "b1"
@@ -175,15 +175,19 @@ class Relay:
         pair = self.paired[req.rid] = PairedRequest(
             req, number, array("q", req.output_ids)
         )
-        self._owner.relay(number, pair.tokens, time.monotonic())
+        self._owner.relay(number, pair.tokens, self.now())
         self.verify(pair, ())
 
     def verify(self, pair: PairedRequest, drafts: Sequence[int]) -> None:
         """Send drafts at once; with none the verifier decides one token."""
-        pair.asked, pair.asked_at, pair.sent = True, time.monotonic(), len(drafts)
+        pair.asked, pair.asked_at, pair.sent = True, self.now(), len(drafts)
         if self._owner.tokens(pair.number) is not None:
             self._owner.verify(pair.number, drafts, pair.asked_at)
             self._send()
+
+    def now(self) -> float:
+        """Return the time of the connections' clock, in seconds."""
+        return self._transport.now()
 
     def wait(self, seconds: float) -> None:
         """Wait for messages, ``seconds`` at most."""
@@ -201,7 +205,7 @@ class Relay:
             self._owner.committed[pair.number] = fresh
         if self._owner.tokens(pair.number) is None:
             self._owner.returned.append(pair.number)
-        self._owner.relay(pair.number, req.output_ids, time.monotonic())
+        self._owner.relay(pair.number, req.output_ids, self.now())
         return True
 
     def _look_at_pairs(self) -> None:
@@ -219,12 +223,8 @@ class Relay:
         """Send and receive; commit tokens. Called once per scheduler iteration."""
         if self._requests and _nothing_runs(scheduler):
             self._transport.wait(IDLE_WAIT_S)
-        for verifier, message, at in self._transport.drain():
-            try:
-                self._owner.receive(verifier, message, at)
-            except MessageError as error:
-                self._transport.blame(verifier, error)
-        now = time.monotonic()
+        self._receive()
+        now = self.now()
         self._commit(scheduler)
         self._owner.tick(now)
         for rid in self._owner.returned:
@@ -235,6 +235,13 @@ class Relay:
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._transport.repeat(dict(enumerate(self._owner.beats())))
+
+    def _receive(self) -> None:
+        for verifier, message, at in self._transport.drain():
+            try:
+                self._owner.receive(verifier, message, at)
+            except MessageError as error:
+                self._transport.blame(verifier, error)
 
     def _send(self) -> None:
         for peer, said in self._owner.outbox:
