@@ -14,6 +14,7 @@ from live_pair import LEASE_S, MOVED, WAIT_S, Pair, Streams, begin, kill, pause
 from msgspec.structs import replace
 
 from vericache_sglang.remote.messages import decode_to_drafter, encode
+from vericache_sglang.remote.verifiers import DEAD
 
 pytestmark = pytest.mark.server
 extended = pytest.mark.extended
@@ -127,7 +128,7 @@ def test_a_machine_that_stands_still_for_a_while_moves_no_request(pair, prompts)
     before = pair.drafter.counters()
     streams = Streams(pair.drafter, prompts, 400)
     streams.under_way()
-    pause(pair.drafter, pair.verifier, seconds=LEASE_S + 1)
+    pause(pair.drafter, pair.verifier, seconds=2 * DEAD * LEASE_S)
     assert streams.texts() == expected
     after = pair.drafter.counters()
     for name in ("remote_failovers", "remote_returns", "remote_local"):

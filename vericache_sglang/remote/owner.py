@@ -122,7 +122,7 @@ class Owner:
         vocabulary: int,
         counters: Counters,
     ) -> None:
-        self.verifiers = [KnownVerifier(each, hello) for each in endpoints]
+        self.verifiers = [KnownVerifier(each, hello, lease_s) for each in endpoints]
         self._lease_s = lease_s
         self._vocabulary = vocabulary
         self._counters = counters

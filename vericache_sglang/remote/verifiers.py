@@ -18,10 +18,12 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 """Interval of heartbeats, in seconds."""
-QUIET_S = 1.0
-"""Silence after which a verifier gets no new requests, in seconds."""
 DEAD_S = 2.0
-"""Silence after which its requests move, in seconds."""
+"""Least silence after which a verifier's requests move, in seconds."""
+DEAD = 0.2
+"""It is this share of the lease if that is longer."""
+QUIET = 0.5
+"""Share of that silence after which a verifier gets no new requests."""
 
 
 class State(Enum):
@@ -39,14 +41,16 @@ class KnownVerifier:
     Args:
         endpoint: Its address.
         hello: Sent until it is answered.
+        lease_s: Length of a lease, in seconds.
 
     Attributes:
         state: Its last answer.
     """
 
-    def __init__(self, endpoint: str, hello: Hello) -> None:
+    def __init__(self, endpoint: str, hello: Hello, lease_s: float) -> None:
         self.endpoint = endpoint
         self._hello = hello
+        self._dead_s = max(DEAD_S, DEAD * lease_s)
         self._received = float("-inf")
         self._busy_until = float("-inf")
         self._sequence = 0
@@ -70,7 +74,7 @@ class KnownVerifier:
 
     def tick(self, now: float) -> None:
         """Note its silence."""
-        if self.state is State.SERVING and now - self._received > DEAD_S:
+        if self.state is State.SERVING and now - self._received > self._dead_s:
             logger.warning("VeriCache: %s does not answer", self.endpoint)
             self.state = State.UNKNOWN
 
@@ -80,7 +84,7 @@ class KnownVerifier:
 
     def takes(self, now: float) -> bool:
         """Return whether a new request may be tried there."""
-        fresh = now - self._received <= QUIET_S
+        fresh = now - self._received <= QUIET * self._dead_s
         return self.state is State.SERVING and fresh and now >= self._busy_until
 
     def beat(self, live: Sequence[int]) -> Hello | Heartbeat:
