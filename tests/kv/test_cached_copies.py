@@ -125,7 +125,7 @@ def test_who_asks_for_a_segment_on_its_way_waits_for_it():
         assert reader.is_alive()
         assert not found
         finish(link, transfer.future)
-        reader.join(20)
+        reader.join(120)
         assert found == [True]
         assert bits(image.tensors["keys"].read()) == saved_entries(5)["keys"]
 

@@ -170,7 +170,7 @@ def test_no_answer_is_a_503_and_a_late_one_goes_to_nobody_else():
         made[0].handle_recv(state(REPORT, disabled_speculations=8))
         return silent, await late
 
-    silent, late = talk(exchange, read, timeout_s=0.1, fresh_s=0.0)
+    silent, late = talk(exchange, read, timeout_s=2.0, fresh_s=0.0)
     for reply in silent:
         assert reply.status_code == 503
         assert "The scheduler has not answered" in reply.json()["error"]

@@ -72,7 +72,7 @@ class ForkedProcess:
         """Return the exit status; negative: the signal that ended it; None: it runs."""
         if not self._ended(0):
             return None
-        for _ in range(500):
+        for _ in range(6000):
             if text := self._read():
                 return int(text)
             time.sleep(0.01)
@@ -183,6 +183,7 @@ def serve() -> None:
         importlib.import_module(module)
     gc.freeze()
     logs: dict[int, Path] = {}
+    parent = os.getpid()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(logs))
     for line in sys.stdin:
         argv, environment, log = json.loads(line)
@@ -192,7 +193,7 @@ def serve() -> None:
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            _become(argv, environment, log)
+            _become(argv, environment, log, parent)
         logs[child] = Path(log)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         print(child, flush=True)
@@ -209,12 +210,16 @@ def _reap(logs: dict[int, Path]) -> None:
             file.write_text(str(os.waitstatus_to_exitcode(status)))
 
 
-def _become(argv: list[str], environment: dict[str, str], log: str) -> None:
+def _become(
+    argv: list[str], environment: dict[str, str], log: str, parent: int
+) -> None:
     """Be ``python -m argv`` in a process group of its own; does not return."""
     status = 1
     try:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(status)  # it ended before it was to be noticed
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for descriptor in (1, 2):
             os.dup2(stream, descriptor)

@@ -82,7 +82,7 @@ def test_a_read_that_the_disk_refuses_is_a_miss():
 
 @pytest.mark.parametrize("fault", ["raise", "hang"])
 def test_a_dead_backend_costs_three_time_outs_then_nothing(fault):
-    store, storage, backend = memory_store(timeout_s=0.4, pause_s=0.5)
+    store, storage, backend = memory_store(timeout_s=1.0, pause_s=3.0)
     assert backend.write("a", DATA)
     storage.fault = fault
     seconds = took(lambda: [backend.read(["a"], 200) for _ in range(3)])
@@ -93,7 +93,7 @@ def test_a_dead_backend_costs_three_time_outs_then_nothing(fault):
     assert storage.calls == calls
     storage.fault = None
     storage.go_on.set()
-    time.sleep(0.6)
+    time.sleep(3.1)
     assert backend.read(["a"], 200)[0].equal(DATA)
 
 

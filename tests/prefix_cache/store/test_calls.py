@@ -31,7 +31,7 @@ def fail():
 
 def test_a_result_comes_back_and_nothing_is_counted():
     calls, counters = new_calls()
-    assert calls.call("get", lambda: [3], 1.0) == [3]
+    assert calls.call("get", lambda: [3], 60.0) == [3]
     assert counters == StoreCounters()
 
 
@@ -39,28 +39,28 @@ def test_three_failures_in_a_row_stop_calls_for_five_seconds():
     clock = Clock()
     calls, counters = new_calls(clock)
     for _ in range(2):
-        assert calls.call("get", fail, 1.0) is None
-    assert calls.call("get", lambda: True, 1.0)  # the row begins anew
+        assert calls.call("get", fail, 60.0) is None
+    assert calls.call("get", lambda: True, 60.0)  # the row begins anew
     for _ in range(3):
-        assert calls.call("get", fail, 1.0) is None
+        assert calls.call("get", fail, 60.0) is None
     made = []
-    assert calls.call("get", lambda: made.append(1), 1.0) is None
+    assert calls.call("get", lambda: made.append(1), 60.0) is None
     assert made == []
     clock.now += 4.9
-    assert calls.call("get", lambda: True, 1.0) is None
+    assert calls.call("get", lambda: True, 60.0) is None
     assert counters == StoreCounters(failed_calls=5, refused_calls=2)
     clock.now += 0.2
-    assert calls.call("get", lambda: True, 1.0) is True
+    assert calls.call("get", lambda: True, 60.0) is True
 
 
 def test_the_first_failure_after_the_pause_stops_calls_again():
     clock = Clock()
     calls, counters = new_calls(clock)
     for _ in range(3):
-        calls.call("get", fail, 1.0)
+        calls.call("get", fail, 60.0)
     clock.now += 5.1
-    calls.call("get", fail, 1.0)
-    assert calls.call("get", lambda: True, 1.0) is None
+    calls.call("get", fail, 60.0)
+    assert calls.call("get", lambda: True, 60.0) is None
     assert counters == StoreCounters(failed_calls=4, refused_calls=1)
 
 
@@ -80,11 +80,11 @@ def test_so_many_calls_may_hang_and_no_more(monkeypatch):
     for _ in range(2):
         calls.call("get", go_on.wait, 0.02)
     clock.now += 60
-    assert calls.call("get", lambda: True, 1.0) is None
+    assert calls.call("get", lambda: True, 60.0) is None
     assert counters == StoreCounters(failed_calls=2, refused_calls=1)
     go_on.set()
     deadline = time.monotonic() + 120
-    while calls.call("get", lambda: True, 1.0) is None:
+    while calls.call("get", lambda: True, 60.0) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -95,7 +95,7 @@ def test_a_job_that_ends_the_process_ends_only_its_thread():
     def leave():
         raise SystemExit(3)
 
-    assert calls.call("get", leave, 1.0) is None
+    assert calls.call("get", leave, 60.0) is None
     assert counters.failed_calls == 1
 
 
@@ -103,7 +103,7 @@ def test_each_kind_of_call_is_warned_of_once(caplog):
     calls, _ = new_calls()
     with caplog.at_level(logging.WARNING):
         for kind in ("get", "set", "get"):
-            calls.call(kind, fail, 1.0)
+            calls.call(kind, fail, 60.0)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert "get failed" in messages[0]

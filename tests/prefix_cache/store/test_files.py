@@ -88,7 +88,7 @@ def in_time(action):
     found = []
     thread = threading.Thread(target=lambda: found.append(action()), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert found, "it waits for the other end of a FIFO"
     return found[0]
 

@@ -294,7 +294,7 @@ def test_stores_of_different_models_exchange_nothing(store):
 
 def test_later_is_before_drain_returns(store):
     futures = [store.put_later(name, whole_of(1)) for name in NAMES]
-    assert store.drain(30)
+    assert store.drain(120)
     assert store.waiting == 0
     assert store.lookup(NAMES) == 6
     assert all(future.result(0) for future in futures)
@@ -314,7 +314,7 @@ def test_a_full_queue_drops_and_counts():
     assert store.waiting == 2
     storage.fault = None
     storage.go_on.set()
-    assert store.drain(30)
+    assert store.drain(120)
     assert store.lookup(NAMES[:2]) == 2
 
 
@@ -327,12 +327,12 @@ def test_a_store_that_hangs_is_closed_in_time():
     assert not store.close(0.1)
     assert all(future.cancelled() for future in futures[1:])
     storage.go_on.set()
-    prefetch.future.exception(30)
+    prefetch.future.exception(120)
 
 
 def test_what_cannot_be_stored_is_reported_without_a_question(store, caplog):
     future = store.put_later("name", {"whole": {"keys": torch.zeros([1] * 9)}})
-    assert store.drain(30)
+    assert store.drain(120)
     assert future.result(0) is False
     assert store.counters.dropped_writes == 1
     assert "cannot be stored" in caplog.text
@@ -341,7 +341,7 @@ def test_what_cannot_be_stored_is_reported_without_a_question(store, caplog):
 def test_prefetch_reads_up_to_the_first_gap(store):
     put_whole(store, NAMES[:3])
     prefetch = store.prefetch(NAMES)
-    prefetch.future.result(30)
+    prefetch.future.result(120)
     assert [is_content(f, [i]) for i, f in enumerate(prefetch.found)] == [True] * 3
     assert prefetch.done
 
@@ -355,7 +355,7 @@ def test_a_prefetch_that_is_cancelled_reads_no_more():
     prefetch.cancelled = True
     storage.fault = None
     storage.go_on.set()
-    prefetch.future.result(30)
+    prefetch.future.result(120)
     assert len(prefetch.found) <= 1
 
 
