@@ -55,7 +55,7 @@ def start(server, backend, results, *dataset):
 
 
 def ended(run):
-    output, _ = run.communicate(timeout=240)
+    output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output[-3000:]
 
 

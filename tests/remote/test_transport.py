@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import zmq
-from histories import HELLO, LEASE_S, VOCABULARY, truth
+from histories import HELLO, VOCABULARY, truth
 from proxy import Proxy
 
 from vericache_sglang.errors import ConfigError, MessageError
@@ -68,7 +68,7 @@ class Drafter:
     def __init__(self, *endpoints, key="off"):
         keys = PeerKeys.read(key)
         self.transport = DrafterTransport(endpoints, decode_to_drafter, keys)
-        self.owner = Owner(endpoints, HELLO, LEASE_S, VOCABULARY, Counters())
+        self.owner = Owner(endpoints, HELLO, 20.0, VOCABULARY, Counters())
         self.outputs = {}
 
     def __enter__(self):

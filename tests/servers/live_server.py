@@ -98,7 +98,7 @@ class LiveServer(OwnServer):
         )
         self.port = port
 
-    def wait(self, seconds=240):
+    def wait(self, seconds=600):
         super().wait(seconds)
         return self
 

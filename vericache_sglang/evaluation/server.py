@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Starter = Callable[[Sequence[str], Mapping[str, str], Path], "Process"]
     """Starts a command with further environment variables, its output in a file."""
 
-FLUSH_SECONDS = 30.0
+FLUSH_SECONDS = 120.0
 """Timeout for aborting requests of disconnected clients, in seconds."""
 
 PORTS = range(12000, 32000)

@@ -96,7 +96,7 @@ _RUN = (
     Row(
         kit="abort_timeout_kit",
         mixin="AbortAllMixin",
-        attributes={"abort_all_num_requests": 24, "abort_all_sleep": 1},
+        attributes={"abort_all_num_requests": 24, "abort_all_sleep": 5},
     ),
     Row(
         kit="abort_timeout_kit",
@@ -104,7 +104,7 @@ _RUN = (
         server="timeouts",
         attributes={
             "waiting_timeout_num_requests": 9,
-            "waiting_timeout_max_new_tokens": 96,
+            "waiting_timeout_max_new_tokens": 600,
         },
     ),
     Row(
