@@ -23,7 +23,7 @@ OURS = (
 )
 """The kits' prompts have 20 to 500 tokens here: drop most of each, draft always."""
 
-TIMEOUTS = {"SGLANG_REQ_WAITING_TIMEOUT": "2", "SGLANG_REQ_RUNNING_TIMEOUT": "30"}
+TIMEOUTS = {"SGLANG_REQ_WAITING_TIMEOUT": "0.5", "SGLANG_REQ_RUNNING_TIMEOUT": "12"}
 
 
 class Servers:

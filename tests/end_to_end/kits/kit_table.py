@@ -104,7 +104,7 @@ _RUN = (
         server="timeouts",
         attributes={
             "waiting_timeout_num_requests": 9,
-            "waiting_timeout_max_new_tokens": 600,
+            "waiting_timeout_max_new_tokens": 96,
         },
     ),
     Row(
