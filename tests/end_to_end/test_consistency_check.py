@@ -97,7 +97,7 @@ def test_stops_and_penalties_are_repeated(pair, prompts):
 def test_a_replay_is_withdrawn_for_clients_and_made_later(pair, prompts):
     server, _ = pair
     before = checked(server)
-    answers = server.generate(prompts[:2], max_new_tokens=400, ignore_eos=True)
+    answers = server.generate(prompts[:2], max_new_tokens=200, ignore_eos=True)
     checking(server)
     fresh = [f"{i} {prompt}" for i, prompt in enumerate(prompts[2:4])]
     beside = server.generate(fresh, ignore_eos=True)

@@ -97,7 +97,7 @@ def test_a_stopped_server_ends_what_it_began(server, prompts):
     """Streams are completed, processes and shared memory are gone, as with SGLang."""
     family = [psutil.Process(server.process.pid)]
     family += family[0].children(recursive=True)
-    clients = [Client(server, prompt, 400) for prompt in prompts[:3]]
+    clients = [Client(server, prompt, 200) for prompt in prompts[:3]]
     for client in clients:
         assert client.begun.wait(60)
     assert server.counters()["running"] > 0
@@ -106,7 +106,7 @@ def test_a_stopped_server_ends_what_it_began(server, prompts):
     for client in clients:
         last = client.result()
         assert client.whole
-        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 200}
     assert server.process.wait(60) == STOPPED
     _, alive = psutil.wait_procs(family, timeout=60)
     assert alive == []
