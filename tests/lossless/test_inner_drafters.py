@@ -40,7 +40,7 @@ WEIGHTS = {
 and the last one reads features that are no numbers."""
 HELD = ("kept_slots", "staging_slots", "host_bytes", "query_tails", "running")
 LENGTH = 4
-GAP = 1e-3
+GAP = 5e-4
 """See ``test_sampling.py``."""
 
 pytestmark = pytest.mark.server

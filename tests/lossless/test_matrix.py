@@ -132,7 +132,7 @@ def test_requests_with_one_prompt_share_its_residual(requests, plain):
         ours = run(system("one prompt", **settings), MODEL, [wave])
         assert compare(wanted, ours) == []
         state = ours["state"]
-        assert state["shared_prefetches"] > state["cycles"] // 6
+        assert state["shared_prefetches"] > state["cycles"] // 3
         alone = state["offloaded_bytes"] / copies
         assert state["peak_host_bytes"] < held * alone, "held once, and one being made"
 
@@ -196,6 +196,5 @@ def test_drafting_and_verifying_share_forwards(requests, plain):
     state = ours["state"]
     assert state["peak_drafting"] >= 8
     # Two rows are verified at once at most: were all such forwards mixed, 0.5 or more.
-    # Not a share of all iterations: a slow link adds some without verifications, and
-    # a very slow one verifies when all other rows wait.
-    assert state["mixed_iterations"] >= 0.2 * state["cycles"]
+    # Not a share of all iterations: a slow link adds some without verifications.
+    assert state["mixed_iterations"] >= 0.4 * state["cycles"]

@@ -22,7 +22,7 @@ from vericache_sglang.evaluation.sampled import (
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import load_tokenizer
 
-GAP = 1e-3
+GAP = 5e-4
 """Plain SGLang's own prefill and decode differ by 1.3e-4 at one of these positions."""
 
 MODEL = Path(__file__).parents[2] / "configs" / "demo-model"
@@ -76,7 +76,7 @@ def test_tokens_are_identical(plain, ours):
 
 def test_it_really_drafted(ours):
     state = ours["state"]
-    assert state["drafted"] >= 600
+    assert state["drafted"] >= 900
     assert 0.2 * state["drafted"] < state["accepted"] < 0.99 * state["drafted"]
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
