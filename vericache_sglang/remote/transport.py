@@ -112,6 +112,14 @@ class Transport(ABC, Generic[Peer, Received]):
             os.eventfd_read(self.ready)  # first: later arrivals make it readable again
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
+    def hand_over(self, receive: Callable[[Peer, Received, float], None]) -> None:
+        """Call ``receive`` with all of ``drain``; blame senders for its errors."""
+        for peer, message, at in self.drain():
+            try:
+                receive(peer, message, at)
+            except MessageError as error:
+                self.blame(peer, error)
+
     def wait(self, seconds: float) -> None:
         """Wait until a message is there, ``seconds`` at most."""
         select.select([self.ready], [], [], seconds)

@@ -105,11 +105,7 @@ class Hosting:
     def exchange(self, scheduler: Any) -> None:
         """Send and receive. Called once per scheduler iteration."""
         self._scheduler = scheduler
-        for connection, message, at in self._transport.drain():
-            try:
-                self._guests.receive(connection, message, at)
-            except MessageError as error:
-                self._transport.blame(connection, error)
+        self._transport.hand_over(self._guests.receive)
         now = self._transport.now()
         beats = now - self._beat_at >= BEAT_S
         queued = self._queued() if beats else None

@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
-from vericache_sglang.errors import MessageError
 from vericache_sglang.observability.request_stats import KEY, RequestStats
 from vericache_sglang.remote.messages import CHANGED, pack
 from vericache_sglang.remote.owner import OwnedRequest, Owner
@@ -144,7 +143,8 @@ class Relay:
         sent = replace(
             req.sampling_params, custom_params={KEY: here if drafts else there}
         )
-        self._receive()  # behind a long forward verifiers would seem to be silent
+        # Behind a long forward verifiers would seem to be silent.
+        self._transport.hand_over(self._owner.receive)
         rid, self._numbered = self._numbered, self._numbered + 1
         request = OwnedRequest(
             rid,
@@ -223,7 +223,7 @@ class Relay:
         """Send and receive; commit tokens. Called once per scheduler iteration."""
         if self._requests and _nothing_runs(scheduler):
             self._transport.wait(IDLE_WAIT_S)
-        self._receive()
+        self._transport.hand_over(self._owner.receive)
         now = self.now()
         self._commit(scheduler)
         self._owner.tick(now)
@@ -235,13 +235,6 @@ class Relay:
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._transport.repeat(dict(enumerate(self._owner.beats())))
-
-    def _receive(self) -> None:
-        for verifier, message, at in self._transport.drain():
-            try:
-                self._owner.receive(verifier, message, at)
-            except MessageError as error:
-                self._transport.blame(verifier, error)
 
     def _send(self) -> None:
         for peer, said in self._owner.outbox:
