@@ -4,6 +4,7 @@ The verifier knows the text; the drafter's model is wrong now and then. Whatever
 verifier decides and whenever it comes, a draft attends to the KV of the text before it.
 """
 
+import time
 from random import Random
 from types import SimpleNamespace
 
@@ -77,7 +78,9 @@ class Drafter:
             counters=SimpleNamespace(note_cycle=lambda *counts: None)
         )
         self.starts._draft_tokens = DraftTokenBuffer(4, MOST, "cpu")
-        relay = SimpleNamespace(paired={"r": self.pair}, verify=self.verify)
+        relay = SimpleNamespace(
+            paired={"r": self.pair}, verify=self.verify, now=time.monotonic
+        )
         self.starts.attach(relay, self.runtime, {"r": self.state})
         self.runtime.arrive_early(
             RequestSpec(rid="r", prompt=7, kept=4, dropped=3, remaining=TOKENS - 3)
