@@ -145,5 +145,5 @@ def test_an_end_of_the_prompt_over_draft_kv_would_be_seen(bodies, wanted, tmp_pa
         bodies[:1], tmp_path, environment=faulty("approximate_end")
     )
     assert first == wanted[0]
-    assert counters["completions"] == counters["early_starts"] > 0
+    assert counters["completions"] > 0
     assert found != wanted[:1]

@@ -333,8 +333,10 @@ def test_residual_kv_that_does_not_come_is_lost(fault, monkeypatch):
         store.storage.objects[key][-1] ^= 1
     rest = stored.start_early("r", stored.drafts_of("r")[1])
     store._reader.closed = fault == "closed"
+    clock.now += stored_segments.LONGEST_S - 0.1
     store.arrive()
     assert [name for name, _ in rest.arrived()] == ["a"]
+    clock.now += 0.2  # what has arrived gives the others their whole time again
     assert rest.lost is (fault == "closed")
     if fault == "late":
         clock.now += stored_segments.LONGEST_S + 0.1

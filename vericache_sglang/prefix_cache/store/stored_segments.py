@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice, takewhile
 from operator import and_, attrgetter
@@ -82,19 +82,26 @@ class Rest:
         names: The segments.
         reading: Its read.
         nbytes: Bytes of all of it.
-        deadline: When it counts as lost, in ``time.monotonic`` seconds.
+        wait_s: Most seconds without a further segment; then it counts as lost.
         taken: Leading segments returned by ``arrived``.
+        deadline: End of that wait, in ``time.monotonic`` seconds.
     """
 
     names: Sequence[str]
     reading: StoreFetch
     nbytes: int
-    deadline: float
+    wait_s: float
     taken: int = 0
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.wait_s
 
     def arrived(self) -> Iterator[tuple[str, Found]]:
         """Yield the segments that have arrived since the last call."""
         found = self.reading.found
+        if self.taken < len(found):
+            self.deadline = time.monotonic() + self.wait_s
         while self.taken < len(found):
             at, self.taken = self.taken, self.taken + 1
             each, found[at] = found[at], replace(found[at], parts={})
@@ -418,9 +425,7 @@ class StoredSegments:
         for name in names:
             self._note(name, True)
         wait_s = max(LONGEST_S, 2.0 * queued * self.s_per_byte)
-        rest = Rest(
-            names, self._store.follow_up(drafts), nbytes, time.monotonic() + wait_s
-        )
+        rest = Rest(names, self._store.follow_up(drafts), nbytes, wait_s)
         self._rests[rid] = rest
         return rest
 
