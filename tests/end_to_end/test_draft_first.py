@@ -99,6 +99,16 @@ def answers_of_early_starts(bodies, folder, *flags, fault="", environment=()):
         server.close()
 
 
+def completed_and_lost(before, counters):
+    """Return how many early starts got their residual KV, and how many did not.
+
+    On a slow machine some residual KV is late without a fault, and given up.
+    """
+    lost = counters["reprefills"] - before["reprefills"]
+    assert counters["completions"] + lost == counters["early_starts"]
+    return counters["completions"], lost
+
+
 @pytest.mark.parametrize(
     ("fault", "flags"),
     [
@@ -118,11 +128,8 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
     assert first == wanted[0]
     assert found == wanted
     assert before["early_starts"] == 0
-    early, completed = counters["early_starts"], counters["completions"]
-    assert early >= len(KINDS) - 1, "started before their residual KV was read"
-    lost = counters["reprefills"] - before["reprefills"]
-    assert completed + lost == early
-    # On a slow machine some residual KV is late without a fault, and given up.
+    assert counters["early_starts"] >= len(KINDS) - 1, "before residual KV was read"
+    completed, lost = completed_and_lost(before, counters)
     assert (lost if fault else completed) > 0
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
@@ -141,9 +148,10 @@ def test_a_retracted_request_is_answered_all_the_same(bodies, wanted, tmp_path):
 @pytest.mark.extended
 def test_an_end_of_the_prompt_over_draft_kv_would_be_seen(bodies, wanted, tmp_path):
     """Were it not computed again over the full KV, answers would differ."""
-    first, found, _, counters = answers_of_early_starts(
+    first, found, before, counters = answers_of_early_starts(
         bodies[:1], tmp_path, environment=faulty("approximate_end")
     )
     assert first == wanted[0]
-    assert counters["completions"] > 0
+    completed, _ = completed_and_lost(before, counters)
+    assert completed > 0
     assert found != wanted[:1]
