@@ -16,6 +16,7 @@ from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.paired import PairedStarts
 from vericache_sglang.runtime.relay import PairedRequest
 from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.plan import (
     Deliver,
     Draft,
@@ -78,8 +79,12 @@ class Drafter:
             counters=SimpleNamespace(note_cycle=lambda *counts: None)
         )
         self.starts._draft_tokens = DraftTokenBuffer(4, MOST, "cpu")
+        self.starts._config = SimpleNamespace(remote_path="p1")
         relay = SimpleNamespace(
-            paired={"r": self.pair}, verify=self.verify, now=time.monotonic
+            paired={"r": self.pair},
+            verify=self.verify,
+            now=time.monotonic,
+            token_s=Ewma(0.0, least=0.0, most=1.0),
         )
         self.starts.attach(relay, self.runtime, {"r": self.state})
         self.runtime.arrive_early(
@@ -158,6 +163,7 @@ def test_every_draft_attends_to_the_text_before_it(wrong, overlap):
         begin = PROMPT + 3
         assert emitted == drafter.truth[begin : begin + len(emitted)]
         assert len(emitted) >= TOKENS - 3, "nothing waits for ever"
+        assert drafter.state.inexact == len(emitted), "all are over draft KV"
         stats = drafter.state.stats
         if wrong == 0.0:
             assert stats.accepted > 0.9 * stats.drafted > 0

@@ -199,7 +199,8 @@ class Runtime:
     ) -> None:
         """Record what another server has decided of a request that drafts here.
 
-        It drafts one token more than is sent (``runtime/paired.py``).
+        It drafts one token more than is sent (``runtime/paired.py``), and no more than
+        can be verified here, should its residual KV come.
 
         Args:
             rid: Request id; one that has ended is ignored.
@@ -215,7 +216,7 @@ class Runtime:
             track.acceptance.observe(drafted, accepted)
         self._emit(track, emitted)
         track.drafts, track.pending, track.waited, track.closed = 0, 0, 0, False
-        longest = track.cap(self.settings.draft_length)
+        longest = track.cap(self.settings.draft_length - 1)
         step_s = self.estimates.iteration.iteration_s.value
         track.length = 0
         if longest:
