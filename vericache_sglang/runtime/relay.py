@@ -139,17 +139,18 @@ class Relay:
         """Open a new request at a verifier; False: it is decoded here."""
         if is_retracted:
             return self._relay_again(req)
+        starts = self.starts
         allowed = self._config.remote_path != "local" and travels(req)
-        drafts = allowed and self.starts is not None and self.starts.suit(req)
-        if drafts and self.starts is not None:
-            allowed = not self.starts.here(scheduler, req)
+        if allowed and starts is not None:
+            allowed = not starts.here(scheduler, req)
+        drafts = allowed and starts is not None and starts.suit(req)
         if not allowed or not self._open(req, drafts):
             self._counters.remote_local += 1
             return False
         self._counters.remote_b1 += 1
         req.time_stats.set_wait_queue_entry_time()
-        if drafts and self.starts is not None:
-            self.starts.read(scheduler, req)
+        if drafts and starts is not None:
+            starts.read(scheduler, req)
         return True
 
     def _open(self, req: Req, drafts: bool) -> bool:
