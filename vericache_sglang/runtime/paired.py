@@ -153,6 +153,7 @@ class PairedStarts(EarlyStarts):
         """See ``EarlyStarts``: from now on it is verified here."""
         super().completed(state)
         self._relay.unpair(state.rid)
+        self._runtime.return_drafts(state.rid, state.drafted)
         self._placement.counters.remote_p2 += 1
         state.stats.path = "p2"
 

@@ -225,6 +225,17 @@ class Runtime:
             track.length = best_length(track.acceptance.p, cost, longest).length
         track.most = track.length + 1 if track.remaining > 0 else -1
 
+    def return_drafts(self, rid: str, drafts: int) -> None:
+        """Take over a request that other servers have verified so far.
+
+        Drafts were planned that gave way to their verdicts or waited for them.
+
+        Args:
+            rid: Request id; it has no forward in flight.
+            drafts: What it has drafted since the last verdict.
+        """
+        self.tracks[rid].drafts = drafts
+
     def moved(self, move: Move, group: str = "") -> None:
         """Record a move that the executor has made.
 
