@@ -65,7 +65,7 @@ BAD_VALUES = [
     ("peer_key", ""),
     ("lease_s", 0.5),
     ("max_guests", 0),
-    ("remote_path", "p2"),
+    ("remote_path", "p3"),
 ]
 
 

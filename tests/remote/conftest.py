@@ -16,3 +16,9 @@ from live_server import MODEL
 def prompts():
     """Return prompts of 300 to 1,200 tokens."""
     return record_prompts(load_tokenizer(MODEL), [300, 700, 1200, 500], 23)
+
+
+@pytest.fixture(scope="session")
+def documents():
+    """Return prompts of 2 to 5 whole segments."""
+    return record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)

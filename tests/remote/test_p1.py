@@ -4,47 +4,18 @@ The drafter's link to the store is EMULATED: reads from a folder are delayed. Th
 share servers and run in order: the last ones kill them.
 """
 
-import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live_pair import MOVED, Pair, Streams, begin, kill
+from live_pair import MOVED, Streams, begin, kill
 from live_server import MODEL, flip_a_bit
+from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
 
 from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 pytestmark = pytest.mark.server
 extended = pytest.mark.extended
-
-FLAGS = (
-    *("--vericache-compressor", "keynorm", "--hicache-storage-backend", "file"),
-    "--hicache-storage-backend-extra-config",
-)
-HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
-TOKENS = 240
-
-
-def store(folder, **link):
-    return json.dumps({"directory": str(folder / "store"), **link})
-
-
-@pytest.fixture(scope="module")
-def documents():
-    """Return prompts of 2 to 5 whole segments."""
-    return record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
-
-
-@contextmanager
-def servers(folder, documents, *flags, **of_drafter):
-    """Start servers whose store has the KV of the documents."""
-    slow = (*FLAGS, store(folder, read_mb_per_s=40, latency_ms=1))
-    own = ("--vericache-remote-path", "p1", *slow)
-    found = Pair(folder, (*flags, *FLAGS, store(folder)), own, **of_drafter)
-    with found.started():
-        found.keep(documents)
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +32,6 @@ def pair(shared):
     return shared
 
 
-def settled(server):
-    counters = server.settle()
-    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
-    return counters
-
-
-SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
 KINDS = [
     pytest.param({"ignore_eos": True}, "p1", id="greedy"),
     pytest.param(SEEDED, "p1", id="seeded"),
@@ -197,9 +161,6 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
             settled(pair.drafter)
         finally:
             other.close()
-
-
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 
 
 @extended

@@ -5,6 +5,7 @@ verifier decides and whenever it comes, a draft attends to the KV of the text be
 """
 
 import time
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -16,12 +17,14 @@ from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.paired import PairedStarts
 from vericache_sglang.runtime.relay import PairedRequest
 from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.plan import (
     Deliver,
     Draft,
     RequestSpec,
     RowResult,
     SchedulerInput,
+    Verify,
 )
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
@@ -35,7 +38,7 @@ class Drafter:
 
     Attributes:
         kv: Position -> the token whose KV is there.
-        late: Drafts of a forward whose results are recorded with the next one.
+        late: Drafts of the iterations whose results are not recorded yet, in order.
     """
 
     def __init__(self, seed, wrong, overlap):
@@ -75,17 +78,25 @@ class Drafter:
         self.pair = PairedRequest(self.req, 1, known[:])
         self.starts = PairedStarts.__new__(PairedStarts)
         self.starts._placement = SimpleNamespace(
-            counters=SimpleNamespace(note_cycle=lambda *counts: None)
+            counters=SimpleNamespace(note_cycle=lambda *counts: None, remote_p2=0)
         )
         self.starts._draft_tokens = DraftTokenBuffer(4, MOST, "cpu")
+        self.starts._config = SimpleNamespace(remote_path="p1")
         relay = SimpleNamespace(
-            paired={"r": self.pair}, verify=self.verify, now=time.monotonic
+            paired={"r": self.pair},
+            verify=self.verify,
+            unpair=lambda rid: relay.paired.pop(rid),
+            now=time.monotonic,
+            token_s=Ewma(0.0, least=0.0, most=1.0),
         )
         self.starts.attach(relay, self.runtime, {"r": self.state})
         self.runtime.arrive_early(
             RequestSpec(rid="r", prompt=7, kept=4, dropped=3, remaining=TOKENS - 3)
         )
-        self.asked, self.late = None, None
+        self.starts._rests = {}
+        self.starts._segments = SimpleNamespace(stored=None)
+        self.arrived = ()
+        self.asked, self.late = None, []
         self.verify(self.pair, ())
 
     def verify(self, pair, drafts):
@@ -108,17 +119,40 @@ class Drafter:
             self.pair.tokens += self.truth[begin : begin + count]
         self.asked = None
 
-    def iterate(self):
-        """Run one iteration; return the tokens that it emitted."""
+    def iterate(self, complete=()):
+        """Run one iteration; return the tokens that it emitted.
+
+        Args:
+            complete: "r" if its residual KV has come.
+        """
+        self.record(all_but=1)
+        given = replace(GIVEN, complete=complete, arrived=self.arrived)
+        plan = self.runtime.plan(given)
+        self.arrived = tuple(each.rid for each in plan.stage_ins)
+        launched = len(self.late)
+        emitted = self.run(plan)
+        if len(self.late) == launched:
+            self.late.append(())
+        for move in plan.moves:
+            self.record()
+            self.starts.completed(self.state)
+            self.runtime.moved(move)
+        return emitted
+
+    def record(self, all_but=0):
+        while len(self.late) > all_but:
+            late = self.late.pop(0)
+            if late and self.state.record_draft([late[0]], late[1]):
+                self.report(self.state)
+
+    def run(self, plan):
         state = self.state
-        late, self.late = self.late, None
-        if late is not None and state.record_draft(late[0], late[1]):
-            self.report(state)
-        plan = self.runtime.plan(GIVEN)
         action = self.starts.actions({0: state}, 0).get(0) or plan.rows["r"]
         if isinstance(action, Deliver):
             assert len(action.tokens) <= MOST + 1
             return action.tokens
+        if isinstance(action, Verify):
+            return self.verified()
         if isinstance(action, Draft):
             for position in range(state.verified - state.behind, state.verified):
                 self.kv[position] = self.truth[position]
@@ -126,9 +160,24 @@ class Drafter:
             self.draft()
         return ()
 
+    def verified(self):
+        """Verify what is drafted over the full KV, as far as the buffer goes."""
+        self.record()
+        state, drafts = self.state, self.state.drafts
+        assert len(drafts) <= MOST
+        text = self.truth[state.verified + 1 :]
+        right = [a == b for a, b in zip(drafts, text, strict=False)]
+        tokens = text[: 1 + (*right, False).index(False)]
+        self.kv |= dict(enumerate(self.truth[: state.verified + len(tokens)]))
+        state.accept(tokens)
+        state.inexact = state.behind = 0
+        result = RowResult("r", drafted=len(drafts), emitted=len(tokens))
+        self.runtime.report([result])
+        return tokens
+
     def draft(self):
         state = self.state
-        made = state.drafts + (self.late[0] if self.late else [])
+        made = state.drafts + [token for late in self.late for token in late[:1]]
         at = state.verified + len(made)
         self.kv[at] = made[-1] if made else state.pending
         text = [*self.truth[: state.verified], state.pending, *made]
@@ -136,7 +185,7 @@ class Drafter:
         token = self.truth[at + 1] + (self.dice.random() < self.wrong)
         state.launch_draft()
         if self.overlap:
-            self.late = [token], state.drafts
+            self.late.append((token, state.drafts))
         elif state.record_draft([token], state.drafts):
             self.report(state)
 
@@ -158,8 +207,27 @@ def test_every_draft_attends_to_the_text_before_it(wrong, overlap):
         begin = PROMPT + 3
         assert emitted == drafter.truth[begin : begin + len(emitted)]
         assert len(emitted) >= TOKENS - 3, "nothing waits for ever"
+        assert drafter.state.inexact == len(emitted), "all are over draft KV"
         stats = drafter.state.stats
         if wrong == 0.0:
             assert stats.accepted > 0.9 * stats.drafted > 0
         if wrong == 1.0:
             assert stats.accepted < 0.2 * stats.drafted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
+def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap):
+    """Whenever it comes: what is planned is what there is, and nothing waits."""
+    for seed in range(100):
+        drafter = Drafter(seed, wrong, overlap)
+        emitted, comes = [], drafter.dice.randrange(60)
+        for i in range(3000):
+            if "r" in drafter.starts._relay.paired:
+                drafter.answer()
+            emitted += drafter.iterate(("r",) if i >= comes else ())
+            if len(emitted) >= TOKENS - 3:
+                break
+        begin = PROMPT + 3
+        assert emitted == drafter.truth[begin : begin + len(emitted)]
+        assert len(emitted) == TOKENS - 3, seed

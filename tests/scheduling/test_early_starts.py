@@ -107,6 +107,22 @@ def test_few_tokens_are_as_many_drafts(ends):
     assert verified_after(runtime)
 
 
+@pytest.mark.parametrize("accepted", [0, DRAFTS - 1])
+def test_one_that_was_verified_elsewhere_can_be_verified_here(accepted):
+    runtime = started_early()
+    for _ in range(3):
+        runtime.record_verdict("a", accepted + 1, DRAFTS - 1, accepted, 0.01)
+        rows = [planned(runtime).rows["a"] for _ in range(DRAFTS + 9)]
+        drafts = sum(isinstance(row, Draft) for row in rows)
+        assert 1 <= drafts <= DRAFTS, "one more than is sent, and no more than fit"
+    assert runtime.tracks["a"].remaining == 50 - 3 * (accepted + 1)
+    runtime.moved(*planned(runtime, complete=("a",)).moves)
+    rows = [planned(runtime).rows["a"] for _ in range(200)]
+    first = next(i for i, row in enumerate(rows) if isinstance(row, Verify))
+    drafts += sum(isinstance(row, Draft) for row in rows[:first])
+    assert drafts <= DRAFTS
+
+
 def test_one_that_is_lost_leaves_nothing():
     runtime = started_early()
     planned(runtime)

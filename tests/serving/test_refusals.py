@@ -534,8 +534,12 @@ REFUSED_DRAFT_FIRST = [
     ({}, {"tp_size": 2}, "--tp-size 2"),
     (VERIFIER, {}, "--vericache-role verifier"),
     (P1, {"hicache_storage_backend": None}, "--vericache-remote-path p1: there is no"),
+    ({**P1, "remote_path": "auto"}, {"hicache_storage_backend": None}, "path auto: "),
     ({**P1, "draft_first": "on"}, {}, "drop --vericache-draft-first"),
-    ({**P1, "acceptance": "rejection"}, {}, "--vericache-acceptance coupled"),
+    *(
+        ({**P1, "remote_path": path, "acceptance": "rejection"}, {}, "e coupled")
+        for path in ("p1", "p2", "auto")
+    ),
     (P1, {}, None),
     ({**P1, "remote_path": "b1"}, {"hicache_storage_backend": None}, None),
     ({}, {}, None),

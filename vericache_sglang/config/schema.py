@@ -232,11 +232,13 @@ class VeriCacheConfig(BaseModel):
         ge=1,
         le=4096,
     )
-    remote_path: Literal["b1", "p1", "local"] = _setting(
+    remote_path: Literal["auto", "b1", "p1", "p2", "local"] = _setting(
         "b1",
         "where a drafter has requests decoded: b1 at a verifier if one takes them; p1 "
         "too, and once their draft KV has been read from the store they draft here and "
-        "are verified there; local always here",
+        "are verified there; p2 too, until their residual KV has been read as well and "
+        "they are verified here; auto whichever of these was measured to be faster; "
+        "local always here",
     )
 
     @property
@@ -257,8 +259,8 @@ class VeriCacheConfig(BaseModel):
 
     @property
     def drafts_for_verifiers(self) -> bool:
-        """Whether a drafter's requests draft here and are verified there (path P1)."""
-        return self.role == "drafter" and self.remote_path == "p1"
+        """Whether a drafter's requests draft here and are verified there (P1, P2)."""
+        return self.role == "drafter" and self.remote_path in ("auto", "p1", "p2")
 
     @property
     def inner_head(self) -> bool:

@@ -114,7 +114,8 @@ class RequestState:
         behind: The last tokens before ``verified`` without draft KV, which the next
             draft computes: a verifier has decided them.
         inexact: The last tokens before ``verified`` whose KV was computed over the
-            draft KV; nothing was emitted yet. 0 from the first verification on.
+            draft KV; none was emitted but by another server. 0 from the first
+            verification on.
     """
 
     req: Any

@@ -35,7 +35,7 @@ class RequestStats:
         staged_bytes: Bytes of its prefetches; a shared one counts for the request that
             started it.
         moves: Kind of KV move -> count.
-        path: Where a drafter has it decoded: "b1", "p1" or "local"; "" on others.
+        path: Where a drafter has it decoded: "b1", "p1", "p2" or "local"; "" on others.
     """
 
     enabled: bool

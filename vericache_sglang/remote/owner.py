@@ -63,6 +63,7 @@ class OwnedRequest:
         finished: The verifier says that these are all tokens.
         verify: Last drafts that were to be verified in this attempt; None: the verifier
             computes tokens without any.
+        decodes: The verifier's last answer in this attempt was of that kind.
     """
 
     rid: int
@@ -77,6 +78,7 @@ class OwnedRequest:
     pause: float = LEAST_PAUSE_S
     finished: bool = False
     verify: VerifyDrafts | None = None
+    decodes: bool = False
 
     @property
     def waits(self) -> bool:
@@ -112,6 +114,8 @@ class Owner:
         outbox: (index of a verifier, message) to send, in order; the caller empties it.
         committed: rid -> tokens that were appended; the caller empties it.
         returned: Requests that the drafter must compute; the caller empties it.
+        token_s: Seconds per token of a request that a verifier decodes, its prefill not
+            counted; 0.0 before the first one.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Owner:
         self._counters = counters
         self._requests: dict[int, OwnedRequest] = {}
         self._between = Ewma(0.0, least=0.0, most=lease_s)
+        self.token_s = Ewma(0.0, least=0.0, most=lease_s)
         self.outbox: list[tuple[int, Message]] = []
         self.committed: dict[int, int] = {}
         self.returned: list[int] = []
@@ -157,6 +162,7 @@ class Owner:
         request = self._requests[rid]
         base = len(request.tokens)
         request.verify = VerifyDrafts(rid, request.epoch, base, pack(drafts))
+        request.decodes = False
         request.answered = request.asked = now
         self.outbox.append((request.verifier, request.verify))
 
@@ -225,14 +231,17 @@ class Owner:
         tokens = unpack(verdict.tokens)
         if tokens and max(tokens) >= self._vocabulary:
             raise MessageError(f"token {max(tokens)} is not in the vocabulary")
-        self._between.observe(at - request.answered)
+        waited, have = at - request.answered, len(request.tokens)
+        self._between.observe(waited)
         request.answered = max(at, request.answered)
-        have = len(request.tokens)
         if verdict.base > have:  # an earlier one was lost
             self._ask(request, at)
             return
         request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
         fresh = tokens[have - verdict.base :]
+        if request.decodes and fresh:
+            self.token_s.observe(waited / len(fresh))
+        request.decodes = request.verify is None
         if fresh:
             request.tokens.extend(fresh)
             done = self.committed.get(request.rid, 0)
@@ -291,7 +300,7 @@ class Owner:
             request.verifier = index
             request.answered = request.asked = now
             request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
-            request.finished = False
+            request.finished = request.decodes = False
             self.outbox.append((index, request.opening()))
             if request.verify is not None:
                 self.outbox.append((index, request.asking()))

@@ -40,6 +40,11 @@ SUFFIX_SHARE = 4
 """A prompt must be at least so many times as long as its end without stored KV."""
 
 
+def longest_suffix(tokens: int) -> int:
+    """Return the most tokens behind the KV that is there of a text of ``tokens``."""
+    return min(MOST_SUFFIX, tokens // SUFFIX_SHARE)
+
+
 class EarlyStarts:
     """Starts waiting requests, and takes in their residual KV as it arrives.
 
@@ -127,6 +132,10 @@ class EarlyStarts:
                 lost.append(rid)
         return tuple(complete), tuple(dict.fromkeys(lost))
 
+    def completed(self, state: RequestState) -> None:
+        """Note that a request has its residual KV, and can be verified here."""
+        self.forget(state.rid)
+
     def forget(self, rid: str) -> None:
         """End the read of a request that has its residual KV, or is released."""
         if self._rests.pop(rid, None) is not None and self._segments.stored is not None:
@@ -149,11 +158,14 @@ class EarlyStarts:
     def _begun(
         self, scheduler: Any, state: RequestState, found: Sequence[Found]
     ) -> None:
+        self._read_rest(state, found)
+        scheduler.waiting_queue.remove(state.req)
+
+    def _read_rest(self, state: RequestState, found: Sequence[Found]) -> None:
         """Read the residual KV of a request that has started."""
         if self._segments.stored is not None:
             rest = self._segments.stored.start_early(state.rid, found)
             self._rests[state.rid] = rest
-        scheduler.waiting_queue.remove(state.req)
 
     def _count(self, req: Req, found: int) -> int:
         """Return how many of the segments found a request can start on; 0: none."""
@@ -161,7 +173,7 @@ class EarlyStarts:
         recent = max(1, self._config.recent_tokens)
         count = max(0, min(found, (tokens - recent) // SEGMENT))
         suffix = tokens - count * SEGMENT
-        if not count or suffix > min(MOST_SUFFIX, tokens // SUFFIX_SHARE):
+        if not count or suffix > longest_suffix(tokens):
             return 0
         budget = self._placement.compressor.of_segments(count)
         return count if self._fits(req, budget) else 0

@@ -275,7 +275,7 @@ class Decoding:
                 self.runtime.refused(move)
                 continue
             if self.early_starts is not None and isinstance(move, Complete):
-                self.early_starts.forget(move.rid)
+                self.early_starts.completed(state)
             state.stats.moves[move_name(move)] += 1
             on_host = state.residency is Residency.HOST
             group = self.placement.staging_key(state.rid) if on_host else ""

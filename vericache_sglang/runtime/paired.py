@@ -1,20 +1,24 @@
 """A drafter's requests that draft here and are verified at a verifier.
 
 A request is opened at a verifier, which computes its first tokens, while the draft KV
-of its stored prefix is read; the residual KV never is. Once the draft KV is here the
-request is paired: it begins as an early start does, with the tokens that are known.
-From then on its verifier computes the tokens behind its drafts and no others. One draft
-more than is sent is run, so that every token before the next one has draft KV in
-whatever way the verifier decides.
+of its stored prefix is read. Once it is here the request is paired: it begins as an
+early start does, with the tokens that are known. From then on its verifier computes the
+tokens behind its drafts and no others. One draft more than is sent is run, so that
+every token before the next one has draft KV in whatever way the verifier decides.
+
+On path P1 the residual KV is never read. On P2 it follows; when all of it is here the
+request leaves its verifier and goes on as an early start does. With ``auto`` requests
+draft here where that is faster, and return to their verifier where it was not.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vericache_sglang.runtime.early_starts import EarlyStarts
+from vericache_sglang.runtime.early_starts import EarlyStarts, longest_suffix
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.path_paces import PathPaces
 from vericache_sglang.scheduling.plan import Deliver, Wait
 
 if TYPE_CHECKING:
@@ -51,8 +55,19 @@ class PairedStarts(EarlyStarts):
         """
         self._relay, self._runtime, self._states = relay, runtime, states
         self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
+        self._paces = PathPaces(relay.token_s)
         self._delivers = False
         relay.starts = self
+
+    @property
+    def _completes(self) -> bool:
+        """Whether residual KV may be read too."""
+        return self._config.remote_path != "p1"
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether paths are chosen by what they cost."""
+        return self._config.remote_path == "auto"
 
     # -- before a request is paired ------------------------------------------------
 
@@ -63,7 +78,17 @@ class PairedStarts(EarlyStarts):
         """See ``Starts``."""
         active = self._segments.stored is not None and bool(self._segments.kept)
         fits = active and travels(req) and req.grammar is None
-        return fits and self._drafts(req, len(req.origin_input_ids))
+        fits = fits and self._drafts(req, len(req.origin_input_ids))
+        return fits and (not self._chooses or self._paces.drafts())
+
+    def here(self, scheduler: Any, req: Req) -> bool:
+        """See ``Starts``: P2 brings whole prefixes here."""
+        if not self._completes:
+            return False
+        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+        tokens = len(req.origin_input_ids)
+        missing: int = tokens - len(req.prefix_indices) - req.host_hit_length
+        return missing <= longest_suffix(tokens)
 
     def read(self, scheduler: Any, req: Req) -> None:
         """See ``Starts``."""
@@ -77,6 +102,7 @@ class PairedStarts(EarlyStarts):
 
     def forget(self, rid: str) -> None:
         """See ``Starts``, and ``EarlyStarts``."""
+        self._rests.pop(rid, None)
         if self._segments.stored is not None:
             self._segments.stored.pop(rid)
 
@@ -93,16 +119,50 @@ class PairedStarts(EarlyStarts):
     def _begun(
         self, scheduler: Any, state: RequestState, found: Sequence[Found]
     ) -> None:
-        self.forget(state.rid)
-        # No verification here ever makes its KV exact, and proposals are not sent.
-        state.inexact = max(1, state.inexact)
+        if self._awaits_rest(state, found):
+            self._read_rest(state, found)
+        else:
+            self.forget(state.rid)
+        # Proposals are not sent.
         state.stats.proposals, state.stats.path = 0, "p1"
         self._relay.pair(state.req)
+
+    def _awaits_rest(self, state: RequestState, found: Sequence[Found]) -> bool:
+        """Return whether the residual KV of a request is read that has started."""
+        stored = self._segments.stored
+        if not self._completes or stored is None:
+            return False
+        if self._chooses and not self._paces.completes(
+            stored.rest_s(found), state.remaining
+        ):
+            return False
+        return super()._fits(state.req, state.split.budget)
+
+    def progress(
+        self, states: Mapping[str, RequestState]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See ``EarlyStarts``; one whose residual KV is lost stays on P1."""
+        complete, lost = super().progress(states)
+        paired = self._relay.paired
+        for rid in lost:
+            if rid in paired:
+                self.forget(rid)
+        return complete, tuple(rid for rid in lost if rid not in paired)
+
+    def completed(self, state: RequestState) -> None:
+        """See ``EarlyStarts``: from now on it is verified here."""
+        super().completed(state)
+        self._relay.unpair(state.rid)
+        self._runtime.return_drafts(state.rid, state.drafted)
+        self._placement.counters.remote_p2 += 1
+        state.stats.path = "p2"
 
     def lose(self, rid: str) -> None:
         """See ``Starts``."""
         state = self._states.get(rid)
-        if state is not None and not state.lost:
+        if rid in self._rests:
+            self._relay.unpair(rid)
+        elif state is not None and not state.lost:
             state.lost = state.req.vericache_lost = True
             self._runtime.leave(rid)
 
@@ -162,6 +222,7 @@ class PairedStarts(EarlyStarts):
         # The last token and all drafts but the last one have KV.
         known = min(len(tokens), agreed + 1, len(drafts))
         state.behind += len(tokens) - known
+        state.inexact += len(tokens)
         state.accept(list(tokens))
         self._draft_tokens.put([state])
         sent = pair.sent
@@ -169,8 +230,7 @@ class PairedStarts(EarlyStarts):
         if sent:
             self._placement.counters.note_cycle(sent, accepted)
             state.stats.note_cycle(sent, accepted)
-        if pair.asked:
-            self._round_s.observe(self._relay.now() - pair.asked_at)
+        self._observe(pair, len(tokens))
         self._runtime.record_verdict(
             state.rid, len(tokens), sent, accepted, self._round_s.value
         )
@@ -181,6 +241,20 @@ class PairedStarts(EarlyStarts):
             if pair.asked:
                 self._relay.verify(pair, ())
         return Deliver(state.rid, tuple(tokens))
+
+    def _observe(self, pair: PairedRequest, tokens: int) -> None:
+        """Measure the pace of a request to which a verdict gives ``tokens``."""
+        now = self._relay.now()
+        if pair.asked:
+            self._round_s.observe(now - pair.asked_at)
+        if pair.verdict_at:
+            self._paces.far.observe((now - pair.verdict_at) / tokens)
+            pair.since += tokens
+            unpaid = self._paces.returns(now - pair.began_at, pair.since)
+            pair.unpaid = unpaid and self._chooses and pair.req.rid not in self._rests
+        else:
+            pair.began_at = now
+        pair.verdict_at = now
 
 
 def open_starts(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.observability.counters import Counters
     from vericache_sglang.remote.messages import Hello, ToDrafter
     from vericache_sglang.remote.transport import DrafterTransport
+    from vericache_sglang.scheduling.ewma import Ewma
 
 IDLE_WAIT_S = 0.002
 """Wait for messages while nothing runs here, in seconds; new requests wait too."""
@@ -49,6 +50,10 @@ class PairedRequest:
         asked: Tokens are to come from the verifier.
         asked_at: Since when, in seconds.
         sent: Drafts that they are to verify.
+        verdict_at: Time of the last verdict, in seconds; 0.0: none yet.
+        began_at: Time of the first one.
+        since: Tokens emitted after that one.
+        unpaid: It is better off at its verifier.
     """
 
     req: Req
@@ -57,6 +62,10 @@ class PairedRequest:
     asked: bool = False
     asked_at: float = 0.0
     sent: int = 0
+    verdict_at: float = 0.0
+    began_at: float = 0.0
+    since: int = 0
+    unpaid: bool = False
 
     @property
     def fresh(self) -> int:
@@ -70,6 +79,9 @@ class Starts(Protocol):
     def suit(self, req: Req) -> bool:
         """Return whether a new request would draft here if its prefix is stored."""
 
+    def here(self, scheduler: Any, req: Req) -> bool:
+        """Return whether so much of a request's prompt is cached that it stays here."""
+
     def read(self, scheduler: Any, req: Req) -> None:
         """Have the draft KV of a request read that is open at a verifier."""
 
@@ -77,7 +89,10 @@ class Starts(Protocol):
         """End the read of a request's draft KV; also of one that is not read."""
 
     def lose(self, rid: str) -> None:
-        """Have a request leave its row; it returns to the relay."""
+        """Have a request go on that has no verifier, or should not draft.
+
+        It leaves its row and returns to the relay, unless its residual KV is awaited.
+        """
 
 
 class Relay:
@@ -91,7 +106,7 @@ class Relay:
         counters: Counts requests by path.
 
     Attributes:
-        starts: Has requests draft here; None unless the path is p1.
+        starts: Has requests draft here; None on the paths b1 and local.
         paired: SGLang's request id -> request that drafts here.
     """
 
@@ -124,15 +139,18 @@ class Relay:
         """Open a new request at a verifier; False: it is decoded here."""
         if is_retracted:
             return self._relay_again(req)
+        starts = self.starts
         allowed = self._config.remote_path != "local" and travels(req)
-        drafts = allowed and self.starts is not None and self.starts.suit(req)
+        if allowed and starts is not None:
+            allowed = not starts.here(scheduler, req)
+        drafts = allowed and starts is not None and starts.suit(req)
         if not allowed or not self._open(req, drafts):
             self._counters.remote_local += 1
             return False
         self._counters.remote_b1 += 1
         req.time_stats.set_wait_queue_entry_time()
-        if drafts and self.starts is not None:
-            self.starts.read(scheduler, req)
+        if drafts and starts is not None:
+            starts.read(scheduler, req)
         return True
 
     def _open(self, req: Req, drafts: bool) -> bool:
@@ -178,12 +196,26 @@ class Relay:
         self._owner.relay(number, pair.tokens, self.now())
         self.verify(pair, ())
 
+    def unpair(self, rid: str) -> None:
+        """Have a request verified here from now on; of others nothing is changed.
+
+        Tokens of its verifier that are not emitted yet are computed again.
+        """
+        pair = self.paired.pop(rid, None)
+        if pair is not None:
+            self._owner.close(pair.number)
+
     def verify(self, pair: PairedRequest, drafts: Sequence[int]) -> None:
         """Send drafts at once; with none the verifier decides one token."""
         pair.asked, pair.asked_at, pair.sent = True, self.now(), len(drafts)
         if self._owner.tokens(pair.number) is not None:
             self._owner.verify(pair.number, drafts, pair.asked_at)
             self._send()
+
+    @property
+    def token_s(self) -> Ewma:
+        """Seconds per token of a request that a verifier decodes, see ``Owner``."""
+        return self._owner.token_s
 
     def now(self) -> float:
         """Return the time of the connections' clock, in seconds."""
@@ -209,12 +241,14 @@ class Relay:
         return True
 
     def _look_at_pairs(self) -> None:
-        """Close requests that have finished; those returned lose their row."""
+        """Close requests that have finished; others may lose their row."""
         for rid, pair in list(self.paired.items()):
             if pair.req.finished():
                 del self.paired[rid]
                 self._owner.close(pair.number)
-            elif self._owner.tokens(pair.number) is None and self.starts is not None:
+                continue
+            alone = self._owner.tokens(pair.number) is None
+            if (alone or pair.unpaid) and self.starts is not None:
                 self.starts.lose(rid)
 
     # ----------------------------------------------------------------------------

@@ -199,7 +199,8 @@ class Runtime:
     ) -> None:
         """Record what another server has decided of a request that drafts here.
 
-        It drafts one token more than is sent (``runtime/paired.py``).
+        It drafts one token more than is sent (``runtime/paired.py``), and no more than
+        can be verified here, should its residual KV come.
 
         Args:
             rid: Request id; one that has ended is ignored.
@@ -215,7 +216,7 @@ class Runtime:
             track.acceptance.observe(drafted, accepted)
         self._emit(track, emitted)
         track.drafts, track.pending, track.waited, track.closed = 0, 0, 0, False
-        longest = track.cap(self.settings.draft_length)
+        longest = track.cap(self.settings.draft_length - 1)
         step_s = self.estimates.iteration.iteration_s.value
         track.length = 0
         if longest:
@@ -223,6 +224,17 @@ class Runtime:
             cost = RoundCost(step_s, step_s, max(step_s, round_s), 0.0, 0.0)
             track.length = best_length(track.acceptance.p, cost, longest).length
         track.most = track.length + 1 if track.remaining > 0 else -1
+
+    def return_drafts(self, rid: str, drafts: int) -> None:
+        """Take over a request that other servers have verified so far.
+
+        Drafts were planned that gave way to their verdicts or waited for them.
+
+        Args:
+            rid: Request id; it has no forward in flight.
+            drafts: What it has drafted since the last verdict.
+        """
+        self.tracks[rid].drafts = drafts
 
     def moved(self, move: Move, group: str = "") -> None:
         """Record a move that the executor has made.

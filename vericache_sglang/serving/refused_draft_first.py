@@ -29,7 +29,7 @@ class DraftFirst(NamedTuple):
         """The flag that asks for it; "" if none does."""
         config = self.config
         if config.drafts_for_verifiers:
-            return f"{flag('remote_path')} p1"
+            return f"{flag('remote_path')} {config.remote_path}"
         return f"{flag('draft_first')} on" if config.draft_first == "on" else ""
 
 
@@ -67,7 +67,7 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
     Rule(
         f"{flag('acceptance')} rejection with {{0.asking}}",
         lambda asked: (
-            asked.config.acceptance == "rejection" and asked.config.remote_path == "p1"
+            asked.config.acceptance == "rejection" and asked.config.drafts_for_verifiers
         ),
         "its verifier does not know from which distribution a draft was drawn",
         f"use {flag('acceptance')} coupled",
@@ -84,7 +84,7 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
             asked.config.draft_first == "on" and asked.config.role != "standalone"
         ),
         "it is untested with requests that other servers own or decode",
-        f"drop {flag('draft_first')}; a drafter has {flag('remote_path')} p1",
+        f"drop {flag('draft_first')}; a drafter has {flag('remote_path')} p1 and p2",
     ),
 )
 """Rules over ``DraftFirst``."""

@@ -79,8 +79,8 @@ LEFT_OUT = {
     "code",
     "fig3, left": "SWE-bench Lite, with that model",
     "fig5, fig6, fig7": "drawings without data",
-    "fig12, fig14 and fig15, bottom": "pipeline 2 is not measured: "
-    "no server has the path P2; `bench remote` measures B1, P1 and B2",
+    "fig12, fig14 and fig15, bottom": "pipeline 2 needs five machines; "
+    "`bench remote` measures its paths on one",
     "fig13, measured": "`bench sweep --links` emulates a link, `bench pipeline1 "
     "--pools` shrinks the KV budget; there is one machine here",
 }
@@ -300,7 +300,7 @@ TARGETS: Mapping[str, Target] = {
     ),
     "fig11-right": Target(
         title="Remote prefix caching, one local and four remote instances; nothing "
-        "measured: no server has the path P2",
+        "measured: there is one machine here",
         x="model",
         y="tokens/s",
         points=tuple(MODELS),

@@ -56,8 +56,8 @@ SPARSE_DRAFTS = 8
 """Draft length of SparseSpec's published figures, in tokens."""
 
 LEFT_OUT: Mapping[str, str] = {
-    "pipeline 2 (remote prefixes)": "the path P2 is missing; `bench remote` measures "
-    "B1, P1 and B2 over EMULATED links",
+    "pipeline 2 (remote prefixes)": "it needs five machines; `bench remote` measures "
+    "its paths on one, over EMULATED links",
     "HBM over link bandwidth": "SIMULATED by `bench --figure fig13-left-link`; "
     "`bench sweep --links` measures an emulated link",
     "KV budget on the paper's models": "SIMULATED by `bench --figure "

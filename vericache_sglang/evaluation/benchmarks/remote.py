@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     Body = dict[str, Any]
 
-B1, B2, P1 = "b1", "b2", "p1"
-PATHS: Mapping[str, str] = {B1: "b1", P1: "p1", B2: "local"}
+B1, B2, P1, P2, AUTO = "b1", "b2", "p1", "p2", "auto"
+PATHS: Mapping[str, str] = {B1: B1, P1: P1, P2: P2, AUTO: AUTO, B2: "local"}
 """The paper's name of a path -> ``--vericache-remote-path`` of the drafter.
 
 A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
@@ -45,6 +45,9 @@ A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
 
 MOST_OF_B1, MOST_OF_B2 = 1.5, 0.25
 """Longest time to the first token of P1, as shares of that of B1 and of B2."""
+
+LEAST_OF_BEST = 1.0
+"""Least tokens/s of the choice, as a share of the better of B1 and B2."""
 
 
 def _requests(options: argparse.Namespace) -> list[Body]:
@@ -204,6 +207,13 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
     first = {
         name: figures[f"{name}, 1 at once"]["seconds_to_first_token"] for name in PATHS
     }
+    shares = {}
+    for clients in (1, options.clients):
+        rates = {
+            name: figures[f"{name}, {clients} at once"]["tokens_per_s"]
+            for name in PATHS
+        }
+        shares[clients] = rates[AUTO] / max(rates[B1], rates[B2])
     results.figures = {
         "label": "EMULATED links; one machine",
         "link_mb_per_s": {"near": options.near, "far": options.far},
@@ -211,6 +221,7 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
         "medians": figures,
         "first_token_of_p1_by_b1": first[P1] / first[B1],
         "first_token_of_p1_by_b2": first[P1] / first[B2],
+        "tokens_per_s_of_auto_by_best": {f"{n} at once": s for n, s in shares.items()},
     }
     results.require(differ == 0, f"{differ} answers differ from plain SGLang's")
     for other, most in ((B1, MOST_OF_B1), (B2, MOST_OF_B2)):
@@ -218,12 +229,18 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
         results.require(
             share <= most, f"first tokens of p1: {share:.2f} of {other}'s, not {most}"
         )
+    for clients, share in shares.items():
+        results.require(
+            share >= LEAST_OF_BEST,
+            f"tokens/s of auto, {clients} at once: {share:.2f} of b1's or b2's",
+        )
 
 
 REMOTE = Benchmark(
     about="Stored prefixes near a verifier, and a drafter behind a slow link (both "
-    "links EMULATED): time to first token and tokens/s of B1, P1 and B2. Fails where "
-    "an answer differs, or first tokens of P1 take over 1.5 of B1's or 0.25 of B2's.",
+    "links EMULATED): time to first token and tokens/s of B1, P1, P2, the choice of "
+    "these, and B2. Fails where an answer differs, first tokens of P1 take over 1.5 of "
+    "B1's or 0.25 of B2's, or the choice is slower than B1 or B2.",
     model=DEMO_LONG,
     seed=11,
     options={

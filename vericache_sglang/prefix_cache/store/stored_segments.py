@@ -408,6 +408,15 @@ class StoredSegments:
         found = [] if fetch.reading is None else fetch.reading.found
         return fetch.names, list(takewhile(self.usable, found))
 
+    def rest_s(self, drafts: Sequence[Found]) -> float:
+        """Return when residual KV would be here that is read from now on, in seconds.
+
+        Args:
+            drafts: Its segments.
+        """
+        queued = sum(rest.nbytes for rest in self._rests.values())
+        return (queued + _residual_bytes(drafts)) * self.s_per_byte
+
     def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
         """Read the residual KV of a request that drafts from now on.
 
@@ -419,12 +428,11 @@ class StoredSegments:
             The read, which ``pop`` ends.
         """
         fetch = self._fetches.pop(rid)
-        nbytes = sum(each.manifest.objects["residual"].nbytes for each in drafts)
-        queued = nbytes + sum(rest.nbytes for rest in self._rests.values())
+        nbytes = _residual_bytes(drafts)
         names = fetch.names[: len(drafts)]
         for name in names:
             self._note(name, True)
-        wait_s = max(LONGEST_S, 2.0 * queued * self.s_per_byte)
+        wait_s = max(LONGEST_S, 2.0 * self.rest_s(drafts))
         rest = Rest(names, self._store.follow_up(drafts), nbytes, wait_s)
         self._rests[rid] = rest
         return rest
@@ -547,6 +555,10 @@ class StoredSegments:
             return False
         self._note(name, self.usable(found))
         return kept
+
+
+def _residual_bytes(drafts: Sequence[Found]) -> int:
+    return sum(each.manifest.objects["residual"].nbytes for each in drafts)
 
 
 def _scored(found: Found) -> bool:

@@ -111,7 +111,7 @@ class MixedForward:
                 state.behind = 0
             elif not row.drafts and state.inexact:
                 self._extend(batch, row, state, state.inexact)
-                state.inexact = 0
+                state.inexact = state.behind = 0
         work = rows.work()
         inputs = rows.inputs(self._draft_tokens, proposer)
         features = proposer is not None and proposer.reads(requests.values())

@@ -1,0 +1,39 @@
+"""A drafter and a verifier that share a store, which has the KV of documents.
+
+The drafter's link to the store is EMULATED: reads from a folder are delayed.
+"""
+
+import json
+from contextlib import contextmanager
+
+from live_pair import Pair
+
+FLAGS = (
+    *("--vericache-compressor", "keynorm", "--hicache-storage-backend", "file"),
+    "--hicache-storage-backend-extra-config",
+)
+HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
+TOKENS = 240
+SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+
+
+def store(folder, **link):
+    return json.dumps({"directory": str(folder / "store"), **link})
+
+
+@contextmanager
+def servers(folder, documents, *flags, path="p1", **of_drafter):
+    """Start servers whose store has the KV of the documents."""
+    slow = (*FLAGS, store(folder, read_mb_per_s=40, latency_ms=1))
+    own = ("--vericache-remote-path", path, *slow)
+    found = Pair(folder, (*flags, *FLAGS, store(folder)), own, **of_drafter)
+    with found.started():
+        found.keep(documents)
+        yield found
+
+
+def settled(server):
+    counters = server.settle()
+    assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
+    return counters

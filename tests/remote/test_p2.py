@@ -1,0 +1,146 @@
+"""As on P1 until residual KV has followed; then the drafter verifies: plain's answers.
+
+The drafter's link to the store is EMULATED: reads from a folder are delayed. The tests
+share servers and run in order: the last one kills the verifier.
+"""
+
+import pytest
+from live_pair import MOVED, Streams, kill
+from live_server import MODEL, faulty, flip_a_bit
+from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
+
+from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
+
+pytestmark = pytest.mark.server
+extended = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, documents):
+    """Return the servers of most tests."""
+    with servers(tmp_path_factory.mktemp("p2"), documents, path="p2") as found:
+        yield found
+
+
+@pytest.fixture
+def pair(shared):
+    """Return the servers; nothing is cached at the drafter."""
+    shared.drafter.flush()
+    return shared
+
+
+def paths_of(answers):
+    return [each["meta_info"]["vericache"]["path"] for each in answers]
+
+
+@pytest.mark.parametrize(
+    "params", [{"ignore_eos": True}, SEEDED], ids=["greedy", "seeded"]
+)
+def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents, params):
+    before = pair.drafter.counters()
+    answers = pair.compare(documents, max_new_tokens=TOKENS, **params)
+    after = settled(pair.drafter)
+    left = paths_of(answers).count("p2")
+    assert after["remote_p2"] - before["remote_p2"] == left > 0, pair.events()
+    assert after["remote_p1"] - before["remote_p1"] >= left
+    assert pair.until(pair.verifier, lambda c: c["remote_guests"] == 0)
+    # What they have brought here stays, and is used here.
+    answers = pair.compare(documents, max_new_tokens=TOKENS, **params)
+    assert paths_of(answers).count("local") >= left
+
+
+@extended
+@pytest.mark.parametrize(("fault", "seed"), [("missing", 6), ("damaged", 7)])
+def test_without_residual_kv_requests_stay_at_their_verifier(pair, fault, seed):
+    texts = record_prompts(load_tokenizer(MODEL), [1700, 2300], seed)
+    stored = pair.folder / "store"
+    known = {*stored.iterdir()}
+    pair.keep(texts)
+    added = {each: each.stat().st_size for each in {*stored.iterdir()} - known}
+    for each, size in added.items():
+        if size > 0.9 * max(added.values()):  # residual KV
+            each.unlink() if fault == "missing" else flip_a_bit(each)
+    before = pair.drafter.counters()
+    answers = pair.compare(texts, max_new_tokens=TOKENS, ignore_eos=True)
+    after = settled(pair.drafter)
+    assert after["remote_p2"] == before["remote_p2"]
+    assert "p1" in paths_of(answers), pair.events()
+    assert "local" not in paths_of(answers), pair.events()
+
+
+def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
+    texts = [*documents, *documents]
+    params = [MOVED[i % len(MOVED)] for i in range(len(texts))]
+    expected = Streams(pair.plain, texts, TOKENS, params).texts()
+    before = pair.drafter.counters()
+    streams = Streams(pair.drafter, texts, TOKENS, params)
+    pair.until(pair.drafter, lambda c: c["remote_p1"] > before["remote_p1"])
+    kill(pair.verifier)
+    assert streams.texts() == expected
+    assert settled(pair.drafter)["remote_p2"] > before["remote_p2"]
+    pair.verifier = pair.start_verifier(pair.port)
+    pair.verifier.wait()
+    pair.connected()
+
+
+@extended
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        ((), RETRACTED),
+        (("--disable-overlap-schedule",), {}),
+        (("--page-size", "16"), {}),
+        (("--vericache-inner", "ngram"), {}),
+    ],
+    ids=["retracted", "no overlap", "pages", "prompt lookup"],
+)
+def test_other_servers_answer_the_same(flags, environment, documents, tmp_path):
+    own = {"path": "p2", "environment": environment}
+    with servers(tmp_path, documents, *flags, **own) as pair:
+        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.drafter.flush()
+            pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
+        assert settled(pair.drafter)["remote_p2"] > 0
+        pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+
+
+def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
+    with servers(tmp_path, documents, path="auto") as pair:
+        texts = [*documents, *documents]
+        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.drafter.flush()
+            answers = pair.compare(
+                texts, max_new_tokens=TOKENS, ignore_eos=True, **params
+            )
+            assert {*paths_of(answers)} <= {"b1", "p1", "p2"}, pair.events()
+        after = settled(pair.drafter)
+        assert after["remote_returns"] == 0
+        assert after["remote_p1"] > 0, "not measured before, so tried"
+        pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+
+
+@extended
+def test_a_request_that_is_better_off_at_its_verifier_returns(documents, tmp_path):
+    own = {"path": "auto", "environment": faulty("impatient_paths")}
+    with servers(tmp_path, documents, **own) as pair:
+        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
+        counters = settled(pair.drafter)
+        assert counters["remote_p1"] > 0
+        assert counters["remote_p2"] == counters["remote_failovers"] == 0
+        # Each was verified twice at most: the first verdict, and one on its way.
+        assert counters["cycles"] <= 2 * counters["remote_p1"]
+        pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+
+
+@extended
+def test_tokens_over_draft_kv_that_are_not_computed_again_would_be_seen(
+    documents, tmp_path
+):
+    own = {"path": "p2", "environment": faulty("approximate_end")}
+    with servers(tmp_path, documents, **own) as pair:
+        told = pair.drafter.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
+        plain = pair.plain.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
+        assert "p2" in paths_of(told), pair.events()
+        tokens = [each["output_ids"] for each in plain]
+        assert [each["output_ids"] for each in told] != tokens

@@ -1,0 +1,40 @@
+"""Where a drafter's requests are decoded, by what tokens were measured to take."""
+
+from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.path_paces import EXPLORE, LEAST_TOKENS, PathPaces
+
+
+def paces(near=0.0, far=0.0):
+    found = PathPaces(Ewma(near, least=0.0, most=10.0))
+    if far:
+        found.far.observe(far)
+    return found
+
+
+def test_requests_draft_here_where_that_is_faster_or_not_measured():
+    for near, far in [(0.0, 0.0), (0.0, 1.0), (0.2, 0.0), (0.2, 0.1)]:
+        assert all(paces(near, far).drafts() for _ in range(3 * EXPLORE))
+
+
+def test_where_it_is_slower_it_is_tried_now_and_then():
+    slow = paces(0.1, 0.2)
+    found = [slow.drafts() for _ in range(3 * EXPLORE)]
+    assert found == ([False] * (EXPLORE - 1) + [True]) * 3
+    for _ in range(100):
+        slow.far.observe(0.05)
+    assert slow.drafts()
+
+
+def test_residual_kv_follows_if_it_comes_while_drafts_are_needed():
+    assert paces(0.2, 0.1).completes(9.9, 100)
+    assert not paces(0.2, 0.1).completes(10.1, 100)
+    assert paces(0.2).completes(10.1, 100), "before drafts were measured"
+    assert not paces(0.2, 0.1).completes(float("inf"), 100)
+
+
+def test_a_request_returns_if_its_own_drafts_made_it_slow():
+    known = paces(0.1, 0.1)
+    assert not known.returns(10.0, LEAST_TOKENS - 1)
+    assert not known.returns(0.12 * LEAST_TOKENS, LEAST_TOKENS)
+    assert known.returns(0.13 * LEAST_TOKENS, LEAST_TOKENS)
+    assert not paces(0.0, 0.1).returns(100.0, LEAST_TOKENS)

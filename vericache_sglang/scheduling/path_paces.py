@@ -1,0 +1,63 @@
+"""Whether a drafter's requests draft here or are decoded at their verifier.
+
+By measured seconds per token, in place of the linear program of arXiv:2605.17613,
+appendix A.2: every request is opened at a verifier and begins there, so what it would
+cost to stay is measured all the time, the load of both pools included.
+"""
+
+from __future__ import annotations
+
+from vericache_sglang.scheduling.ewma import Ewma
+
+EXPLORE = 16
+"""One of so many requests drafts here although others do not: paces change."""
+LEAST_TOKENS = 32
+"""Tokens of a request after which its own pace says whether it goes on."""
+SLOWER = 1.25
+"""It returns if it takes so many times what it would take at its verifier."""
+LONGEST_S = 60.0
+"""Longest time per token that is believed, in seconds."""
+
+
+class PathPaces:
+    """Paces of the paths of one drafter, as one request sees them.
+
+    Args:
+        near: Seconds per token of requests that verifiers decode; 0: not measured.
+
+    Attributes:
+        far: Seconds per token of requests that draft here, their verdicts included.
+    """
+
+    def __init__(self, near: Ewma) -> None:
+        self.near = near
+        self.far = Ewma(0.0, least=0.0, most=LONGEST_S)
+        self._declined = 0
+
+    def drafts(self) -> bool:
+        """Return whether the next request is to draft here."""
+        near, far = self.near.value, self.far.value
+        if far <= near or not near:
+            return True
+        self._declined = (self._declined + 1) % EXPLORE
+        return not self._declined
+
+    def completes(self, rest_s: float, tokens: int) -> bool:
+        """Return whether residual KV comes while drafts are needed (section 5.3).
+
+        Args:
+            rest_s: Time until it is here, in seconds.
+            tokens: Tokens that the request may still emit.
+        """
+        return rest_s < tokens * (self.far.value or self.near.value)
+
+    def returns(self, seconds: float, tokens: int) -> bool:
+        """Return whether a request that drafts here is better off at its verifier.
+
+        Args:
+            seconds: Since its first verdict.
+            tokens: What it has emitted since.
+        """
+        return (
+            tokens >= LEAST_TOKENS and seconds > SLOWER * tokens * self.near.value > 0.0
+        )
