@@ -164,6 +164,7 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
 
 
 @extended
+@pytest.mark.parametrize("path", ["p1", "p2"])
 @pytest.mark.parametrize(
     ("flags", "environment"),
     [
@@ -174,9 +175,11 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
     ],
     ids=["retracted", "no overlap", "pages", "prompt lookup"],
 )
-def test_other_servers_answer_the_same(flags, environment, documents, tmp_path):
-    with servers(tmp_path, documents, *flags, environment=environment) as pair:
+def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):
+    own = {"path": path, "environment": environment}
+    with servers(tmp_path, documents, *flags, **own) as pair:
         for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.drafter.flush()
             pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
-        assert settled(pair.drafter)["remote_p1"] > 0
+        assert settled(pair.drafter)[f"remote_{path}"] > 0
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)

@@ -7,7 +7,7 @@ share servers and run in order: the last one kills the verifier.
 import pytest
 from live_pair import MOVED, Streams, kill
 from live_server import MODEL, faulty, flip_a_bit
-from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
+from stored_pair import SEEDED, TOKENS, servers, settled
 
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
@@ -81,27 +81,6 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
     pair.verifier = pair.start_verifier(pair.port)
     pair.verifier.wait()
     pair.connected()
-
-
-@extended
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [
-        ((), RETRACTED),
-        (("--disable-overlap-schedule",), {}),
-        (("--page-size", "16"), {}),
-        (("--vericache-inner", "ngram"), {}),
-    ],
-    ids=["retracted", "no overlap", "pages", "prompt lookup"],
-)
-def test_other_servers_answer_the_same(flags, environment, documents, tmp_path):
-    own = {"path": "p2", "environment": environment}
-    with servers(tmp_path, documents, *flags, **own) as pair:
-        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
-            pair.drafter.flush()
-            pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
-        assert settled(pair.drafter)["remote_p2"] > 0
-        pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
 
 
 def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
