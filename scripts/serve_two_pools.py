@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,12 +14,14 @@ from typing import TYPE_CHECKING
 from demo.progress import console, step
 from demo.question import Document, ask
 from vericache_sglang.evaluation.fork_server import ForkServer
+from vericache_sglang.evaluation.prefix_store import link, write
 from vericache_sglang.evaluation.server import (
     OwnServer,
     Server,
     ServerError,
     free_port,
 )
+from vericache_sglang.evaluation.systems import engine_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,23 +90,6 @@ def start_router(
     return OwnServer(command, port, {}, folder / "router.log")
 
 
-def write_prefix(options: argparse.Namespace, document: Document, folder: Path) -> int:
-    """Compress the document into the store, which no server has to wait for.
-
-    Returns:
-        The exit status of ``vericache_sglang.compress``.
-    """
-    prompts = folder / "prefixes.jsonl"
-    prompts.write_text(json.dumps({"text": document.text}) + "\n")
-    command = [
-        *(sys.executable, "-m", "vericache_sglang.compress", "--prompts", str(prompts)),
-        *("--model-path", str(options.model), "--store", "file"),
-        *("--store-config", json.dumps({"directory": str(folder / "store")})),
-    ]
-    with (folder / "compress.log").open("w") as log:
-        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-
-
 def compared(front: Server, servers: dict[str, OwnServer], document: Document) -> bool:
     """Ask through the router and plain SGLang; return whether all tokens are equal."""
     same = True
@@ -136,14 +119,14 @@ def run(options: argparse.Namespace) -> int:
     servers: dict[str, OwnServer] = {}
     with tempfile.TemporaryDirectory(prefix="vericache-pools-") as name:
         folder = Path(name)
+        stored = str(folder / "store")
         with step("writing the document's KV to the store"):
-            status = write_prefix(options, document, folder)
-        if status:
-            console.print((folder / "compress.log").read_text(), markup=False)
-            return status
-        extra = json.dumps({"directory": str(folder / "store")})
-        store = ["--hicache-storage-backend", "file"]
-        store += ["--hicache-storage-backend-extra-config", extra]
+            try:
+                write(options.model, [document.text], stored)
+            except RuntimeError as error:
+                console.print(str(error), markup=False)
+                return 1
+        store = engine_flags(link(stored))
         forks = ForkServer(folder / "forks.log", {"TORCHDYNAMO_DISABLE": "1"})
         try:
             with step("starting a verifier, two drafters and plain SGLang"):
@@ -158,15 +141,15 @@ def run(options: argparse.Namespace) -> int:
                 front.wait(BOOT_SECONDS)
             same = compared(front, servers, document)
             counters = servers[VERIFIER].counters()
-            stored = counters["cache_match_store_tokens"]
+            tokens = counters["cache_match_store_tokens"]
             console.print(
-                f"the verifier took {stored} tokens of the document from the store"
+                f"the verifier took {tokens} tokens of the document from the store"
             )
             if not options.once:
                 console.print(f"\nserving on {front.url} until Ctrl-C")
                 while front.process.poll() is None:
                     time.sleep(0.5)
-            return 0 if same and stored else 1
+            return 0 if same and tokens else 1
         finally:
             for server in reversed(servers.values()):
                 server.close(at_once=True)

@@ -50,13 +50,17 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
-        names=("vericache_lost", "vericache_distrusted", "vericache_errors"),
+        names=(
+            *("vericache_lost", "vericache_kept"),
+            *("vericache_distrusted", "vericache_errors"),
+        ),
         files=(
-            *("paired.py", "recovery.py", "worker.py"),
+            *("hosting.py", "paired.py", "recovery.py", "worker.py"),
             "managers_scheduler_retraction.py",
         ),
-        reason="A request that lost its KV is prefilled again by the hook on "
-        "update_running_batch; the marks outlast our own record of it.",
+        reason="A request that lost its KV, or leaves it to the prefix cache, is "
+        "prefilled again by the hook on update_running_batch; the marks outlast our "
+        "own record of it.",
         remove_when="SGLang lets a worker retract a request.",
     ),
     Write(

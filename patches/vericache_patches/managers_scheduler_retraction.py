@@ -8,7 +8,10 @@ from vericache_patches.record import Hook, Patch
 
 
 def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
-    """Send requests whose KV was lost back to prefill, as a retraction does."""
+    """Send requests that lost or leave their KV back to prefill, as a retraction does.
+
+    The prefix cache keeps KV that is left to it.
+    """
     lost = [
         i
         for i, req in enumerate(batch.reqs)
@@ -16,11 +19,15 @@ def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
     ]
     if lost:
         back = [batch.reqs[i] for i in lost]
-        for i in lost:
+        for i, req in zip(lost, back, strict=True):
+            if getattr(req, "vericache_kept", False):
+                req.vericache_kept = False
+                scheduler.tree_cache.insert_req(req, up_to=req.owned_kv_len())
             batch.release_req(i, len(batch.reqs) - len(lost))
         batch.filter_batch(
             keep_indices=[i for i in range(len(batch.reqs)) if i not in lost]
         )
+        batch.batch_is_full = False
         for req in back:
             req.vericache_lost = False
             scheduler._add_request_to_queue(req, is_retracted=True)

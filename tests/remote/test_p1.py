@@ -15,6 +15,7 @@ from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 pytestmark = pytest.mark.server
+STATELESS = ("--vericache-guest-kv", "stateless")
 extended = pytest.mark.extended
 
 
@@ -172,8 +173,13 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
         (("--disable-overlap-schedule",), {}),
         (("--page-size", "16"), {}),
         (("--vericache-inner", "ngram"), {}),
+        (STATELESS, {}),
+        ((*STATELESS, "--page-size", "16", "--disable-overlap-schedule"), {}),
     ],
-    ids=["retracted", "no overlap", "pages", "prompt lookup"],
+    ids=[
+        *("retracted", "no overlap", "pages", "prompt lookup"),
+        *("stateless", "stateless, pages, no overlap"),
+    ],
 )
 def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):
     own = {"path": path, "environment": environment}
@@ -183,3 +189,16 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
             pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
+        waits = pair.verifier.settle()["remote_stateless"]
+        assert (waits > 0) == (STATELESS[0] in flags), pair.events()
+
+
+@extended
+def test_guests_take_turns_in_memory_that_is_too_small_for_all(documents, tmp_path):
+    small, large = (("--max-total-tokens", each) for each in ("6000", "30000"))
+    with servers(tmp_path, documents, *small, of_drafter=large) as pair:
+        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
+            pair.drafter.flush()
+            pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
+        assert settled(pair.drafter)["remote_p1"] > 0
+        assert pair.verifier.settle()["remote_stateless"] > 0, pair.events()

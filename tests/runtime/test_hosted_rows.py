@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vericache_sglang.kv.request import RequestState
+from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.remote.guests import Guest
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
@@ -20,7 +21,9 @@ def row(asked, *, allocated=40, longest=50, in_flight=0, asynchronous=True, **st
     """Return the action of a guest with two output tokens, and its state."""
     kv = SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=allocated)
     params = SimpleNamespace(max_new_tokens=longest)
-    req = SimpleNamespace(rid="g", kv=kv, sampling_params=params)
+    req = SimpleNamespace(
+        rid="g", kv=kv, sampling_params=params, output_ids=[5, 6], to_finish=None
+    )
     state = RequestState(
         req=req,
         prompt=PROMPT,
@@ -33,11 +36,30 @@ def row(asked, *, allocated=40, longest=50, in_flight=0, asynchronous=True, **st
         committed_in_flight=in_flight,
     )
     guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True, asked=asked)
-    hosting = Hosting.__new__(Hosting)
-    hosting._most_drafts, hosting._waiting = MOST, {"g": guest}
-    hosting.draft_tokens = DraftTokenBuffer(2, MOST, "cpu")
+    hosting = hosting_of({"g": guest}, "cached")
     found = hosting.actions({3: state}, 0)
     return found.get(3), state, hosting.draft_tokens
+
+
+def hosting_of(waiting, guest_kv, queue=(), full=False):
+    """Return the role of a verifier; its scheduler has a queue and nothing else."""
+    hosting = Hosting.__new__(Hosting)
+    hosting._most_drafts, hosting._guest_kv = MOST, guest_kv
+    hosting._waiting, hosting._stateless = waiting, {}
+    hosting._counters = Counters()
+    hosting.draft_tokens = DraftTokenBuffer(2, MOST, "cpu")
+    queue = list(queue)
+
+    def add(req, *, is_retracted):
+        if not hosting.take(None, req, is_retracted):
+            queue.append(req)
+
+    hosting._scheduler = SimpleNamespace(
+        waiting_queue=queue,
+        running_batch=SimpleNamespace(batch_is_full=full),
+        _add_request_to_queue=add,
+    )
+    return hosting
 
 
 @pytest.mark.parametrize(
@@ -78,3 +100,74 @@ def test_what_a_guest_s_row_does(asked, more, action, drafts):
         assert columns.tolist() == [6, *drafts]
     if action is Wait:
         assert state.req.vericache_room == 2 * (MOST + 1)
+
+
+@pytest.mark.parametrize(
+    ("guest_kv", "queue", "full", "leaves"),
+    [
+        ("cached", ["other"], True, []),
+        ("stateless", [], False, ["a", "b"]),
+        ("auto", [], True, []),
+        ("auto", ["other"], False, []),
+        ("auto", ["other"], True, ["b"]),
+    ],
+)
+def test_which_guests_leave_their_kv(guest_kv, queue, full, leaves):
+    states, waiting = {}, {}
+    rows = [("a", 20, None), ("b", 30, (1, FULL)), ("c", 40, (2, FULL))]
+    for i, (rid, length, asked) in enumerate(rows):
+        _, state, _ = row(None)
+        state.req.rid, state.verified = rid, length
+        states[i] = state
+        waiting[rid] = Guest(bytes(16), i, 1, rid, [5, 6], 2, waits=True, asked=asked)
+    hosting_of(waiting, guest_kv, queue, full).actions(states, 1)
+    assert [each.rid for each in states.values() if each.lost] == leaves
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"in_flight": 1},
+        {"tokens": [5]},
+        {"to_finish": "an abort"},
+    ],
+)
+def test_a_guest_with_unreported_tokens_keeps_its_kv(change):
+    _, state, _ = row(None, in_flight=change.get("in_flight", 0))
+    state.req.output_ids = change.get("tokens", [5, 6])
+    state.req.to_finish = change.get("to_finish")
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True)
+    hosting_of({"g": guest}, "stateless").actions({0: state}, 0)
+    assert not state.lost
+
+
+@pytest.mark.parametrize("event", ["drafts", "a drafter that drafts no more", "abort"])
+def test_a_stateless_guest_is_queued_for_its_drafts_and_its_end(event):
+    _, state, _ = row(None)
+    req = state.req
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True, asked=(1, FULL))
+    hosting = hosting_of({"g": guest}, "stateless")
+    queue = hosting._scheduler.waiting_queue
+    hosting._scheduler._add_request_to_queue(req, is_retracted=True)
+    assert (queue, [*hosting.in_flight]) == ([], [req])
+    hosting._readmit()
+    assert queue == []
+    if event == "drafts":
+        guest.asked = (2, FULL)
+    elif event == "abort":
+        req.to_finish = "abort"
+    else:
+        hosting._waiting = {}
+    hosting._readmit()
+    assert (queue, [*hosting.in_flight]) == ([req], [])
+    # Its prefill decides nothing: drafts are verified behind its last token.
+    assert (req.output_ids, req.vericache_known) == ([5], (1, 6))
+
+
+def test_a_guest_that_is_retracted_with_drafts_is_queued_at_once():
+    _, state, _ = row(None)
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True, asked=(2, FULL))
+    hosting = hosting_of({"g": guest}, "cached")
+    hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
+    assert hosting._scheduler.waiting_queue == [state.req]
+    assert state.req.vericache_known == (1, 6)

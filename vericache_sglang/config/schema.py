@@ -232,6 +232,12 @@ class VeriCacheConfig(BaseModel):
         ge=1,
         le=4096,
     )
+    guest_kv: Literal["auto", "cached", "stateless"] = _setting(
+        "auto",
+        "full KV of a verifier's guests between verdicts: cached on the device; "
+        "stateless left to the prefix cache, and prefilled from there; auto cached "
+        "until other requests wait for memory",
+    )
     remote_path: Literal["auto", "b1", "p1", "p2", "local"] = _setting(
         "b1",
         "where a drafter has requests decoded: b1 at a verifier if one takes them; p1 "

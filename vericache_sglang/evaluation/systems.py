@@ -75,10 +75,17 @@ def described(
     flags = [OFF] if settings is None else []
     for field_name, value in (settings or {}).items():
         flags += [flag(field_name), str(value)]
-    for field_name, value in (engine or {}).items():
+    flags += engine_flags(engine or {})
+    return System(name=name, flags=tuple(flags), **more)
+
+
+def engine_flags(engine: Mapping[str, Any]) -> list[str]:
+    """Return the flags of fields of SGLang's ``ServerArgs``."""
+    flags = []
+    for field_name, value in engine.items():
         spelled = f"--{field_name.replace('_', '-')}"
         flags += [spelled] if value is True else [spelled, str(value)]
-    return System(name=name, flags=tuple(flags), **more)
+    return flags
 
 
 INNER: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -1,9 +1,11 @@
 """A verifier's guests: ordinary requests in its scheduler that drafters own.
 
 They are admitted, batched, drafted for, retracted and cached like any other request;
-only their output goes to the drafter instead of a client (``remote.guests``). One whose
-drafter drafts keeps its full KV on the device; its row waits for drafts and verifies
-them.
+only their output goes to the drafter instead of a client (``remote.guests``). The row
+of one whose drafter drafts waits for drafts and verifies them. It keeps its full KV on
+the device meanwhile (cached), or leaves it to the prefix cache after each verdict and
+is prefilled again, from there, when drafts have come (stateless; arXiv:2605.17613,
+section 5.3).
 """
 
 from __future__ import annotations
@@ -67,18 +69,31 @@ class Hosting:
             stop=self._stop,
         )
         self._most_drafts = config.most_drafts
+        self._guest_kv = config.guest_kv
         self._waiting: dict[str, Guest] = {}
         self._scheduler: Any = None
         # On the way to the waiting queue; None: stopped while its grammar is compiled.
         self._committed: dict[str, Sequence[int] | None] = {}
         self._requests: dict[str, Req] = {}
+        self._stateless: dict[str, Req] = {}
+        self._counters = counters
         self._numbered = 0
         self._beat_at = 0.0
         self.ready = transport.ready
-        self.in_flight: Iterable[Req] = ()
+
+    @property
+    def in_flight(self) -> Iterable[Req]:
+        """See ``Role``: guests without KV that wait for drafts."""
+        return self._stateless.values()
 
     def take(self, scheduler: Any, req: Req, is_retracted: bool) -> bool:
-        """Note a guest on its way to the waiting queue; return False: it goes there."""
+        """Note a guest on its way to the waiting queue.
+
+        Returns:
+            False: it goes there. True: it has lost its row and waits for drafts.
+        """
+        if is_retracted:
+            return self._hold(req)
         if req.rid not in self._committed:
             return False
         committed = self._committed.pop(req.rid)
@@ -91,6 +106,35 @@ class Hosting:
             know_next(req, committed[-1])
             self._advance_grammar(req)
         return False
+
+    def _hold(self, req: Req) -> bool:
+        """Hold a guest that has lost its row until drafts come, if its drafter drafts.
+
+        The last of its tokens will take the place of the one that its prefill samples,
+        so that drafts are verified behind it.
+        """
+        guest = self._waiting.get(req.rid)
+        if guest is None or not req.output_ids or req.rid in self._stateless:
+            return False
+        known = len(req.output_ids)
+        know_next(req, req.output_ids.pop())
+        if guest.drafts(known) is not None:
+            return False
+        self._stateless[req.rid] = req
+        self._counters.remote_stateless += 1
+        return True
+
+    def _readmit(self) -> None:
+        """Have guests prefilled again that have drafts, or are to end."""
+        for name, req in list(self._stateless.items()):
+            guest = self._waiting.get(name)
+            idle = guest is not None and guest.drafts(len(req.output_ids) + 1) is None
+            if not idle or req.to_finish is not None:
+                self._enqueue(name)
+
+    def _enqueue(self, name: str) -> None:
+        self._scheduler._add_request_to_queue(self._stateless[name], is_retracted=True)
+        del self._stateless[name]
 
     @staticmethod
     def _advance_grammar(req: Req) -> None:
@@ -114,6 +158,7 @@ class Hosting:
         self._guests.tick(now)
         running = self._guests.running()
         self._waiting = {guest.name: guest for guest in running if guest.waits}
+        self._readmit()
         for peer, said in self._guests.outbox:
             self._transport.send(peer, said)
         self._guests.outbox.clear()
@@ -165,7 +210,32 @@ class Hosting:
                 at = rows[name]
                 found[at] = self._action(guest, requests[at], may=left > 0)
                 left -= isinstance(found[at], Verify)
+        self._release([requests[at] for at in found])
         return found
+
+    def _release(self, waiting: Sequence[RequestState]) -> None:
+        """Have guests that are idle leave their rows, and their KV to the prefix cache.
+
+        Args:
+            waiting: The guests of the batch that wait or verify.
+        """
+        idle = [each for each in waiting if self._is_idle(each)]
+        if self._guest_kv == "auto":
+            # Requests wait for memory or rows: one at a time until they are admitted.
+            scheduler = self._scheduler
+            short = scheduler.waiting_queue and scheduler.running_batch.batch_is_full
+            largest = max(idle, key=lambda each: each.row_length, default=None)
+            idle = [largest] if short and largest is not None else []
+        for state in idle if self._guest_kv != "cached" else ():
+            state.lost = state.req.vericache_lost = state.req.vericache_kept = True
+
+    def _is_idle(self, state: RequestState) -> bool:
+        """Return whether a guest has nothing to verify, and nothing in flight."""
+        req, tokens = state.req, len(state.outputs)
+        reported = len(req.output_ids) == tokens and req.to_finish is None
+        busy = state.committed_in_flight or state.pending_max or state.drafts
+        asked = self._waiting[state.rid].drafts(tokens) is not None
+        return reported and not (busy or asked)
 
     def _action(self, guest: Guest, state: RequestState, *, may: bool) -> RowAction:
         """Return the action of a guest's row.
@@ -254,6 +324,8 @@ class Hosting:
 
     def _stop(self, guest: Guest) -> None:
         """Abort a guest's request."""
+        if guest.name in self._stateless:
+            self._enqueue(guest.name)
         if self._requests.pop(guest.name, None) is None:
             self._committed[guest.name] = None
         self._scheduler.abort_request(AbortReq(rid=guest.name))

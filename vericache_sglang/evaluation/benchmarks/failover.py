@@ -1,9 +1,10 @@
 """Drafters and a verifier under streams, while their processes are killed in turn.
 
-The clients are what a router in front of drafters is: a stream that its drafter's end
-cut off is asked for again at another drafter, one that a verifier's end concerns must
-go on without an error. Every answer is compared with plain SGLang's; a request that
-plain SGLang answers differently in a batch than alone is not asked.
+All have a store with the prompts' KV; the drafters' link to it is EMULATED. The clients
+are what a router in front of drafters is: a stream that its drafter's end cut off is
+asked for again at another drafter, one that a verifier's end concerns must go on
+without an error. Every answer is compared with plain SGLang's; a request that plain
+SGLang answers differently in a batch than alone is not asked.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vericache_sglang.evaluation.attack import HELD
 from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
 from vericache_sglang.evaluation.client import events_of, open_session
 from vericache_sglang.evaluation.fleet import BOOT_SECONDS, ONE_THREAD, QUIET, served
+from vericache_sglang.evaluation.prefix_store import link, write
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 from vericache_sglang.evaluation.systems import command, described
 from vericache_sglang.evaluation.workload import (
@@ -68,6 +70,7 @@ class Member:
     Args:
         folder: For its logs.
         settings: VeriCache's, by field name.
+        store: SGLang's arguments that open the store.
     """
 
     def __init__(
@@ -76,8 +79,9 @@ class Member:
         options: argparse.Namespace,
         folder: Path,
         settings: Mapping[str, Any],
+        store: Mapping[str, str],
     ) -> None:
-        engine = {**ENGINE, "max_total_tokens": options.slots}
+        engine = {**ENGINE, **store, "max_total_tokens": options.slots}
         system = described(name, {**SETTINGS, **settings}, engine)
         self.name = name
         self.starts = 0
@@ -135,7 +139,7 @@ class Outcome:
 
 def _bodies(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     tokenizer = load_tokenizer(options.model)
-    lengths = spread(options.prompts, 100, options.tokens)
+    lengths = spread(options.prompts, 600, options.tokens)
     prompts = record_prompts(tokenizer, lengths, options.seed)
     return [
         (kind, {"text": text, "sampling_params": {**params, "max_new_tokens": 40 + i}})
@@ -285,12 +289,19 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with ExitStack() as running:
         name = running.enter_context(tempfile.TemporaryDirectory(prefix="vericache-"))
+        stored = running.enter_context(tempfile.TemporaryDirectory())
+        texts = [body["text"] for _, body in bodies]
+        write(options.model, texts, stored, options.compressor)
         verifying = {"role": "verifier", "peer_bind": endpoint}
-        drafting = {"role": "drafter", "verifiers": endpoint}
-        named = {"verifier": verifying, "drafter-1": drafting, "drafter-2": drafting}
+        named = {"verifier": (verifying, link(stored))}
+        for path in options.paths.split(","):
+            drafting = {"role": "drafter", "verifiers": endpoint, "remote_path": path}
+            far = link(stored, options.far)
+            named[f"drafter-{len(named)} ({path})"] = drafting, far
         members = []
-        for each, settings in named.items():
-            members.append(Member(each, options, Path(name), settings))
+        for each, (settings, store) in named.items():
+            ours = {"compressor": options.compressor, **settings}
+            members.append(Member(each, options, Path(name), ours, store))
             running.callback(members[-1].kill)
         for member in members:
             member.wait()
@@ -321,7 +332,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
 
 
 FAILOVER = Benchmark(
-    about="A verifier and two drafters under streams, one of the three killed in turn. "
+    about="A verifier and drafters under streams, one of all killed in turn. "
     "Fails where an answer differs from plain SGLang's, a stream ends although its "
     "drafter runs, or something is held at the end.",
     model=DEMO,
@@ -331,8 +342,11 @@ FAILOVER = Benchmark(
         "at-once": (200, "streams"),
         "every": (60.0, "seconds from one server's start to the next one's kill"),
         "prompts": (48, "different requests"),
-        "tokens": (800, "of the longest prompt"),
+        "tokens": (2000, "of the longest prompt"),
         "slots": (150_000, "of each server's KV pool"),
+        "paths": ("p1,p2", "of each drafter, as --vericache-remote-path"),
+        "far": (40.0, "MB/s from the store to each drafter, EMULATED"),
+        "compressor": ("keynorm", "as --vericache-compressor"),
     },
     measure=_measure,
 )

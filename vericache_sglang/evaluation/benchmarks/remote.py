@@ -7,13 +7,8 @@ the other. One drafter is started for each path; only one of them has requests a
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +16,9 @@ import numpy as np
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.client import answered
 from vericache_sglang.evaluation.figures import latencies, mismatches
-from vericache_sglang.evaluation.fleet import ONE_THREAD, served
+from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import bodies, greedy
+from vericache_sglang.evaluation.prefix_store import link, write
 from vericache_sglang.evaluation.server import OwnServer, free_port, halves
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
@@ -59,41 +55,6 @@ def _requests(options: argparse.Namespace) -> list[Body]:
     return bodies({"prompts": texts, "params": params})
 
 
-def _link(folder: str, mb_per_s: float) -> dict[str, str]:
-    """Return arguments that open a store behind an emulated link."""
-    where = {"directory": folder, "read_mb_per_s": mb_per_s, "latency_ms": 1}
-    return {
-        "hicache_storage_backend": "file",
-        "hicache_storage_backend_extra_config": json.dumps(where),
-    }
-
-
-def _write(options: argparse.Namespace, requests: Sequence[Body], folder: str) -> None:
-    """Prepare the documents in the store, as its users would.
-
-    Raises:
-        RuntimeError: The command failed.
-    """
-    prompts = Path(folder, "prompts.jsonl")
-    prompts.write_text(
-        "".join(json.dumps({"text": r["text"]}) + "\n" for r in requests)
-    )
-    written = subprocess.run(
-        [
-            *(sys.executable, "-m", "vericache_sglang.compress"),
-            *("--model-path", str(options.model), "--prompts", str(prompts)),
-            *("--store", "file", "--store-config", json.dumps({"directory": folder})),
-            *("--compressor", options.compressor),
-        ],
-        env={**os.environ, **ONE_THREAD},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if written.returncode:
-        raise RuntimeError(f"the store was not written: {written.stderr[-2000:]}")
-
-
 class PathServers:
     """Plain SGLang, a verifier near the store, and one drafter for each path.
 
@@ -112,8 +73,8 @@ class PathServers:
         self._engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
         address = f"tcp://127.0.0.1:{free_port()}"
         ours = {"compressor": options.compressor}
-        near = {**self._engine, **_link(folder, options.near)}
-        far = {**self._engine, **_link(folder, options.far)}
+        near = {**self._engine, **link(folder, options.near)}
+        far = {**self._engine, **link(folder, options.far)}
         own, others = halves()
         self.plain = self._serve("plain", None, self._engine, own | others)
         verifier = {"role": "verifier", "peer_bind": address}
@@ -161,7 +122,8 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     requests = _requests(options)
     with ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory())
-        _write(options, requests, folder)
+        texts = [request["text"] for request in requests]
+        write(options.model, texts, folder, options.compressor)
         servers = PathServers(options, folder, running)
         wanted = answered(servers.plain.url, requests, 1)
         for number in range(options.passes):
