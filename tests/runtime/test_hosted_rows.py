@@ -10,44 +10,56 @@ from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.remote.guests import Guest
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.hosting import Hosting
-from vericache_sglang.sampling.profile import GREEDY_FAST
+from vericache_sglang.sampling.grammar import MOST_DRAFTS
+from vericache_sglang.sampling.profile import GREEDY_FAST, Profile, SamplingRule
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 MOST, OWN, PROMPT = 4, 1, 10
 FULL = [7, 8, 9]
+LONG = [7] * (MOST_DRAFTS + 9)
+ROOM = {"most": len(LONG), "allocated": 1000, "longest": 1000}
 
 
-def row(asked, *, allocated=40, longest=50, in_flight=0, asynchronous=True, **stats):
-    """Return the action of a guest with two output tokens, and its state."""
-    kv = SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=allocated)
-    params = SimpleNamespace(max_new_tokens=longest)
+def row(asked, *, allocated=40, longest=50, most=MOST, **own):
+    """Return the action of a guest with two output tokens, and its state.
+
+    Args:
+        own: Attributes of its state.
+    """
     req = SimpleNamespace(
-        rid="g", kv=kv, sampling_params=params, output_ids=[5, 6], to_finish=None
+        rid="g",
+        kv=SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=allocated),
+        sampling_params=SimpleNamespace(max_new_tokens=longest),
+        output_ids=[5, 6],
+        to_finish=None,
+        grammar=None,
     )
+    usual = {
+        "profile": GREEDY_FAST,
+        "stats": RequestStats(enabled=False, draft_length=most),
+        "asynchronous": True,
+    }
     state = RequestState(
         req=req,
         prompt=PROMPT,
         verified=PROMPT + 1,
         outputs=[5, 6],
-        profile=GREEDY_FAST,
         stops=frozenset(),
-        stats=RequestStats(**{"enabled": False, "draft_length": MOST, **stats}),
-        asynchronous=asynchronous,
-        committed_in_flight=in_flight,
+        **{**usual, **own},
     )
     guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True, asked=asked)
-    hosting = hosting_of({"g": guest}, "cached")
+    hosting = hosting_of({"g": guest}, "cached", most=most)
     found = hosting.actions({3: state}, 0)
     return found.get(3), state, hosting.draft_tokens
 
 
-def hosting_of(waiting, guest_kv, queue=(), full=False):
+def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):
     """Return the role of a verifier; its scheduler has a queue and nothing else."""
     hosting = Hosting.__new__(Hosting)
-    hosting._most_drafts, hosting._guest_kv = MOST, guest_kv
+    hosting._most_drafts, hosting._guest_kv = most, guest_kv
     hosting._waiting, hosting._stateless = waiting, {}
     hosting._counters = Counters()
-    hosting.draft_tokens = DraftTokenBuffer(2, MOST, "cpu")
+    hosting.draft_tokens = DraftTokenBuffer(2, most, "cpu")
     queue = list(queue)
 
     def add(req, *, is_retracted):
@@ -71,12 +83,14 @@ def hosting_of(waiting, guest_kv, queue=(), full=False):
         ((2, FULL), {"longest": 3}, Plain, []),
         ((2, FULL), {"longest": 2}, None, []),
         ((2, []), {}, Plain, []),
-        ((2, FULL), {"asynchronous": False}, Plain, []),
+        ((2, FULL), {"profile": Profile(SamplingRule.REJECTION)}, Plain, []),
+        ((2, LONG), ROOM, Verify, LONG),
+        ((2, LONG), {**ROOM, "cursor": object()}, Verify, LONG[:MOST_DRAFTS]),
         (None, {}, Wait, []),
         ((1, FULL), {}, Wait, []),
-        ((2, FULL), {"in_flight": 1}, Wait, []),
+        ((2, FULL), {"committed_in_flight": 1}, Wait, []),
         ((2, FULL), {"allocated": PROMPT + 1 + MOST}, Wait, []),
-        ((2, FULL), {"enabled": True}, None, []),
+        ((2, FULL), {"stats": RequestStats(True, MOST)}, None, []),
     ],
     ids=[
         *(
@@ -87,7 +101,14 @@ def hosting_of(waiting, guest_kv, queue=(), full=False):
             "ended",
             "one token",
         ),
-        *("looks at tokens", "nothing asked", "an old question", "in flight"),
+        *(
+            "rejection",
+            "many",
+            "many with a grammar",
+            "nothing asked",
+            "an old question",
+            "in flight",
+        ),
         *("no slots yet", "drafted for here"),
     ],
 )
@@ -127,13 +148,14 @@ def test_which_guests_leave_their_kv(guest_kv, queue, full, leaves):
 @pytest.mark.parametrize(
     "change",
     [
-        {"in_flight": 1},
+        {"committed_in_flight": 1},
         {"tokens": [5]},
         {"to_finish": "an abort"},
     ],
 )
 def test_a_guest_with_unreported_tokens_keeps_its_kv(change):
-    _, state, _ = row(None, in_flight=change.get("in_flight", 0))
+    unreported = change.get("committed_in_flight", 0)
+    _, state, _ = row(None, committed_in_flight=unreported)
     state.req.output_ids = change.get("tokens", [5, 6])
     state.req.to_finish = change.get("to_finish")
     guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True)

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def write(
-    model: Path, texts: Sequence[str], folder: str, compressor: str = ""
-) -> None:
+def write(model: Path, texts: Sequence[str], folder: str, compressor: str = "") -> None:
     """Prepare the KV of prompts in the store, as its users would.
 
     Args:

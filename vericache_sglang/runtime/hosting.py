@@ -22,7 +22,9 @@ from vericache_sglang.errors import MessageError
 from vericache_sglang.remote.guests import Guest, Guests
 from vericache_sglang.remote.messages import CHANGED, unpack
 from vericache_sglang.remote.verifiers import BEAT_S
-from vericache_sglang.runtime.known_tokens import know_next
+from vericache_sglang.runtime.known_tokens import know_next, take_back
+from vericache_sglang.sampling.grammar import MOST_DRAFTS
+from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class Hosting:
         if guest is None or not req.output_ids or req.rid in self._stateless:
             return False
         known = len(req.output_ids)
-        know_next(req, req.output_ids.pop())
+        take_back(req)
         if guest.drafts(known) is not None:
             return False
         self._stateless[req.rid] = req
@@ -251,8 +253,11 @@ class Hosting:
             # SGLang's next allocation, as for a request that drafts here.
             req.vericache_room = 2 * (most + 1)
             return Wait(state.rid)
-        # What looks at tokens on the host is not drafted for.
-        most = min(most, state.remaining - 1) if state.asynchronous else 0
+        most = min(most, state.remaining - 1)
+        if state.cursor is not None:
+            most = min(most, MOST_DRAFTS)
+        if state.profile.rule is SamplingRule.REJECTION:
+            most = 0  # unknown here: from which distributions drafts were drawn
         state.drafts = list(drafts[: max(0, most)])
         if not state.drafts:
             return Plain(state.rid)

@@ -19,6 +19,13 @@ def know_next(req: Req, token: int) -> None:
     req.vericache_known = (len(req.output_ids), token)
 
 
+def take_back(req: Req) -> None:
+    """Have a request's last output token put in the place of what a prefill samples."""
+    if req.grammar is not None:
+        req.grammar.rollback(1)
+    know_next(req, req.output_ids.pop())
+
+
 def put_known(batch: ScheduleBatch, sampled: torch.Tensor) -> None:
     """Replace sampled tokens by known ones.
 

@@ -21,7 +21,7 @@ from vericache_sglang.remote.messages import CHANGED, pack
 from vericache_sglang.remote.owner import OwnedRequest, Owner
 from vericache_sglang.remote.verifiers import BEAT_S, State
 from vericache_sglang.runtime.eligibility import travels
-from vericache_sglang.runtime.known_tokens import know_next
+from vericache_sglang.runtime.known_tokens import take_back
 from vericache_sglang.runtime.request_options import read_options
 
 if TYPE_CHECKING:
@@ -319,9 +319,7 @@ class Relay:
             self.starts.forget(req.rid)
         req.vericache_path = "local"
         if req.output_ids:
-            if req.grammar is not None:
-                req.grammar.rollback(1)
-            know_next(req, req.output_ids.pop())
+            take_back(req)
         # As a retracted one: it is not offered to verifiers again.
         scheduler._add_request_to_queue(req, is_retracted=True)
 

@@ -2,19 +2,20 @@
 
 Section 8.2 of the paper in small, on one machine: the links to the store are EMULATED
 by delayed reads from a folder, the verifier has one half of the cores and the drafters
-the other. One drafter is started for each path; only one of them has requests at once.
+the other. Each path has drafters of its own; those of one path have requests at once.
 """
 
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
-from vericache_sglang.evaluation.client import answered
+from vericache_sglang.evaluation.client import Pass, answered
 from vericache_sglang.evaluation.figures import latencies, mismatches
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import bodies, greedy
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vericache_sglang.evaluation.benchmark import Results
-    from vericache_sglang.evaluation.client import Pass
 
     Body = dict[str, Any]
 
@@ -56,7 +56,7 @@ def _requests(options: argparse.Namespace) -> list[Body]:
 
 
 class PathServers:
-    """Plain SGLang, a verifier near the store, and one drafter for each path.
+    """Plain SGLang, a verifier near the store, and drafters for each path.
 
     Args:
         options: The command line, checked.
@@ -81,7 +81,10 @@ class PathServers:
         self.verifier = self._serve("verifier", {**ours, **verifier}, near, own)
         drafter = {**ours, "role": "drafter", "verifiers": address}
         self.drafters = {
-            name: self._serve(name, {**drafter, "remote_path": path}, far, others)
+            name: [
+                self._serve(f"{name}-{i}", drafter | {"remote_path": path}, far, others)
+                for i in range(options.drafters)
+            ]
             for name, path in PATHS.items()
         }
 
@@ -97,11 +100,26 @@ class PathServers:
         server.pin(cores)
         return server
 
-    def fresh(self, name: str) -> OwnServer:
-        """Return a path's drafter; what it needs is in the store and nowhere else."""
-        for server in (self.verifier, self.drafters[name]):
+    def fresh(self, name: str) -> list[OwnServer]:
+        """Return a path's drafters; what they need is in the store and nowhere else."""
+        for server in (self.verifier, *self.drafters[name]):
             server.flush()
         return self.drafters[name]
+
+
+def _asked(
+    drafters: Sequence[OwnServer], requests: Sequence[Body], clients: int
+) -> Pass:
+    """Have drafters answer requests, each its share of them, as many as clients."""
+    count = min(len(drafters), clients)
+
+    def share(i: int) -> Pass:
+        return answered(drafters[i].url, requests[i::count], clients // count)
+
+    with ThreadPoolExecutor(count) as pool:
+        passes = list(pool.map(share, range(count)))
+    answers = [passes[i % count].answers[i // count] for i in range(len(requests))]
+    return Pass(tuple(answers), max(each.seconds for each in passes))
 
 
 def _row(done: Pass, wanted: Pass) -> dict[str, Any]:
@@ -145,10 +163,8 @@ def _turn(
     clients: int,
     wanted: Pass,
 ) -> dict[str, Any]:
-    drafter = servers.fresh(name)
-    return {"path": name, "clients": clients} | _row(
-        answered(drafter.url, requests, clients), wanted
-    )
+    done = _asked(servers.fresh(name), requests, clients)
+    return {"path": name, "clients": clients} | _row(done, wanted)
 
 
 def _summarise(options: argparse.Namespace, results: Results) -> None:
@@ -199,7 +215,7 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
 
 
 REMOTE = Benchmark(
-    about="Stored prefixes near a verifier, and a drafter behind a slow link (both "
+    about="Stored prefixes near a verifier, and drafters behind slow links (all "
     "links EMULATED): time to first token and tokens/s of B1, P1, P2, the choice of "
     "these, and B2. Fails where an answer differs, first tokens of P1 take over 1.5 of "
     "B1's or 0.25 of B2's, or the choice is slower than B1 or B2.",
@@ -209,6 +225,10 @@ REMOTE = Benchmark(
         "tokens": (15560, "of a prompt: a document of 30 segments, and its question"),
         "documents": (4, "each asked about once in a pass"),
         "clients": (4, "at once, after one at a time"),
+        "drafters": (
+            2,
+            "of each path, each with a link of its own",
+        ),
         "output": (192, "tokens of an answer"),
         "passes": (3, "of every path"),
         "near": (300.0, "MB/s from the store to the verifier"),
