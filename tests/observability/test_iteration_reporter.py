@@ -8,8 +8,9 @@ import pytest
 from vericache_sglang.observability.guard import MOST_FAILURES, Guard
 from vericache_sglang.observability.iteration_reporter import IterationReporter
 from vericache_sglang.observability.link_log import LinkLog
+from vericache_sglang.observability.record import RowRecord, VerdictRecord
 from vericache_sglang.scheduling.link import LinkEstimate
-from vericache_sglang.scheduling.plan import Draft, Offload, Verify, Wait
+from vericache_sglang.scheduling.plan import Deliver, Draft, Offload, Verify, Wait
 from vericache_sglang.scheduling.runtime import Runtime
 from vericache_sglang.scheduling.settings import RuntimeSettings
 
@@ -61,6 +62,18 @@ def iterate(made, counts=(0, 9, 6, 9)):
     made.begin(REQUESTS, ACTIONS)
     made.end([Offload("a")])
     made.recorded(lambda: list(counts), frozenset({3}))
+
+
+def test_verdicts_that_were_asked_for_are_recorded():
+    sink = Sink()
+    made = reporter(sink=sink)
+    actions = {**ACTIONS, 0: Deliver("a", (1, 2), 4, 0.5), 3: Deliver("c", (3,))}
+    made.begin(REQUESTS, actions)
+    made.end([])
+    made.recorded(lambda: [2, 9, 6, 1], frozenset())
+    (record,) = sink.records
+    assert record.verdicts == (VerdictRecord("a", 4, 2, 0.5),)
+    assert record.rows[0] == RowRecord("a", "wait", 0, 2)
 
 
 def test_an_iteration_is_sent_when_its_end_and_its_results_are_known():

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from vericache_sglang.observability.record import (
     IterationRecord,
     RowRecord,
     TransferRecord,
+    VerdictRecord,
 )
 from vericache_sglang.observability.trace import FIRST_LANE, ITERATIONS, LINKS, Trace
 from vericache_sglang.scheduling.plan import Compress, Offload, Residency, SwapOut
@@ -54,6 +56,9 @@ def check_format(events):
             assert event["dur"] >= 0
         elif kind == "i":
             assert event["s"] in {"t", "p", "g"}
+        elif kind in "be":
+            assert event["id"]
+            assert event["cat"]
         else:
             assert kind == "C"
             assert all(isinstance(n, int | float) for n in event["args"].values())
@@ -129,6 +134,25 @@ def test_moves_are_instants_on_the_lane(tmp_path):
         (FIRST_LANE, "offload", 18_000, {"rid": "a", "former_name": "offload"}),
         (ITERATIONS, "swap_out", 18_000, {"rid": "gone", "former_name": "park"}),
         (ITERATIONS, "closed", 18_000, {"iterations": 1}),
+    ]
+
+
+def test_a_verdict_is_a_slice_from_its_drafts_to_its_tokens(tmp_path):
+    row = ("a", "wait", 0, 4)
+    verdicts = (VerdictRecord("a", 6, 4, 0.003), VerdictRecord("a", 1, 1, 99.0))
+    given = replace(record(1, row), verdicts=verdicts)
+    events = traced(tmp_path / "trace", given)
+    found = [
+        (each["ph"], each["id"], each["tid"], each["ts"], each["args"])
+        for each in events
+        if each.get("cat") == "verdict"
+    ]
+    one, other = ({"rid": "a", "drafts": d, "tokens": n} for d, n in ((6, 4), (1, 1)))
+    assert found == [
+        ("b", 1, FIRST_LANE, 7_000, one),
+        ("e", 1, FIRST_LANE, 10_000, one),
+        ("b", 2, FIRST_LANE, 0, other),
+        ("e", 2, FIRST_LANE, 10_000, other),
     ]
 
 

@@ -10,7 +10,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 from vericache_sglang.former_names import with_former_names
-from vericache_sglang.observability.record import IterationRecord, Phase, RowRecord
+from vericache_sglang.observability.record import (
+    IterationRecord,
+    Phase,
+    RowRecord,
+    VerdictRecord,
+)
 from vericache_sglang.scheduling.plan import (
     Deliver,
     Draft,
@@ -79,6 +84,7 @@ class _Iteration:
     began: float
     positions: tuple[int, ...]
     rows: Sequence[tuple[str, Phase, int]]
+    verdicts: tuple[VerdictRecord, ...] = ()
     ended: float | None = None
     moves: tuple[Move, ...] = ()
     transfers: Any = ()
@@ -103,6 +109,7 @@ class _Iteration:
             moves=self.moves,
             transfers=self.transfers,
             reservations=self.reservations,
+            verdicts=self.verdicts,
         )
 
 
@@ -178,8 +185,15 @@ class IterationReporter:
             if isinstance(action, Verify):
                 width += request.drafted_max
             rows.append((request.rid, PHASES[type(action)], width))
+        verdicts = tuple(
+            VerdictRecord(each.rid, each.drafts, len(each.tokens), each.seconds)
+            for each in (actions or {}).values()
+            if isinstance(each, Deliver) and each.seconds
+        )
         began = time.perf_counter()
-        self._open.append(_Iteration(self._index, began, tuple(requests), rows))
+        self._open.append(
+            _Iteration(self._index, began, tuple(requests), rows, verdicts)
+        )
 
     def end(self, moves: Sequence[Move]) -> None:
         """Record the end of an iteration on the host.

@@ -22,7 +22,8 @@ class RowRecord:
         rid: Request id.
         tokens: Query tokens of its row: 0 for wait, d + 1 for verify, else 1; and the
             proposals of an inner drafter.
-        emitted: Tokens emitted, at most ``tokens``.
+        emitted: Tokens emitted, at most ``tokens``; more if a verifier has decided
+            them.
         discarded: Whether the request had ended before the results were known (the
             overlap schedule launches one iteration too many), so that they are ignored.
     """
@@ -54,6 +55,23 @@ class TransferRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictRecord:
+    """Tokens that a verifier decided for a drafter's request.
+
+    Attributes:
+        rid: Request id.
+        drafts: Drafts that were sent to it.
+        tokens: Tokens that are emitted.
+        seconds: Since the drafts were sent.
+    """
+
+    rid: str
+    drafts: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class IterationRecord:
     """One decode iteration.
 
@@ -67,6 +85,7 @@ class IterationRecord:
         reservations: Ring name -> reserved amounts of the current and the following
             iterations (link in microwindows, a millionth of an iteration; staging in
             KV slots; verify in rows).
+        verdicts: Of verifiers, for rows that wait and emit in this iteration.
     """
 
     index: int
@@ -76,6 +95,7 @@ class IterationRecord:
     moves: tuple[Move, ...]
     transfers: tuple[TransferRecord, ...]
     reservations: Mapping[str, tuple[float, ...]]
+    verdicts: tuple[VerdictRecord, ...] = ()
 
 
 class Observer(Protocol):

@@ -31,7 +31,11 @@ from vericache_sglang.scheduling.plan import Compress
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from vericache_sglang.observability.record import IterationRecord, TransferRecord
+    from vericache_sglang.observability.record import (
+        IterationRecord,
+        TransferRecord,
+        VerdictRecord,
+    )
     from vericache_sglang.scheduling.plan import Move
 
 logger = logging.getLogger(__name__)
@@ -95,8 +99,10 @@ class Trace:
     """An ``Observer``; times in the file are microseconds of ``time.perf_counter``.
 
     Tracks: iterations, prefetches, offloads, and one lane per running request, with a
-    slice per iteration and an instant per KV move. Counters: requests by phase, and for
-    every ring the reserved amounts of the current iteration and of the whole horizon.
+    slice per iteration and an instant per KV move. At a drafter, an asynchronous slice
+    per verdict, from the drafts' departure to the iteration that emits it. Counters:
+    requests by phase, and for every ring the reserved amounts of the current iteration
+    and of the whole horizon.
 
     Iterations are ordered by time and do not overlap. When a write fails, an error is
     logged, the file is truncated after its last complete line and the trace ends;
@@ -128,6 +134,7 @@ class Trace:
         self._process_name = process_name
         self._most_bytes = most_bytes
         self._iterations = 0
+        self._verdicts = 0
         self._ended = 0
         self._link_free = dict.fromkeys(LINKS, 0)
         self.path = Path(path)
@@ -170,6 +177,8 @@ class Trace:
         lines.append(self._whole(record, begin, end))
         lines += self._rows(record, begin, end)
         lines += (self._move(move, end) for move in record.moves)
+        for verdict in record.verdicts:
+            lines += self._verdict(verdict, begin)
         for direction in LINKS:
             copies = [each for each in record.transfers if each.direction == direction]
             lines += self._transfers(direction, copies)
@@ -225,6 +234,21 @@ class Trace:
         if name in FORMER_MOVES:
             args["former_name"] = FORMER_MOVES[name]
         return self._event("i", self._lanes.of(move.rid), name, at, args, s="t")
+
+    def _verdict(self, verdict: VerdictRecord, at: int) -> Iterator[str]:
+        self._verdicts += 1
+        args = {
+            "rid": verdict.rid,
+            "drafts": verdict.drafts,
+            "tokens": verdict.tokens,
+        }
+        sent = max(0, at - _us(verdict.seconds))
+        for kind, time in (("b", sent), ("e", at)):
+            yield self._event(
+                *(kind, self._lanes.of(verdict.rid), "verdict", time, args),
+                cat="verdict",
+                id=self._verdicts,
+            )
 
     def _transfers(self, direction: str, copies: list[TransferRecord]) -> list[str]:
         """Return slices of copies, back to back as on the link.

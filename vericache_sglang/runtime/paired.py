@@ -230,7 +230,8 @@ class PairedStarts(EarlyStarts):
         if sent:
             self._placement.counters.note_cycle(sent, accepted)
             state.stats.note_cycle(sent, accepted)
-        self._observe(pair, len(tokens))
+        seconds = self._relay.now() - pair.asked_at if pair.asked else 0.0
+        self._observe(pair, len(tokens), seconds)
         self._runtime.record_verdict(
             state.rid, len(tokens), sent, accepted, self._round_s.value
         )
@@ -240,13 +241,17 @@ class PairedStarts(EarlyStarts):
             pair.asked = not pair.asked
             if pair.asked:
                 self._relay.verify(pair, ())
-        return Deliver(state.rid, tuple(tokens))
+        return Deliver(state.rid, tuple(tokens), sent, seconds)
 
-    def _observe(self, pair: PairedRequest, tokens: int) -> None:
-        """Measure the pace of a request to which a verdict gives ``tokens``."""
+    def _observe(self, pair: PairedRequest, tokens: int, seconds: float) -> None:
+        """Measure the pace of a request to which a verdict gives ``tokens``.
+
+        Args:
+            seconds: Since it was asked for; 0.0: it was not.
+        """
         now = self._relay.now()
-        if pair.asked:
-            self._round_s.observe(now - pair.asked_at)
+        if seconds:
+            self._round_s.observe(seconds)
         if pair.verdict_at:
             self._paces.far.observe((now - pair.verdict_at) / tokens)
             pair.since += tokens

@@ -218,9 +218,16 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Wait):
-    """Skip this forward, and emit tokens that another server has decided."""
+    """Skip this forward, and emit tokens that another server has decided.
+
+    Attributes:
+        drafts: Drafts that were sent to it.
+        seconds: Since they were sent; 0.0 for tokens that were not asked for.
+    """
 
     tokens: tuple[int, ...]
+    drafts: int = 0
+    seconds: float = 0.0
 
 
 Move = Compress | Restore | Offload | Load | SwapOut | SwapIn | Complete
