@@ -38,7 +38,7 @@ KINDS = [
     pytest.param(SEEDED, "p1", id="seeded"),
     pytest.param({"stop": ["0", " the"]}, None, id="stop strings"),
     pytest.param({"logit_bias": {"20": 5.0}}, None, id="biased", marks=extended),
-    pytest.param({"regex": "[a-z0-9 ]{150}"}, "p1", id="grammar"),
+    pytest.param({"regex": "[a-z0-9 ]{150}"}, "p1", id="grammar", marks=extended),
     pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
 ]
 

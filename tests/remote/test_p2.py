@@ -34,7 +34,12 @@ def paths_of(answers):
 
 
 @pytest.mark.parametrize(
-    "params", [{"ignore_eos": True}, SEEDED], ids=["greedy", "seeded"]
+    "params",
+    [
+        pytest.param({"ignore_eos": True}, id="greedy"),
+        pytest.param(SEEDED, id="seeded", marks=extended),
+        pytest.param({"regex": "[a-z0-9 ]{700}"}, id="grammar", marks=extended),
+    ],
 )
 def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents, params):
     before = pair.drafter.counters()
@@ -83,6 +88,7 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
     pair.connected()
 
 
+@extended
 def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
     with servers(tmp_path, documents, path="auto") as pair:
         texts = [*documents, *documents]
