@@ -20,6 +20,15 @@ def test_the_first_sample_replaces_the_start_and_the_next_ones_move_it():
     assert values == [10.0, 12.5, 11.875]
 
 
+def test_a_sample_counts_as_often_as_it_is_said_to():
+    once, often = (Ewma(0.0, least=0.0, most=9.0, weight=0.25) for _ in range(2))
+    for sample, count in ((1.0, 2), (5.0, 3), (2.0, 1)):
+        for _ in range(count):
+            once.observe(sample)
+        often.observe(sample, count)
+    assert often.value == pytest.approx(once.value)
+
+
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True)))
 def test_a_mean_never_leaves_its_bounds(samples):
     mean = Ewma(2.0, least=1.0, most=3.0)

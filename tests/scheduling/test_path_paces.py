@@ -7,7 +7,7 @@ from vericache_sglang.scheduling.path_paces import EXPLORE, LEAST_TOKENS, PathPa
 def paces(near=0.0, far=0.0):
     found = PathPaces(Ewma(near, least=0.0, most=10.0))
     if far:
-        found.far.observe(far)
+        found.observe(50 * far, 50)
     return found
 
 
@@ -21,8 +21,16 @@ def test_where_it_is_slower_it_is_tried_now_and_then():
     found = [slow.drafts() for _ in range(3 * EXPLORE)]
     assert found == ([False] * (EXPLORE - 1) + [True]) * 3
     for _ in range(100):
-        slow.far.observe(0.05)
+        slow.observe(0.05, 1)
     assert slow.drafts()
+
+
+def test_paces_are_compared_under_the_same_load():
+    known = paces(0.2, 0.1)  # many requests at once
+    known.near = Ewma(0.02, least=0.0, most=10.0)  # one alone, at its verifier still
+    assert known.drafts()
+    assert known.completes(0.9, 100)
+    assert not known.completes(1.1, 100)
 
 
 def test_residual_kv_follows_if_it_comes_while_drafts_are_needed():

@@ -41,6 +41,8 @@ PAUSES = 4
 """It is this many mean times between verdicts."""
 MOST_EPOCHS = 6
 """Attempts of a request; then it returns to the drafter."""
+TOKEN_WEIGHT = 0.03
+"""Share of a new token in the mean time per token."""
 KEY_BYTES = 4 * 512
 """Beginning of a prompt that chooses its verifier: one segment."""
 
@@ -132,7 +134,7 @@ class Owner:
         self._counters = counters
         self._requests: dict[int, OwnedRequest] = {}
         self._between = Ewma(0.0, least=0.0, most=lease_s)
-        self.token_s = Ewma(0.0, least=0.0, most=lease_s)
+        self.token_s = Ewma(0.0, least=0.0, most=lease_s, weight=TOKEN_WEIGHT)
         self.outbox: list[tuple[int, Message]] = []
         self.committed: dict[int, int] = {}
         self.returned: list[int] = []
@@ -240,7 +242,7 @@ class Owner:
         request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
         fresh = tokens[have - verdict.base :]
         if request.decodes and fresh:
-            self.token_s.observe(waited / len(fresh))
+            self.token_s.observe(waited / len(fresh), len(fresh))
         request.decodes = request.verify is None
         if fresh:
             request.tokens.extend(fresh)

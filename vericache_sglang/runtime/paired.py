@@ -252,14 +252,14 @@ class PairedStarts(EarlyStarts):
         now = self._relay.now()
         if seconds:
             self._round_s.observe(seconds)
-        if pair.verdict_at:
-            self._paces.far.observe((now - pair.verdict_at) / tokens)
+        if pair.began_at:
             pair.since += tokens
-            unpaid = self._paces.returns(now - pair.began_at, pair.since)
-            pair.unpaid = unpaid and self._chooses and pair.req.rid not in self._rests
+            pace = now - pair.began_at, pair.since
+            self._paces.observe(*pace)
+            unpaid = self._paces.returns(*pace) and pair.req.rid not in self._rests
+            pair.unpaid = unpaid and self._chooses
         else:
             pair.began_at = now
-        pair.verdict_at = now
 
 
 def open_starts(

@@ -50,8 +50,7 @@ class PairedRequest:
         asked: Tokens are to come from the verifier.
         asked_at: Since when, in seconds.
         sent: Drafts that they are to verify.
-        verdict_at: Time of the last verdict, in seconds; 0.0: none yet.
-        began_at: Time of the first one.
+        began_at: Time of the first verdict, in seconds; 0.0: none yet.
         since: Tokens emitted after that one.
         unpaid: It is better off at its verifier.
     """
@@ -62,7 +61,6 @@ class PairedRequest:
     asked: bool = False
     asked_at: float = 0.0
     sent: int = 0
-    verdict_at: float = 0.0
     began_at: float = 0.0
     since: int = 0
     unpaid: bool = False

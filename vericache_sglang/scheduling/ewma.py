@@ -38,13 +38,14 @@ class Ewma:
         self._weight = weight
         self._seen = False
 
-    def observe(self, sample: float) -> None:
-        """Count a sample, clipped to the bounds; NaN is ignored."""
+    def observe(self, sample: float, count: int = 1) -> None:
+        """Count a sample, clipped to the bounds, ``count`` times; NaN is ignored."""
         if sample != sample:
             return
         sample = min(max(sample, self._least), self._most)
         if self._seen:
-            self.value += self._weight * (sample - self.value)
+            weight = 1 - (1 - self._weight) ** count
+            self.value += weight * (sample - self.value)
         else:
             self.value = sample
             self._seen = True

@@ -2,7 +2,7 @@
 
 By measured seconds per token, in place of the linear program of arXiv:2605.17613,
 appendix A.2: every request is opened at a verifier and begins there, so what it would
-cost to stay is measured all the time, the load of both pools included.
+cost to stay is measured right before it drafts, the load of both pools included.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
 """It returns if it takes so many times what it would take at its verifier."""
-LONGEST_S = 60.0
-"""Longest time per token that is believed, in seconds."""
+MOST_SLOWDOWN = 100.0
+"""Largest one that is believed."""
 
 
 class PathPaces:
@@ -26,18 +26,18 @@ class PathPaces:
         near: Seconds per token of requests that verifiers decode; 0: not measured.
 
     Attributes:
-        far: Seconds per token of requests that draft here, their verdicts included.
+        slowdown: Time of a request that drafts here, per token, as a multiple of the
+            time at its verifier under the same load; 0: not measured.
     """
 
     def __init__(self, near: Ewma) -> None:
         self.near = near
-        self.far = Ewma(0.0, least=0.0, most=LONGEST_S)
+        self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
         self._declined = 0
 
     def drafts(self) -> bool:
         """Return whether the next request is to draft here."""
-        near, far = self.near.value, self.far.value
-        if far <= near or not near:
+        if self.slowdown.value <= 1.0:
             return True
         self._declined = (self._declined + 1) % EXPLORE
         return not self._declined
@@ -49,15 +49,22 @@ class PathPaces:
             rest_s: Time until it is here, in seconds.
             tokens: Tokens that the request may still emit.
         """
-        return rest_s < tokens * (self.far.value or self.near.value)
+        return rest_s < tokens * self.near.value * (self.slowdown.value or 1.0)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """Record the pace of a request that drafts here.
+
+        Args:
+            seconds: Since its first verdict.
+            tokens: What it has emitted since, >= 1.
+        """
+        if self.near.value:
+            self.slowdown.observe(seconds / (tokens * self.near.value))
 
     def returns(self, seconds: float, tokens: int) -> bool:
         """Return whether a request that drafts here is better off at its verifier.
 
-        Args:
-            seconds: Since its first verdict.
-            tokens: What it has emitted since.
+        Args: See ``observe``.
         """
-        return (
-            tokens >= LEAST_TOKENS and seconds > SLOWER * tokens * self.near.value > 0.0
-        )
+        stayed = tokens * self.near.value
+        return tokens >= LEAST_TOKENS and seconds > SLOWER * stayed > 0.0

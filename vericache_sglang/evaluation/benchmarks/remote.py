@@ -42,8 +42,9 @@ A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
 MOST_OF_B1, MOST_OF_B2 = 1.5, 0.25
 """Longest time to the first token of P1, as shares of that of B1 and of B2."""
 
-LEAST_OF_BEST = 1.0
-"""Least tokens/s of the choice, as a share of the better of B1 and B2."""
+LEAST_OF_BEST = 0.97
+"""Least tokens/s of the choice, as a share of the better of B1 and B2: what the medians
+of one system, measured twice, may differ by."""
 
 
 def _requests(options: argparse.Namespace) -> list[Body]:
