@@ -10,7 +10,8 @@ from __future__ import annotations
 from vericache_sglang.scheduling.ewma import Ewma
 
 EXPLORE = 16
-"""One of so many requests drafts here although others do not: paces change."""
+"""One of so many requests drafts here, the first one among them, while that is slower
+or not measured: paces change."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
@@ -33,11 +34,11 @@ class PathPaces:
     def __init__(self, near: Ewma) -> None:
         self.near = near
         self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
-        self._declined = 0
+        self._declined = -1
 
     def drafts(self) -> bool:
         """Return whether the next request is to draft here."""
-        if self.slowdown.value <= 1.0:
+        if 0.0 < self.slowdown.value <= 1.0:
             return True
         self._declined = (self._declined + 1) % EXPLORE
         return not self._declined
