@@ -65,6 +65,7 @@ BAD_VALUES = [
     ("peer_key", ""),
     ("lease_s", 0.5),
     ("max_guests", 0),
+    ("guest_kv", "kept"),
     ("remote_path", "p3"),
 ]
 
@@ -135,7 +136,7 @@ def test_boot_line_shows_every_setting():
         "seed=0 acceptance=coupled inner=none inner_length=4 inner_corpus=65536 "
         "inner_window=512 consistency_check_rate=0.0 trace=off trace_mb=1024 "
         "live_page=on role=standalone peer_bind=off verifiers=off peer_key=off "
-        "lease_s=10.0 max_guests=256 remote_path=b1"
+        "lease_s=10.0 max_guests=256 guest_kv=auto remote_path=b1"
     )
 
 
