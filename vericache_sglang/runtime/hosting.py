@@ -221,14 +221,15 @@ class Hosting:
         Args:
             waiting: The guests of the batch that wait or verify.
         """
+        scheduler, chosen = self._scheduler, self._guest_kv
+        short = scheduler.waiting_queue and scheduler.running_batch.batch_is_full
+        if chosen == "cached" or (chosen == "auto" and not short):
+            return
         idle = [each for each in waiting if self._is_idle(each)]
-        if self._guest_kv == "auto":
+        if chosen == "auto":
             # Requests wait for memory or rows: one at a time until they are admitted.
-            scheduler = self._scheduler
-            short = scheduler.waiting_queue and scheduler.running_batch.batch_is_full
-            largest = max(idle, key=lambda each: each.row_length, default=None)
-            idle = [largest] if short and largest is not None else []
-        for state in idle if self._guest_kv != "cached" else ():
+            idle = sorted(idle, key=lambda each: each.row_length)[-1:]
+        for state in idle:
             state.lost = state.req.vericache_lost = state.req.vericache_kept = True
 
     def _is_idle(self, state: RequestState) -> bool:
@@ -330,7 +331,7 @@ class Hosting:
     def _stop(self, guest: Guest) -> None:
         """Abort a guest's request."""
         if guest.name in self._stateless:
-            self._enqueue(guest.name)
+            self._enqueue(guest.name)  # where SGLang's abort finds it
         if self._requests.pop(guest.name, None) is None:
             self._committed[guest.name] = None
         self._scheduler.abort_request(AbortReq(rid=guest.name))

@@ -35,6 +35,7 @@ from vericache_sglang.evaluation.mixed_load import (
     healthy,
     odd_bodies,
 )
+from vericache_sglang.evaluation.prefix_store import link
 from vericache_sglang.evaluation.server import ServerError
 from vericache_sglang.evaluation.systems import described
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
@@ -151,13 +152,8 @@ def _soak(
     }
     with tempfile.TemporaryDirectory(prefix="vericache-soak-") as folder:
         if options.mixed:
-            store = json.dumps({"directory": f"{folder}/store"})
-            engine |= {
-                "enable_metrics": True,
-                "enable_custom_logit_processor": True,
-                "hicache_storage_backend": "file",
-                "hicache_storage_backend_extra_config": store,
-            }
+            engine |= link(f"{folder}/store")
+            engine |= {"enable_metrics": True, "enable_custom_logit_processor": True}
             settings["draft_length"] = 8
         system = described("vericache", settings, engine)
         with served(system, options.model, checked=True) as server:
