@@ -26,6 +26,7 @@ HOOKED = (
     "mem_cache_kv_cache_configurator",
     "managers_schedule_batch",
     "managers_batch_result",
+    "managers_batch_result_grammar",
     "managers_output_streamer",
     "managers_schedule_policy",
     "managers_scheduler",

@@ -99,6 +99,14 @@ WRITES: tuple[Write, ...] = (
     ),
     Write(
         owner=REQ,
+        names=("vericache_grammar_ended",),
+        files=("grammar.py",),
+        reason="The hook on update_finish_state reads whether a grammar had ended "
+        "before the last tokens.",
+        remove_when="SGLang looks at a spec worker's tokens in the order of others.",
+    ),
+    Write(
+        owner=REQ,
         names=("vericache_names",),
         files=("tiered_cache.py",),
         reason="The names of a prompt's segments are hashed once.",

@@ -15,16 +15,20 @@ def update_finish_state(original: Hook, req: Any, new_accepted_len: int = 1) -> 
     """
     if new_accepted_len == 0 and not req.to_finish:
         return
+    grammar, known = req.grammar, len(req.output_ids) - new_accepted_len
+    # As without a spec worker, it ends a request with the token behind its own end.
+    at, ended = getattr(req, "vericache_grammar_ended", (-1, False))
+    ending = grammar if ended or at != known else None
     if new_accepted_len <= 1 or req.to_finish or req.finished():
+        req.grammar = ending
         original(req, new_accepted_len)
+        req.grammar = grammar
         return
-    run = req.output_ids[-new_accepted_len:]
-    del req.output_ids[-new_accepted_len:]
-    grammar = req.grammar
+    run = req.output_ids[known:]
+    del req.output_ids[known:]
     for i, token in enumerate(run):
         req.output_ids.append(token)
-        # The grammar has accepted the run up to the token that completes it.
-        req.grammar = grammar if i == len(run) - 1 else None
+        req.grammar = ending if i == len(run) - 1 else None
         original(req, 1)
         req.grammar = grammar
         if req.finished():

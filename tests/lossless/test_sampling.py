@@ -32,6 +32,7 @@ DEPENDENT = {
     *("frequency and presence penalty", "repetition penalty, top-k"),
     *("all penalties, greedy", "every parameter", "minimum of new tokens"),
     *("regex", "regex, greedy", "JSON schema", "EBNF", "custom processor"),
+    "regex, end token ignored",
 }
 """Kinds in which a token depends on the tokens before, beyond their KV."""
 

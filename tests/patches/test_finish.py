@@ -68,7 +68,7 @@ def test_an_empty_run_costs_nothing_and_honours_an_abort():
 
 def test_a_finished_request_is_left_to_the_original():
     req = SimpleNamespace(
-        finished=lambda: True, to_finish=None, checked=[], output_ids=[1, 2, 3]
+        finished=lambda: True, to_finish=None, grammar=None, checked=[]
     )
     req.output_ids = [1, 9, 3]
     req.reason = None
@@ -98,6 +98,32 @@ def test_a_grammar_ends_a_run_at_its_last_token(runs):
         update_finish_state(ends_with_grammar, req, len(run))
     assert (req.reason, len(req.output_ids)) == ("grammar", 3)
     assert req.finished_len in (None, 3)
+
+
+def ended(req, new_accepted_len=1):
+    if req.grammar is not None:
+        req.reason = "grammar"
+
+
+@pytest.mark.parametrize(
+    ("note", "reason"),
+    [
+        ((2, True), "grammar"),
+        ((2, False), None),  # the token that ends a grammar ends no request
+        ((1, False), "grammar"),  # noted of earlier tokens: a prefill's came since
+        (None, "grammar"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_grammar_ends_a_request_with_the_token_behind_its_end(note, reason, tokens):
+    req = OneByOne()
+    req.grammar, req.output_ids = Grammar(), [4, 4, *[4] * tokens]
+    req.reason = None
+    if note is not None:
+        req.vericache_grammar_ended = note
+    update_finish_state(ended, req, tokens)
+    assert req.reason == reason
+    assert isinstance(req.grammar, Grammar)
 
 
 def test_reasoning_ends_with_the_answer():

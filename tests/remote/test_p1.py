@@ -39,6 +39,12 @@ KINDS = [
     pytest.param({"stop": ["0", " the"]}, None, id="stop strings"),
     pytest.param({"logit_bias": {"20": 5.0}}, None, id="biased", marks=extended),
     pytest.param({"regex": "[a-z0-9 ]{150}"}, "p1", id="grammar", marks=extended),
+    pytest.param(
+        {"regex": "[a-z0-9 ]{150}", "ignore_eos": True},
+        "p1",
+        id="grammar, end token ignored",
+        marks=extended,
+    ),
     pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
 ]
 
@@ -184,7 +190,8 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
 def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):
     own = {"path": path, "environment": environment}
     with servers(tmp_path, documents, *flags, **own) as pair:
-        for params in ({"ignore_eos": True}, SEEDED, {"regex": "[a-z0-9 ]{150}"}):
+        regex = {"regex": "[a-z0-9 ]{150}", "ignore_eos": True}
+        for params in ({"ignore_eos": True}, SEEDED, regex):
             pair.drafter.flush()
             pair.compare(documents, max_new_tokens=TOKENS, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0

@@ -212,8 +212,10 @@ class PairedStarts(EarlyStarts):
         self, pair: PairedRequest, state: RequestState, fresh: Sequence[int]
     ) -> RowAction:
         """Emit a verifier's tokens, as many as one row may emit."""
-        tokens = fresh[: self._draft_tokens.most]
-        drafts = state.drafts
+        tokens, drafts = fresh[: self._draft_tokens.most], state.drafts
+        if state.cursor is not None:
+            state.cursor.settle()
+            tokens = tokens[: state.cursor.until_end(tokens)]
         pairs = zip(drafts, tokens, strict=False)
         agreed = next(
             (i for i, (one, other) in enumerate(pairs) if one != other),

@@ -23,6 +23,7 @@ from vericache_sglang.remote.verifiers import BEAT_S, State
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.runtime.known_tokens import take_back
 from vericache_sglang.runtime.request_options import read_options
+from vericache_sglang.sampling.grammar import note_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableSequence, Sequence
@@ -273,6 +274,23 @@ class Relay:
             self._transport.send(peer, said)
         self._owner.outbox.clear()
 
+    @staticmethod
+    def _look_at_tokens(scheduler: Any, req: Req, fresh: int) -> None:
+        """Let SGLang look whether a request ends with its last ``fresh`` tokens."""
+        if req.grammar is None or not fresh:
+            req.update_finish_state(fresh)
+            return
+        tokens = req.output_ids[-fresh:].tolist()
+        del req.output_ids[-fresh:]
+        while tokens and not req.finished():
+            # Up to the grammar's end; aborts the request if one is not allowed.
+            processor = scheduler.batch_result_processor
+            note_end(req)
+            accepted = processor._accept_grammar_tokens(req, tokens)
+            req.output_ids.extend(accepted)
+            req.update_finish_state(len(accepted))
+            del tokens[: len(accepted)]
+
     def _commit(self, scheduler: Any) -> None:
         """Let SGLang look at new tokens, and at requests that clients have aborted."""
         told = []
@@ -281,12 +299,7 @@ class Relay:
             if not fresh and req.to_finish is None:
                 continue
             req.time_stats.set_last_decode_finish_time()
-            if req.grammar is not None and fresh:
-                # Aborts the request if a token is not allowed.
-                scheduler.batch_result_processor._accept_grammar_tokens(
-                    req, req.output_ids[-fresh:].tolist()
-                )
-            req.update_finish_state(fresh)
+            self._look_at_tokens(scheduler, req, fresh)
             if req.finished():
                 self._finish(scheduler, rid)
             told.append(req)

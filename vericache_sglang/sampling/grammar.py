@@ -8,9 +8,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from sglang.srt.managers.schedule_batch import Req
 
 MOST_DRAFTS = 199
 """Tokens a grammar can roll back: xgrammar keeps 200 (``MAX_ROLLBACK_TOKENS``)."""
+
+
+def note_end(req: Req) -> None:
+    """Note whether a request's grammar has ended, before it accepts further tokens.
+
+    The hook on ``update_finish_state`` reads it (patches: managers_schedule_batch).
+    """
+    req.vericache_grammar_ended = len(req.output_ids), req.grammar.is_terminated()
 
 
 class GrammarCursor:
@@ -34,9 +43,11 @@ class GrammarCursor:
     def draft(self, token: int) -> bool:
         """Advance over one draft; return whether another draft can follow.
 
-        If no token was allowed the draft is arbitrary. It is not passed to the grammar,
-        because llguidance could not roll it back.
+        If no token was allowed, or the grammar has ended, the draft is arbitrary. It is
+        not passed to the grammar, which could not roll it back.
         """
+        if self._grammar.is_terminated():
+            return False
         if self._allowed and not _bit(self._allowed.pop(0), token):
             return False
         self._grammar.accept_token(token)
@@ -69,6 +80,17 @@ class GrammarCursor:
         self._roll_back(self._ahead - start)
         self._allowed = seen
         return len(seen)
+
+    def until_end(self, tokens: Sequence[int]) -> int:
+        """Return how many of some verified tokens there are up to the grammar's end.
+
+        Args:
+            tokens: >= 1; the cursor is in front of them.
+        """
+        drafts = (i for i, each in enumerate(tokens, 1) if not self.draft(each))
+        count = next(drafts, len(tokens))
+        self.settle()
+        return count
 
     def settle(self) -> None:
         """Roll back every draft."""
