@@ -141,7 +141,7 @@ KINDS = (
         more=LOGPROBS,
     ),
     # Plain SGLang emits one token behind the end of the grammar.
-    Kind(name="regex, end token ignored", params=_sampled(0.9, regex="[a-z]{2,6}")),
+    Kind(name="regex, end token ignored", params=_sampled(0.9, regex="[a-z ]{30,60}")),
 )
 
 
