@@ -115,9 +115,8 @@ def completed_and_lost(before, counters):
         ("", ()),
         extended("damaged", ()),
         extended("missing", ("--page-size", "16")),
-        extended("", ("--page-size", "16")),
-        extended("", ("--disable-overlap-schedule",)),
-        extended("", ("--vericache-inner", "ngram")),
+        extended("", ("--page-size", "16", "--disable-overlap-schedule")),
+        extended("", ("--vericache-inner", "ngram", "--page-size", "16")),
         extended("", ("--vericache-pacing", "sequential")),
     ],
 )

@@ -45,9 +45,7 @@ def extended(*values):
         ("pytest", signal.SIGKILL, "processes"),
         extended("scripts/test.sh", signal.SIGINT, "processes"),
         extended("pytest", signal.SIGKILL, "servers"),
-        extended("pytest", signal.SIGINT, "servers"),
         extended("pytest -n 1", signal.SIGTERM, "processes"),
-        extended("scripts/test.sh", signal.SIGTERM, "processes"),
     ],
 )
 def test_an_ended_run_leaves_no_process(what, number, started, tmp_path):

@@ -2,13 +2,24 @@
 
 The world's truth is a function: token ``p`` of request ``rid`` is ``truth(rid, p)``. A
 request ends after a number of tokens that only its owner knows.
+
+``python tests/remote/histories.py COUNT FILE`` lives through more of them than
+the tests do, and writes what happened in them.
 """
 
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from random import Random
 
 from msgspec.structs import replace
 
 from vericache_sglang.observability.counters import Counters
+from vericache_sglang.provenance import provenance
 from vericache_sglang.remote.guests import Guests
 from vericache_sglang.remote.messages import (
     Hello,
@@ -26,6 +37,7 @@ LEASE_S = 3.0
 STEP_S = 0.05
 REQUESTS = 4
 ENDPOINTS = ("tcp://a", "tcp://b")
+COUNTED = ("resends", "failovers", "stale", "relayed_tokens", "lease_expiries")
 
 
 def truth(rid, position):
@@ -247,3 +259,36 @@ class History:
                     guests.receive(connection, decode_to_verifier(data), self.now)
             elif connection == self.connection:
                 self.owner.receive(which, decode_to_drafter(data), self.now)
+
+
+def live(seeds):
+    """Live through the histories of some seeds; return how often what happened.
+
+    Raises:
+        AssertionError: A wrong token, a request that does not end, a guest left over.
+    """
+    seen = Counter()
+    for seed in seeds:
+        history = History(seed).run()
+        counted = [history.counters, *(each.counters for each in history.verifiers)]
+        for key in COUNTED:
+            seen[key] += sum(getattr(each, f"remote_{key}") for each in counted)
+        seen["restarts"] += history.restarts
+        seen["drafts"] += history.verified
+        seen["histories"] += 1
+    return seen
+
+
+def main(count, file):
+    seen, size = Counter(), 500
+    parts = [range(i, min(i + size, int(count))) for i in range(0, int(count), size)]
+    quiet = {"initializer": logging.disable, "initargs": (logging.WARNING,)}
+    with ProcessPoolExecutor(os.cpu_count(), **quiet) as pool:
+        for part in pool.map(live, parts):
+            seen += part
+    found = {**provenance([count, file], "python tests/remote/histories.py"), **seen}
+    Path(file).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

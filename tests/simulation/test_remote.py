@@ -124,10 +124,10 @@ def test_forced_paths_are_taken_and_slots_come_back(full):
         assert row.far_link <= 1.001
 
 
-FAST = [("T_init_remote / T_decode", 0.5), ("T_init_remote / T_decode", 1)]
+FAST = [("T_init_remote / T_decode", 0.25), ("T_init_remote / T_decode", 1)]
 """A far link so fast that most of what speculation promises is lost to its slots."""
 
-POINTS = [(label, at) for label, (_, values) in SWEEPS.items() for at in values]
+POINTS = [(label, at) for label, (_, values) in SWEEPS.items() for at in values[::2]]
 
 
 @pytest.mark.parametrize(
