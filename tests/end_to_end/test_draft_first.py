@@ -17,6 +17,8 @@ FLAGS = (
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
     *("--vericache-draft-first", "on", "--hicache-storage-backend", "file"),
 )
+PAGES = ("--page-size", "16")
+PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
 BOTH = ("--enable-deterministic-inference", "--max-total-tokens", "60000")
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
 RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
@@ -114,10 +116,13 @@ def completed_and_lost(before, counters):
     [
         ("", ()),
         extended("damaged", ()),
-        extended("missing", ("--page-size", "16")),
-        extended("", ("--page-size", "16", "--disable-overlap-schedule")),
-        extended("", ("--vericache-inner", "ngram", "--page-size", "16")),
+        extended("missing", PAGES),
+        extended("", (*PAGES, "--disable-overlap-schedule")),
+        extended("", ("--vericache-inner", "ngram", *PAGES)),
         extended("", ("--vericache-pacing", "sequential")),
+        extended("", ("--vericache-compressor", "kivi:bits=4")),
+        extended("damaged", ("--vericache-compressor", PLANES)),
+        extended("", ("--vericache-compressor", f"keynorm+{PLANES}", *PAGES)),
     ],
 )
 def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_path):

@@ -15,6 +15,11 @@ from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 pytestmark = pytest.mark.server
+KIVI = ("--vericache-compressor", "kivi:bits=4")
+PLANES = (
+    "--vericache-compressor",
+    "keynorm+split-planes:exponent_bits=3,mantissa_bits=1",
+)
 STATELESS = ("--vericache-guest-kv", "stateless")
 extended = pytest.mark.extended
 
@@ -176,15 +181,15 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
     [
         ("p1", (), RETRACTED),
         ("p2", (), RETRACTED),
-        ("p1", ("--page-size", "16", "--vericache-inner", "ngram"), {}),
+        ("p1", ("--page-size", "16", "--vericache-inner", "ngram", *KIVI), {}),
         ("p2", ("--page-size", "16", "--disable-overlap-schedule"), {}),
         ("p1", (*STATELESS, "--page-size", "16", "--disable-overlap-schedule"), {}),
-        ("p2", STATELESS, {}),
+        ("p2", (*STATELESS, *PLANES), {}),
     ],
     ids=[
-        *("p1, retracted", "p2, retracted", "p1, pages, prompt lookup"),
+        *("p1, retracted", "p2, retracted", "p1, codes, pages, prompt lookup"),
         *("p2, pages, no overlap", "p1, stateless, pages, no overlap"),
-        "p2, stateless",
+        "p2, codes, stateless",
     ],
 )
 def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):

@@ -268,6 +268,27 @@ def test_codes_that_are_sealed_but_wrong_are_not_used(what, codecs):
     assert world.store.put("a", {"draft": draft, "residual": rest}, ID)
     assert world.store.restore("a", [ID]) is None
     assert world.store.counters.damaged == 1
+    # Nor are they by a request that reads one part after the other.
+    apart = CodedWorld(codecs[ALL[0]], torch.float32, world.store.storage).store
+    found = apart.restore("a", [ID], "draft")
+    if what == "other codes":
+        assert found is None
+    else:  # what is wrong is the residual KV
+        rest = apart.follow_up([found])
+        apart.arrive()
+        assert rest.done
+        assert not rest.found
+    assert apart.counters.damaged == 1
+
+
+def test_the_parts_of_codes_are_copied_one_by_one(codecs):
+    world, other = (CodedWorld(codecs[ALL[0]], torch.float32) for _ in "ab")
+    world.compressed(some_kv(0, torch.float32), some_tokens(0, 32))
+    draft, rest = world.copies.read_parts("a")
+    assert world.store.put("a", {"draft": draft, "residual": rest}, ID)
+    for part in ("residual", "draft"):
+        assert world.store.move("a", other.store, ID, part)
+    assert other.store.restore("a", [ID]).parts.keys() == {"draft", "residual"}
 
 
 @pytest.mark.parametrize("selects", [True, False])

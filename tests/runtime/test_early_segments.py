@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("sglang")
 
 from segment_world import SHORT, shorten_segments
-from test_compress_segments import left_behind
+from test_coded_segments import LINES
+from test_compress_segments import ABOVE, left_behind
 from tiny_segments import tiered
 
 from vericache_sglang.kv.row_edit import allocate
@@ -29,7 +30,7 @@ TOKENS = WHOLE * SHORT + 5
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    shorten_segments(monkeypatch, ("compress", "tiered_cache", "early_segments"))
+    shorten_segments(monkeypatch, (*ABOVE, "early_segments"))
 
 
 def stored_parts(engine, names):
@@ -71,10 +72,11 @@ def start(engine, early, rid, names, found):
 
 
 @pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("codec", ["", *LINES.values()], ids=["", *LINES])
 def test_two_requests_draft_on_shared_draft_kv_and_are_verified_once_it_is_complete(
-    page,
+    codec, page
 ):
-    with tiered(page=page, slots=320) as engine:
+    with tiered(page=page, slots=320, codec=codec, stores=True) as engine:
         names = engine.names(engine.ids("x", TOKENS))[:WHOLE]
         found = stored_parts(engine, names)
         early = EarlySegments(engine.segments, engine.placement.handles)

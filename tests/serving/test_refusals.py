@@ -529,7 +529,7 @@ REFUSED_DRAFT_FIRST = [
     ({}, {"hicache_storage_backend": None}, "no store"),
     ({}, {"disable_radix_cache": True}, "--disable-radix-cache"),
     ({"compressor": "snapkv"}, {}, "--vericache-compressor snapkv"),
-    ({"compressor": "keynorm+kivi:bits=4"}, {}, "is not stored"),
+    ({"compressor": "snapkv+kivi:bits=4"}, {}, "is not stored"),
     ({"inner": "model"}, {}, "--vericache-inner ngram"),
     ({}, {"tp_size": 2}, "--tp-size 2"),
     (VERIFIER, {}, "--vericache-role verifier"),

@@ -184,12 +184,12 @@ class Codes:
             for name, side in (("keys", keys), ("values", values))
         }
 
-    def check(self, draft: Tensors, rest: Tensors, tokens: int) -> None:
+    def check(self, draft: Tensors, rest: Tensors | None, tokens: int) -> None:
         """Require that a segment as it is stored is restored and decoded finitely.
 
         Args:
             draft: As for ``whole``.
-            rest: As for ``whole``.
+            rest: As for ``whole``; None: the draft KV alone is decoded.
             tokens: As for ``whole``.
 
         Raises:
@@ -199,7 +199,7 @@ class Codes:
         # The class's own: failures of the guarded one are those of a request.
         decode = type(self.codec).decode
         try:
-            sides = [*self.whole(draft, rest, tokens).values()]
+            sides = [*self.whole(draft, rest, tokens).values()] if rest else []
             for layer in layers:
                 sides += decode(self.codec, drafts.part(layer, 0))
         except (CompressionError, TransferError) as error:

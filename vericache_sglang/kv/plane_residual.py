@@ -212,9 +212,7 @@ class PlaneResidual(HostResidual):
         }
 
     def fill(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Write and seal every layer, the inverse of ``stored``.
-
-        ``describe`` comes before, and ``settle`` behind.
+        """See ``HostResidual.fill``; the inverse of ``stored``.
 
         Raises:
             TransferError: The counts do not tell the size of the escapes.

@@ -9,6 +9,8 @@ from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.host_image import HostImage, RawImage, shapes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from vericache_sglang.kv.geometry import KVGeometry
@@ -53,6 +55,16 @@ class HostResidual(HostImage):
             coded: [L, H, c] int32, positions a codec packed, ascending.
         """
         self._kept.write(exact)
+
+    def fill(self, stored: Mapping[str, torch.Tensor]) -> None:
+        """Write and seal every layer; ``describe`` comes before, and ``settle`` behind.
+
+        Args:
+            stored: ``keys`` [L, m, H, D] and ``values``.
+        """
+        pairs = zip(stored["keys"], stored["values"], strict=True)
+        for layer, pair in enumerate(pairs):
+            self.write(layer, *pair)
 
     def blocks(self, layer: int, drafts: DraftReader | None) -> Blocks:
         """Return one layer's entries, bit-exact.

@@ -106,7 +106,7 @@ def _better(config: VeriCacheConfig) -> list[str]:
 def _store_codec(codec: Codec, copies: SegmentCopies) -> StoreCodec:
     """Return what the store writes and reads packed draft KV with."""
 
-    def check(draft: Tensors, rest: Tensors) -> None:
+    def check(draft: Tensors, rest: Tensors | None) -> None:
         if copies.codes is None:
             raise StoreError("codes", "are read before their codec is there")
         copies.codes.check(draft, rest, SEGMENT)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vericache_sglang.prefix_cache.segment_copies import SegmentCopies
     from vericache_sglang.prefix_cache.segment_images import SegmentDraft
     from vericache_sglang.prefix_cache.segment_tiers import Identity
-    from vericache_sglang.prefix_cache.store.segment_store import Found
+    from vericache_sglang.prefix_cache.store.found import Found
     from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
     Namespace = tuple[str | None, ...]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_sglang.compression.budget import Budget
+from vericache_sglang.kv.plane_residual import PlaneResidual
 from vericache_sglang.kv.request import Parts
 from vericache_sglang.kv.row_edit import allocate
 from vericache_sglang.kv.segment_length import SEGMENT
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from vericache_sglang.compression.budget import Budget
     from vericache_sglang.kv.handles import KVHandles
     from vericache_sglang.prefix_cache.cached_segments import CachedSegments
-    from vericache_sglang.prefix_cache.store.segment_store import Found
+    from vericache_sglang.prefix_cache.store.found import Found
 
 
 class EarlySegments:
@@ -40,14 +41,20 @@ class EarlySegments:
 
     def fit(self, names: Sequence[str], drafts: Sequence[Found]) -> bool:
         """Return whether stored draft KV keeps the tokens that what is here keeps."""
-        segments = self._segments
+        segments, where = self._segments, self._segments.copies.where
         if not segments.active or not segments.trusts(names):
             return False
         for name, found in zip(names, drafts, strict=True):
-            for held in (segments.draft(name), segments.residual(name)):
-                stored = found.parts["draft"]["kept"]
-                if held is not None and not held.kept.cpu().equal(stored):
-                    return False
+            stored = found.parts["draft"][where]
+            part, rest = segments.draft(name), segments.residual(name)
+            held = [] if part is None else [part.where[where]]
+            if isinstance(rest, PlaneResidual):
+                held.append(rest.coded.read())
+            elif rest is not None and where == "kept":
+                held.append(rest.kept)
+            # Full KV beside codes is of no selection.
+            if not all(each.cpu().equal(stored) for each in held):
+                return False
         return True
 
     def enter(
@@ -64,23 +71,27 @@ class EarlySegments:
         Returns:
             Their draft KV on the device; None without free slots, and nothing changed.
         """
-        segments, device = self._segments, self._handles.device
+        segments, copies = self._segments, self._segments.copies
         with segments.kept_back(names):
-            new = [
-                (name, found.parts["draft"])
+            new = {
+                name: found.parts["draft"]
                 for name, found in zip(names, drafts, strict=True)
                 if segments.draft(name) is None
+            }
+            counts = [
+                copies.counts(SEGMENT, each[copies.where].shape[2]).slots
+                for each in new.values()
             ]
-            slots = allocate(tree_cache, sum(each["kept"].shape[2] for _, each in new))
+            slots = allocate(tree_cache, sum(counts))
             if slots is None:
                 return None
-            at = 0
-            for name, each in new:
-                begin, at = at, at + each["kept"].shape[2]
-                own = slots[begin:at]
+            for (name, each), own in zip(new.items(), slots.split(counts), strict=True):
                 pairs = zip(each["keys"], each["values"], strict=True)
-                self._handles.transfers.bring(pairs, own, [])
-                segments.add_draft(name, SegmentDraft(own, each["kept"].to(device)))
+                self._handles.transfers.bring(pairs, own[: each["keys"].shape[1]], [])
+                where = each[copies.where].to(self._handles.device)
+                coded = None if copies.where == "kept" else where
+                exact = where if coded is None else where[..., :0]
+                segments.add_draft(name, SegmentDraft(own, exact, coded))
             segments.use(rid, names)
         found = [segments.draft(name) for name in names]
         return [each for each in found if each is not None]
@@ -100,14 +111,14 @@ class EarlySegments:
             drafts: Their draft KV on the device.
             found: The same as it was stored, with the scores of the tokens.
         """
-        kept = [each.kept + at * SEGMENT for at, each in enumerate(drafts)]
         scores = [each.parts["draft"].get("noted") for each in found]
-        noted = [each.to(kept[0].device) for each in scores if each is not None]
-        index = torch.cat(kept, dim=2)
+        noted = [each.to(self._handles.device) for each in scores if each is not None]
+        firsts = range(0, len(drafts) * SEGMENT, SEGMENT)
+        pairs = list(zip(drafts, firsts, strict=True))
         return Parts(
             budget,
-            index,
-            index[..., :0],
+            torch.cat([each.kept + first for each, first in pairs], dim=2),
+            torch.cat([each.packed + first for each, first in pairs], dim=2),
             Residency.STORE,
             insertable=True,
             noted=list(torch.cat(noted, dim=2)) if len(noted) == len(found) else [],
@@ -145,16 +156,13 @@ class EarlySegments:
         segments, part = self._segments, self._segments.draft(name)
         if segments.residual(name) is not None or part is None:
             return part is not None
-        rest, kept = found.parts["residual"], part.kept.cpu()
-        kept_count = kept.shape[2]
-        counts = Budget(kept_count + rest["keys"].shape[1], kept_count, 0, 0)
+        exact, coded = part.kept.cpu(), part.packed.cpu()
+        counts = segments.copies.counts(SEGMENT, exact.shape[2] + coded.shape[2])
         opened = segments.open_residuals([name], counts)
         if opened is None:
             return False
-        residual = opened[name]
-        residual.describe(kept, kept[..., :0])
-        for layer, pair in enumerate(zip(rest["keys"], rest["values"], strict=True)):
-            residual.write(layer, *pair)
+        opened[name].describe(exact, coded)
+        opened[name].fill(found.parts["residual"])
         if noted is not None:
             segments.save_scores(name, noted)
         return True

@@ -203,19 +203,23 @@ class SegmentCopies:
         own = {field: each for field, each in draft.items() if field != "noted"}
         if not self._put(name, Form.DRAFT, own):
             return False
-        where = own["kept" if self.codes is None else "coded"]
-        residual = self._open_rest(name, where, tokens)
+        residual = self._open_rest(name, own[self.where], tokens)
         if residual is None:
             self.index.drop_image(name, Form.DRAFT)
             return False
-        if isinstance(residual, PlaneResidual):
-            residual.fill(rest)
-        else:
-            pairs = zip(rest["keys"], rest["values"], strict=True)
-            for layer, pair in enumerate(pairs):
-                residual.write(layer, *pair)
+        residual.fill(rest)
         self.save_scores(name, draft.get("noted"))
         return True
+
+    @property
+    def where(self) -> str:
+        """The name of the positions of draft KV, see ``layout``."""
+        return "kept" if self.codes is None else "coded"
+
+    def counts(self, tokens: int, n: int) -> Budget:
+        """Return the counts of a segment whose heads keep ``n`` of its tokens."""
+        codes = self.codes
+        return Budget(tokens, n, 0, 0) if codes is None else codes.segment(tokens, n)
 
     def joined(self, draft: Tensors, rest: Tensors, tokens: int) -> Tensors:
         """Return the full KV of a stored segment in token order, for any compressor.
@@ -265,12 +269,10 @@ class SegmentCopies:
             where: [L, H, n] int32, tokens of the draft KV, packed if a codec packs it.
             tokens: Tokens of the segment.
         """
-        n, none = where.shape[2], where[..., :0]
-        codes = self.codes
-        budget = Budget(tokens, n, 0, 0) if codes is None else codes.segment(tokens, n)
-        residual = self.open_residual(name, budget)
+        none = where[..., :0]
+        residual = self.open_residual(name, self.counts(tokens, where.shape[2]))
         if residual is not None:
-            residual.describe(*((where, none) if codes is None else (none, where)))
+            residual.describe(*((where, none) if self.codes is None else (none, where)))
         return residual
 
     def save_scores(self, name: str, noted: torch.Tensor | None) -> bool:

@@ -33,6 +33,11 @@ class SegmentDraft:
     coded: torch.Tensor | None = None
 
     @property
+    def packed(self) -> torch.Tensor:
+        """[L, H, c] int32, positions of the packed tokens; c is 0 without a codec."""
+        return self.kept[..., :0] if self.coded is None else self.coded
+
+    @property
     def where(self) -> dict[str, torch.Tensor]:
         """The positions of its tokens, by their name in host images."""
         return {"kept": self.kept} if self.coded is None else {"coded": self.coded}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
-    from vericache_sglang.prefix_cache.store.segment_store import Found
+    from vericache_sglang.prefix_cache.store.found import Found
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.relay import PairedRequest, Relay

@@ -35,7 +35,7 @@ class DraftFirst(NamedTuple):
 
 def _stores_no_parts(asked: DraftFirst) -> bool:
     compressor = create_compressor(asked.config.compressor, asked.config.seed)
-    return compressor.codec is not None or not may_be_shared(compressor.selector)
+    return not may_be_shared(compressor.selector)
 
 
 DRAFT_FIRST_RULES: tuple[Rule, ...] = (
@@ -54,8 +54,8 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
     Rule(
         f"{flag('compressor')} {{0.config.compressor}}",
         _stores_no_parts,
-        "the draft KV of its prompts is not stored, or packed",
-        "use a selector without a codec whose choice depends on the preceding tokens "
+        "the draft KV of its prompts is not stored",
+        "use a codec alone, or a selector whose choice depends on the preceding tokens "
         "alone, as keynorm's does",
     ),
     Rule(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from vericache_sglang.errors import InvariantError, StoreError
+from vericache_sglang.prefix_cache.store.found import Found, StoreFetch
 from vericache_sglang.prefix_cache.store.keys import Seal
 from vericache_sglang.prefix_cache.store.manifest import (
     FORMS,
@@ -38,25 +39,12 @@ if TYPE_CHECKING:
         Tensors,
     )
 
-    Compress: TypeAlias = Callable[["Found"], tuple[Tensors, Tensors]]
+    Compress: TypeAlias = Callable[[Found], tuple[Tensors, Tensors]]
 
 BATCH = 64
 """Segments looked up in one bounded call: 32,768 tokens."""
 MOST_SALTS = 8
 """Most attempts to write an object, under another key after each corrupt copy."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A segment read from the store, with verified checksums.
-
-    Attributes:
-        manifest: Its compressor, number of tokens, and number of kept tokens.
-        parts: ``whole``, or ``draft`` and ``residual``, see ``layout``; views.
-    """
-
-    manifest: Manifest
-    parts: Mapping[Part, Tensors]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,40 +54,13 @@ class StoreCodec:
     Attributes:
         identity: ``codec_identity``; segments of another one are not read.
         tokens: Tokens of a segment that it has packed.
-        check: Called with draft KV and residual KV as they are stored, in the thread
-            that has read them; raises StoreError.
+        check: Called with draft KV and residual KV as they are stored, or with draft KV
+            alone, in the thread that has read them; raises StoreError.
     """
 
     identity: str
     tokens: int
-    check: Callable[[Tensors, Tensors], None]
-
-
-@dataclass(slots=True, eq=False)
-class StoreFetch:
-    """A background read of segments, up to the first missing one.
-
-    Attributes:
-        names: The requested segments.
-        found: The segments read so far, in order; another thread appends to it.
-        cancelled: Set to stop reading.
-        future: Completes with the read; None if it was refused.
-    """
-
-    names: Sequence[str]
-    found: list[Found] = field(default_factory=list)
-    cancelled: bool = False
-    future: Future[None] | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether the read has ended."""
-        return self.future is None or self.future.done()
-
-    def end(self) -> None:
-        """End a read that consists of several jobs."""
-        if self.future is not None:
-            self.future.set_result(None)
+    check: Callable[[Tensors, Tensors | None], None]
 
 
 class SegmentStore:
@@ -254,7 +215,7 @@ class SegmentStore:
         ):
             if only is not None and manifest.compressor not in ranks:
                 break
-            objects = self._read(manifest, only)
+            objects = self._read(manifest, only, {})
             if objects:
                 nbytes = sum(data.numel() for data, _ in objects.values())
                 self.counters.add(hits=len(objects), read_bytes=nbytes)
@@ -304,7 +265,10 @@ class SegmentStore:
             have this part alone.
         """
         rest = StoreFetch([each.manifest.name for each in drafts], future=Future())
-        self._later(rest, [each.manifest for each in drafts])
+        # Only codes are looked at again, with the residual KV.
+        exact = (each.manifest.coded is None for each in drafts)
+        pairs = zip(drafts, exact, strict=True)
+        self._later(rest, [replace(one, parts={}) if e else one for one, e in pairs])
         return rest
 
     def refuse(self, found: Found) -> None:
@@ -369,7 +333,7 @@ class SegmentStore:
         for manifest in self._manifests.read([name])[0]:
             if manifest.compressor != compressor:
                 continue
-            keys, objects = manifest.keys(), self._read(manifest, only)
+            keys, objects = manifest.keys(), self._read(manifest, only, {})
             if objects and all(
                 target._place(keys[part], data, part)
                 for part, (data, _) in objects.items()
@@ -424,9 +388,13 @@ class SegmentStore:
         return len(names)
 
     def _read(
-        self, manifest: Manifest, only: Part | None
+        self, manifest: Manifest, only: Part | None, draft: Mapping[Part, Tensors]
     ) -> Mapping[Part, tuple[torch.Tensor, Tensors]] | None:
         """Read the objects of a manifest, [n] uint8 each, and decode them.
+
+        Args:
+            only: Read this part alone.
+            draft: What was read of it before: its draft KV, or nothing.
 
         Returns:
             None if one is missing or damaged; {} if the form has no such part.
@@ -450,9 +418,10 @@ class SegmentStore:
                 self.counters.note_unreadable(part, error)
                 self._unusable[key] = None
                 return None
-        if manifest.coded and self.codec is not None and len(objects) == len(FORMS[1]):
+        parts = {**draft, **{part: found for part, (_, found) in objects.items()}}
+        if manifest.coded and self.codec is not None and "draft" in parts:
             try:
-                self.codec.check(objects["draft"][1], objects["residual"][1])
+                self.codec.check(parts["draft"], parts.get("residual"))
             except StoreError as error:
                 self.counters.note_unreadable("codes", error)
                 self._unusable.update(dict.fromkeys(keys.values()))
@@ -557,22 +526,23 @@ class SegmentStore:
                 return
             prefetch.found.append(found)
 
-    def _later(self, rest: StoreFetch, manifests: Sequence[Manifest]) -> None:
+    def _later(self, rest: StoreFetch, drafts: Sequence[Found]) -> None:
         """Queue a step of ``follow_up``, or end it if the store is closed."""
         try:
-            self._reader.submit(self._follow, rest, manifests)
+            self._reader.submit(self._follow, rest, drafts)
         except RuntimeError:  # closed
             rest.end()
 
-    def _follow(self, rest: StoreFetch, manifests: Sequence[Manifest]) -> None:
+    def _follow(self, rest: StoreFetch, drafts: Sequence[Found]) -> None:
         """Read the next residual KV, unless other reads wait; those come first."""
         if rest.cancelled:
             rest.end()
             return
         if not self._reads:
             began = time.perf_counter()
-            manifest = manifests[len(rest.found)]
-            objects = self._read(manifest, "residual")
+            draft = drafts[len(rest.found)]
+            manifest = draft.manifest
+            objects = self._read(manifest, "residual", draft.parts)
             if not objects:
                 self.counters.add(misses=1)
                 rest.end()
@@ -581,10 +551,10 @@ class SegmentStore:
             self.counters.add(hits=1, read_bytes=data.numel())
             self.pace.note("read", data.numel(), time.perf_counter() - began)
             rest.found.append(Found(manifest, {"residual": tensors}))
-        if len(rest.found) == len(manifests):
+        if len(rest.found) == len(drafts):
             rest.end()
         else:
-            self._later(rest, manifests)
+            self._later(rest, drafts)
 
 
 def _count(tensors: Tensors) -> int:

@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
+    from vericache_sglang.prefix_cache.store.found import Found, StoreFetch
     from vericache_sglang.prefix_cache.store.objects import Part, Tensors
-    from vericache_sglang.prefix_cache.store.segment_store import (
-        Found,
-        SegmentStore,
-        StoreFetch,
-    )
+    from vericache_sglang.prefix_cache.store.segment_store import SegmentStore
 
 logger = logging.getLogger(__name__)
 
