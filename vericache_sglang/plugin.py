@@ -40,6 +40,22 @@ def register() -> None:
     _register_algorithm(config)
 
 
+def apply_hooks() -> None:
+    """Apply all hooks, in a process that forks servers; ``register`` finds them there.
+
+    Raises:
+        UpstreamDriftError: As ``register`` does.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from vericache_patches import apply
+    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
+
+    define_missing_ops()
+    apply.register(_hooks())
+    HookRegistry.apply_hooks()
+
+
 def _hooks() -> tuple[Any, ...]:
     """Return the records and hooks that this machine needs."""
     from vericache_patches import apply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-    from vericache_patches.record import Hook, Patch
+    from vericache_patches.record import Hook, Patch, Symbol
 
 HOOKED = (
     "layers_sampler",
@@ -74,11 +75,16 @@ def register(pairs: Iterable[tuple[Patch, Hook]]) -> None:
     site = sglang_site()
     needed = (*RELIED, *(patch for patch, _ in pairs))
     for symbol in sorted(needed, key=lambda symbol: symbol.target):
-        symbol.check(site)
+        _check(symbol, site)
     for patch, hook in pairs:
         known = HookRegistry._hooks.get(patch.target, ())  # no public view in 0.5.21
         if all(other is not hook for _, other, _ in known):
             HookRegistry.register(patch.target, hook, HookType(patch.kind))
+
+
+@cache  # a process that was forked knows what its parent has found
+def _check(symbol: Symbol, site: Path) -> None:
+    symbol.check(site)
 
 
 def require_applied(pairs: Iterable[tuple[Patch, Hook]]) -> None:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from live_server import MODEL, LiveServer
 
 BOTH = (
-    *("--max-total-tokens", "30000", "--sleep-on-idle", "--enable-metrics"),
+    *("--max-total-tokens", "30000", "--enable-metrics"),
     *("--enable-custom-logit-processor", "--enable-deterministic-inference"),
     # llama3 reads the demo model's bare JSON calls; the other one waits to be asked.
     *("--tool-call-parser", "llama3", "--reasoning-parser", "deepseek-v3"),

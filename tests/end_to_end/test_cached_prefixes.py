@@ -20,7 +20,6 @@ KEPT = SEGMENT // 4
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
-    "--sleep-on-idle",
 )
 LONG = {"max_new_tokens": 32, "ignore_eos": True}
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
@@ -36,9 +35,7 @@ def documents():
 def plain(tmp_path_factory):
     """Return plain SGLang with room for everything."""
     folder = tmp_path_factory.mktemp("plain")
-    server = LiveServer(
-        folder, "--disable-vericache", "--max-total-tokens", "60000", "--sleep-on-idle"
-    )
+    server = LiveServer(folder, "--disable-vericache", "--max-total-tokens", "60000")
     try:
         yield server.wait()
     finally:

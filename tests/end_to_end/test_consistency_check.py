@@ -15,7 +15,7 @@ FLAGS = (
     *("--vericache-residency", "host", "--vericache-consistency-check-rate", "1.0"),
     # Longer prompts are prefilled in pieces, replays as well.
     *("--chunked-prefill-size", "512", "--max-total-tokens", "30000"),
-    *("--sleep-on-idle", "--enable-metrics"),
+    "--enable-metrics",
 )
 
 pytestmark = [pytest.mark.server, pytest.mark.extended]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
-    *("--vericache-residency", "host", "--sleep-on-idle"),
+    *("--vericache-residency", "host"),
     *("--max-total-tokens", "36000", "--max-running-requests", "3"),
 )
 LIMITS = {"SGLANG_REQ_WAITING_TIMEOUT": "10", "SGLANG_REQ_RUNNING_TIMEOUT": "24"}

@@ -51,7 +51,7 @@ def probes(servers):
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory, probes):
     """Attack a server of its own, and look at what it holds afterwards."""
-    engine = {**ENGINE, "max_running_requests": 24, "sleep_on_idle": True}
+    engine = {**ENGINE, "max_running_requests": 24}
     flags = described("fuzzed", SETTINGS, engine).flags
     server = LiveServer(tmp_path_factory.mktemp("fuzzed"), *flags)
     try:

@@ -24,7 +24,7 @@ HELD = ("kept_slots", "staging_slots", "host_bytes", "running")
 LONG = {"max_new_tokens": 160, "ignore_eos": True}
 SHORT = {"max_new_tokens": 60, "ignore_eos": True}
 FLAGS = (
-    *("--max-total-tokens", "3600", "--max-running-requests", "4", "--sleep-on-idle"),
+    *("--max-total-tokens", "3600", "--max-running-requests", "4"),
     *("--enable-priority-scheduling", "--incremental-streaming-output"),
     *("--enable-lora", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"),
 )

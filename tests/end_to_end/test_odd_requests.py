@@ -20,7 +20,7 @@ def server(tmp_path_factory):
     """Return a server of its own: an odd request may end it."""
     folder = tmp_path_factory.mktemp("odd")
     flags = (
-        *("--max-total-tokens", "30000", "--sleep-on-idle", "--enable-metrics"),
+        *("--max-total-tokens", "30000", "--enable-metrics"),
         *("--enable-custom-logit-processor", "--vericache-min-prompt", "64"),
         *("--vericache-draft-length", "8", "--vericache-residency", "host"),
     )

@@ -10,7 +10,7 @@ from vericache_sglang.evaluation.command import main
 
 pytestmark = [pytest.mark.server, pytest.mark.extended]
 
-SHARED = ("--max-total-tokens", "20000", "--sleep-on-idle")
+SHARED = ("--max-total-tokens", "20000")
 DRAFTING = ("--vericache-min-prompt", "64", "--vericache-keep", "0.125")
 HOST = ("--vericache-residency", "host")
 LOAD = [

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.server
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
-    *("--max-total-tokens", "12000", "--sleep-on-idle"),
+    *("--max-total-tokens", "12000"),
 )
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
 HELD = ("kept_slots", "staging_slots", "staging_bytes", "host_bytes", "running")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.server
 FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
-    *("--max-total-tokens", "20000", "--enable-metrics", "--sleep-on-idle"),
+    *("--max-total-tokens", "20000", "--enable-metrics"),
 )
 LONG = {"max_new_tokens": 32, "ignore_eos": True}
 WRITTEN = 'vericache_store_bytes_total{direction="written"'

@@ -15,7 +15,7 @@ from proxy import Proxy
 from vericache_sglang.evaluation.server import free_port
 
 BOTH = (
-    *("--max-total-tokens", "30000", "--sleep-on-idle"),
+    *("--max-total-tokens", "30000"),
     "--enable-deterministic-inference",
 )
 LEASE_S = 20

@@ -3,8 +3,9 @@
 A fresh server is three processes, and each spends 10 s of a core importing SGLang
 before it does anything. Where many are started one after the other, a process that has
 imported it (this file, run) forks a child for each, and the child forks its
-scheduler and detokenizer too, where SGLang would spawn them. Everything else is as in a
-fresh one: plugins, patches, model and pools are loaded after the fork.
+scheduler and detokenizer too, where SGLang would spawn them. Hooks are applied before
+the fork too, for which SGLang looks through all modules. Everything else is as in a
+fresh one: plugins, settings, model and pools are loaded after the fork.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import importlib
 import json
 import logging
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import signal
 import subprocess
@@ -37,14 +38,15 @@ if TYPE_CHECKING:
 
     from vericache_sglang.evaluation.server import Process
 
-IMPORTED = (
+PREPARED = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
+    "vericache_sglang.plugin:apply_hooks",
 )
-"""What the processes of a server import; the plugins are not among it."""
+"""Modules that the processes of a server import, and functions that all would call."""
 
 AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH", "SGLANG_ENABLE_STRICT_MEM_CHECK_")
 """Beginnings of environment variables that SGLang does not read while imported."""
@@ -102,18 +104,18 @@ class ForkServer:
     Args:
         log: File that gets what the fork server itself prints.
         environment: Of the fork server and so of every child, beyond this process's.
-        modules: What it imports.
+        prepared: What it imports and calls, as ``pkgutil.resolve_name`` takes it.
     """
 
     def __init__(
         self,
         log: Path,
         environment: Mapping[str, str],
-        modules: Sequence[str] = IMPORTED,
+        prepared: Sequence[str] = PREPARED,
     ) -> None:
         with log.open("w", encoding="utf-8") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, *modules],
+                [sys.executable, __file__, *prepared],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -179,8 +181,10 @@ def status_file(log: Path) -> Path:
 
 def serve() -> None:
     """Fork a child for every line, [argv, environment, log], and print its id."""
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
+    for name in sys.argv[1:]:
+        found = pkgutil.resolve_name(name)
+        if callable(found):
+            found()
     gc.freeze()
     logs: dict[int, Path] = {}
     parent = os.getpid()

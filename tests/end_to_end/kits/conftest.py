@@ -11,7 +11,7 @@ from live_server import MODEL, LiveServer
 from wide_model import widen
 
 BOTH = (
-    *("--max-total-tokens", "30000", "--sleep-on-idle"),
+    *("--max-total-tokens", "30000"),
     *("--enable-deterministic-inference", "--constrained-json-disable-any-whitespace"),
 )
 """Without that last flag a grammar lets the demo model write blanks for ever."""
