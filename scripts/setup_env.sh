@@ -107,10 +107,10 @@ step "installing the other packages (CUDA's: several minutes)" install_locked
 step "installing this project" \
   "${pip[@]}" install --no-compile --no-deps --no-build-isolation -e "$root"
 step "compiling what a server imports" "$venv/bin/python" -c "
-from importlib import import_module
-from vericache_sglang.evaluation.fork_server import IMPORTED
-for name in (*IMPORTED, 'vericache_sglang.launch_server', 'vericache_sglang.runtime.worker'):
-    import_module(name)
+from pkgutil import resolve_name
+from vericache_sglang.evaluation.fork_server import PREPARED
+for name in (*PREPARED, 'vericache_sglang.launch_server', 'vericache_sglang.runtime.worker'):
+    resolve_name(name)
 "
 
 echo "$fingerprint" >"$stamp"
