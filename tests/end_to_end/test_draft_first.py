@@ -29,6 +29,7 @@ KINDS = (
     {"temperature": 0.0, "max_new_tokens": 24, "regex": REGEX},
     {"temperature": 0.0, "max_new_tokens": 1},
 )
+PENALISED = {**KINDS[0], "presence_penalty": 0.4, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,12 @@ def bodies():
     """Return every kind of request about documents of 2 to 5 whole segments."""
     prompts = record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
     return [
-        {"text": prompts, "sampling_params": [{**kind} for _ in prompts]}
-        for kind in KINDS
+        *(
+            {"text": prompts, "sampling_params": [kind] * len(prompts)}
+            for kind in KINDS
+        ),
+        # Plain SGLang counts otherwise beside the prefills of others.
+        {"text": prompts[:1], "sampling_params": [PENALISED]},
     ]
 
 

@@ -24,6 +24,9 @@ STATELESS = ("--vericache-guest-kv", "stateless")
 extended = pytest.mark.extended
 
 
+PENALISED = {"ignore_eos": True, "presence_penalty": 0.4, "repetition_penalty": 1.1}
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, documents):
     """Return the servers of most tests."""
@@ -50,7 +53,7 @@ KINDS = [
         id="grammar, end token ignored",
         marks=extended,
     ),
-    pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
+    pytest.param(PENALISED, "p1", id="penalties", marks=extended),
 ]
 
 
@@ -155,14 +158,16 @@ def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):
 
 @extended
 def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
-    port = free_port()
+    """Penalties count what the first verifier has decided."""
+    port, asked = free_port(), (documents[:1], 600, [PENALISED])
     with servers(tmp_path, documents, other=port) as pair:
-        expected = Streams(pair.plain, documents, 600).texts()
+        expected = Streams(pair.plain, *asked).texts()
+        assert Streams(pair.plain, *asked[:2]).texts() != expected
         other = pair.start_verifier(port)
         try:
             other.wait()
             pair.until(pair.drafter, lambda c: c["remote_verifiers"] == 2)
-            streams = Streams(pair.drafter, documents, 600)
+            streams = Streams(pair.drafter, *asked)
             pair.until(pair.drafter, lambda c: c["drafted"] > 0)
             both = pair.verifier, other
             kill(max(both, key=lambda each: each.counters()["remote_guests"]))

@@ -46,8 +46,8 @@ KINDS = [
         id="not drafted",
         marks=extended,
     ),
-    pytest.param({"frequency_penalty": 0.7}, "local", id="penalties", marks=extended),
-    pytest.param({"min_new_tokens": 20}, "local", id="longer", marks=extended),
+    pytest.param({"frequency_penalty": 0.7}, "b1", id="penalties"),
+    pytest.param({"min_new_tokens": 20}, "b1", id="longer", marks=extended),
     pytest.param({"json_schema": SCHEMA}, "b1", id="grammar"),
     pytest.param(
         {"more": {"return_logprob": True, "top_logprobs_num": 2}},

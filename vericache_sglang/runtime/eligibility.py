@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.managers.utils import is_health_check_generate_req
 
 from vericache_sglang.observability.request_stats import KEY
-from vericache_sglang.sampling.profile import penalised, rolls_back
+from vericache_sglang.sampling.profile import rolls_back
 
 
 def draftable(req: Any) -> bool:
@@ -29,9 +29,8 @@ def travels(req: Any) -> bool:
     """Return whether a verifier may decode this request for a drafter.
 
     It decodes from tokens and sampling parameters alone, and after it is lost another
-    one must go on from the tokens so far. So penalties and log-probabilities stay,
-    grammars that cannot roll back, and whatever else belongs to the request in this
-    process.
+    one must go on from the tokens so far. So log-probabilities stay, grammars that
+    cannot roll back, and whatever else belongs to the request in this process.
 
     Args:
         req: SGLang's ``Req``, on its way to the waiting queue.
@@ -48,7 +47,7 @@ def travels(req: Any) -> bool:
     )
     # SGLang's own checks of health ask this server; a prefill alone has no tokens.
     here = is_health_check_generate_req(req) or params.max_new_tokens < 1
-    return not (any(own) or penalised(params) or here) and rolls_back(req.grammar)
+    return not (any(own) or here) and rolls_back(req.grammar)
 
 
 def stop_tokens(req: Any) -> frozenset[int]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 SAMPLING_ARGS = (
     *("enable_deterministic_inference", "sampling_backend", "grammar_backend"),
     *("constrained_json_whitespace_pattern", "enable_strict_thinking"),
-    "constrained_json_disable_any_whitespace",
+    # Penalties count with one step of delay under overlap.
+    *("constrained_json_disable_any_whitespace", "disable_overlap_schedule"),
 )
 """SGLang's arguments on which a sampled token depends."""
 
