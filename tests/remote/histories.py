@@ -23,6 +23,8 @@ from vericache_sglang.provenance import provenance
 from vericache_sglang.remote.guests import Guests
 from vericache_sglang.remote.messages import (
     Hello,
+    Logprobs,
+    WantedLogprobs,
     decode_to_drafter,
     decode_to_verifier,
     encode,
@@ -43,6 +45,11 @@ COUNTED = ("resends", "failovers", "stale", "relayed_tokens", "lease_expiries")
 def truth(rid, position):
     """Return the output token of a request at a position."""
     return (rid * 7919 + position * 104729 + 13) % VOCABULARY
+
+
+def logprobs(rid, first, end):
+    """Return the log-probabilities of some output tokens of a request."""
+    return [Logprobs(-float(truth(rid, p)), ((), (p,))) for p in range(first, end)]
 
 
 def agreed(rid, tokens, drafts):
@@ -88,6 +95,9 @@ class Verifier:
                 tokens.append(truth(guest.rid, len(tokens)))
             # Too early, or too late: only the owner knows where a request ends.
             finished = self._dice.random() < self.ends
+            if guest.logprobs is not None:
+                first = guest.opened + len(guest.logprobs)
+                guest.logprobs += logprobs(guest.rid, first, len(tokens))
             self.guests.advance(guest, tokens, finished)
             if finished:
                 del self.running[guest.drafter, guest.rid]
@@ -117,6 +127,7 @@ class History:
         hello = replace(HELLO, instance=instance)
         self.owner = Owner(ENDPOINTS, hello, LEASE_S, VOCABULARY, self.counters)
         self.outputs, self.lengths, self.local = {}, {}, set()
+        self.logprobs = {}
         self.drafting = {}  # rid -> output tokens before the last drafts
         self.verified = 0
         self.next_rid = 0
@@ -161,7 +172,9 @@ class History:
         rid, self.next_rid = self.next_rid, self.next_rid + 1
         self.outputs[rid] = []
         self.lengths[rid] = self.dice.choice((1, 7, 40))
-        request = OwnedRequest(rid, pack([rid]), b"", self.outputs[rid])
+        wanted = WantedLogprobs(0, None) if rid % 2 else None
+        request = OwnedRequest(rid, pack([rid]), b"", self.outputs[rid], wanted)
+        self.logprobs[rid] = request.logprobs
         if not self.owner.open(request, self.now):
             self.local.add(rid)
 
@@ -215,6 +228,8 @@ class History:
     def _check(self, rid):
         output = self.outputs[rid]
         assert output == [truth(rid, p) for p in range(len(output))], "a wrong token"
+        if rid % 2 and rid not in self.local:
+            assert self.logprobs[rid] == logprobs(rid, 0, len(output))
         if len(output) >= self.lengths[rid]:
             del self.lengths[rid]
             self.local.discard(rid)

@@ -83,6 +83,12 @@ class Pair:
         self.verifier.generate(texts)
         self.verifier.settle("cache_store_waiting")
 
+    def restart_verifier(self):
+        """Start the verifier again that a test has killed."""
+        self.verifier = self.start_verifier(self.port)
+        self.verifier.wait()
+        self.connected()
+
     def connected(self):
         return self.until(self.drafter, lambda c: c["remote_verifiers"] == 1)
 
@@ -108,10 +114,11 @@ class Pair:
 
 
 def logprobs(info):
-    """Return all log-probabilities of an answer's tokens, and of the best others."""
+    """Return all log-probabilities of an answer: of its tokens, and of others."""
     found = [each[0] for each in info.get("output_token_logprobs", ())]
-    for best in info.get("output_top_logprobs", ()):
-        found += [each[0] for each in best]
+    for kind in ("top", "token_ids"):
+        for others in info.get(f"output_{kind}_logprobs") or ():
+            found += [each[0] for each in others]
     return found
 
 

@@ -137,9 +137,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, documents):
     lasts = [chunks[-1]["meta_info"] for chunks in streams.chunks]
     assert "local" in {last["vericache"]["path"] for last in lasts}
     settled(pair.drafter)
-    pair.verifier = pair.start_verifier(pair.port)
-    pair.verifier.wait()
-    pair.connected()
+    pair.restart_verifier()
 
 
 def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):

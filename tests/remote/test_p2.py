@@ -83,9 +83,7 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
     kill(pair.verifier)
     assert streams.texts() == expected
     assert settled(pair.drafter)["remote_p2"] > before["remote_p2"]
-    pair.verifier = pair.start_verifier(pair.port)
-    pair.verifier.wait()
-    pair.connected()
+    pair.restart_verifier()
 
 
 @extended

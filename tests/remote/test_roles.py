@@ -5,6 +5,7 @@ The tests share servers and run in order: the last ones kill them.
 
 import secrets
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,12 @@ def pair(tmp_path_factory):
         yield found
 
 
+LOGPROBS = {
+    "more": {
+        **{"return_logprob": True, "top_logprobs_num": 2},
+        "token_ids_logprob": [5, 7],
+    }
+}
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 KINDS = [
     pytest.param({}, "b1", id="greedy"),
@@ -50,9 +57,15 @@ KINDS = [
     pytest.param({"min_new_tokens": 20}, "b1", id="longer", marks=extended),
     pytest.param({"json_schema": SCHEMA}, "b1", id="grammar"),
     pytest.param(
-        {"more": {"return_logprob": True, "top_logprobs_num": 2}},
-        "local",
+        LOGPROBS,
+        "b1",
         id="log-probabilities",
+    ),
+    pytest.param(
+        {"more": {"return_logprob": True, "logprob_start_len": 0}},
+        "local",
+        id="log-probabilities of the prompt",
+        marks=extended,
     ),
 ]
 
@@ -148,10 +161,20 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
     assert {last["finish_reason"]["type"] for last in lasts} <= {"length", "stop"}
     assert "local" in {last["vericache"]["path"] for last in lasts}
     pair.compare(prompts, "local")
-    pair.verifier = pair.start_verifier(pair.port)
-    pair.verifier.wait()
-    pair.connected()
+    pair.restart_verifier()
     pair.compare(prompts, "b1")
+
+
+@extended
+def test_log_probabilities_go_on_where_a_killed_verifier_has_left_them(pair, prompts):
+    before = pair.drafter.counters()["remote_relayed_tokens"]
+    with ThreadPoolExecutor(1) as pool:
+        asked = {"max_new_tokens": 300, "ignore_eos": True, **LOGPROBS}
+        run = pool.submit(pair.compare, prompts, "local", **asked)
+        pair.until(pair.drafter, lambda c: c["remote_relayed_tokens"] > before + 20)
+        kill(pair.verifier)
+        run.result()
+    pair.restart_verifier()
 
 
 @extended

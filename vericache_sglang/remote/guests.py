@@ -9,7 +9,7 @@ owner asks for tokens without any. No SGLang, no sockets, no clock.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import MessageError, quoted
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Message, Resend, ToVerifier
+    from vericache_sglang.remote.messages import Logprobs, Message, Resend, ToVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Guest:
         missed: Heartbeats since that did not name it.
         waits: Its owner drafts: it computes what ``asked`` asks for and no more.
         asked: (output tokens before them, drafts) to verify; None: nothing yet.
+        logprobs: Of the output tokens that were not committed; None: not wanted.
+        opened: Committed output tokens when it began.
     """
 
     drafter: bytes
@@ -71,6 +73,11 @@ class Guest:
     missed: int = 0
     waits: bool = False
     asked: tuple[int, Sequence[int]] | None = None
+    logprobs: list[Logprobs] | None = None
+    opened: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.opened = self.sent
 
     def drafts(self, tokens: int) -> Sequence[int] | None:
         """Return the drafts to verify behind so many output tokens; None: it waits."""
@@ -80,8 +87,12 @@ class Guest:
     def verdict(self, base: int) -> Verdict:
         """Return all tokens from ``base`` on; none if it does not have so many."""
         base = min(base, len(self.tokens))
+        told: tuple[Logprobs, ...] = ()
+        if self.logprobs is not None:
+            base = max(base, self.opened)  # those of committed tokens are not known
+            told = tuple(self.logprobs[base - self.opened :])
         tokens = pack(self.tokens[base:])
-        return Verdict(self.rid, self.epoch, base, tokens, self.finished)
+        return Verdict(self.rid, self.epoch, base, tokens, self.finished, told)
 
 
 @dataclass(slots=True)
@@ -260,13 +271,15 @@ class Guests:
             self.outbox.append((connection, busy))
             raise
         guest = Guest(drafter.instance, rid, epoch, name, tokens, len(tokens))
+        guest.logprobs = None if message.wanted is None else []
         self._guests[drafter.instance, rid] = guest
 
     def advance(self, guest: Guest, tokens: Sequence[int], finished: bool) -> None:
         """Send what a guest has beyond what was sent.
 
         Args:
-            tokens: Its output tokens so far, as ``Guest.tokens``.
+            tokens: Its output tokens so far, as ``Guest.tokens``; ``Guest.logprobs``
+                has theirs.
             finished: There will be no more.
         """
         guest.tokens, guest.finished = tokens, finished

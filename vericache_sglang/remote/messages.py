@@ -17,7 +17,7 @@ from vericache_sglang.errors import MessageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages; other versions are refused."""
 
 LONGEST = 16 << 20
@@ -33,6 +33,36 @@ U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=LONGEST)]
+
+
+class Logprobs(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True
+):
+    """Log-probabilities at one output token, as SGLang has them.
+
+    Attributes:
+        value: That of the token.
+        top: Values and ids of the most probable tokens; empty if not requested.
+        chosen: Values and ids of the requested tokens; empty if not requested.
+    """
+
+    value: float
+    top: tuple[tuple[float, ...], tuple[U32, ...]] = ((), ())
+    chosen: tuple[tuple[float, ...], tuple[U32, ...]] = ((), ())
+
+
+class WantedLogprobs(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True
+):
+    """Which log-probabilities a request asks for, besides those of its tokens.
+
+    Attributes:
+        top: Number of most probable tokens.
+        chosen: Ids of tokens; None: of none.
+    """
+
+    top: U16
+    chosen: tuple[U32, ...] | None
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -80,6 +110,7 @@ class Open(Message, tag=10):
         prompt: Tokens of the prompt.
         params: SGLang's ``SamplingParams``, as MessagePack.
         committed: Output tokens so far.
+        wanted: Log-probabilities to send with tokens; None: none.
     """
 
     rid: U64
@@ -87,6 +118,7 @@ class Open(Message, tag=10):
     prompt: Tokens
     params: bytes
     committed: Tokens
+    wanted: WantedLogprobs | None = None
 
 
 class Busy(Message, tag=12):
@@ -128,6 +160,7 @@ class Verdict(Message, tag=15):
         tokens: Any number, also none: the verifier serves the request and is at
             ``base``.
         finished: The verifier considers the request finished after them.
+        logprobs: One per token if the request wants them, else none.
     """
 
     rid: U64
@@ -135,6 +168,7 @@ class Verdict(Message, tag=15):
     base: U32
     tokens: Tokens
     finished: bool
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Unknown(Message, tag=16):

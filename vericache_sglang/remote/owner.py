@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import MutableSequence, Sequence
 
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Hello, Message, ToDrafter
+    from vericache_sglang.remote.messages import (
+        Hello,
+        Logprobs,
+        Message,
+        ToDrafter,
+        WantedLogprobs,
+    )
 
 LEAST_PAUSE_S = 0.1
 """Shortest time before tokens are asked for again, in seconds."""
@@ -56,6 +62,8 @@ class OwnedRequest:
         prompt: Its prompt, packed.
         params: Its sampling parameters, as ``Open`` carries them.
         tokens: Its output tokens; commits append to it.
+        wanted: Log-probabilities that it wants.
+        logprobs: Of the tokens that were committed; its user empties it.
         epoch: Attempt; 0: none yet.
         verifier: Index of the verifier.
         refused: Verifiers that were busy or failed in this request.
@@ -72,6 +80,8 @@ class OwnedRequest:
     prompt: bytes
     params: bytes
     tokens: MutableSequence[int]
+    wanted: WantedLogprobs | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
     epoch: int = 0
     verifier: int = -1
     refused: set[int] = field(default_factory=set)
@@ -99,7 +109,9 @@ class OwnedRequest:
     def opening(self) -> Open:
         """Return the message that begins the present attempt."""
         committed = pack(self.tokens)
-        return Open(self.rid, self.epoch, self.prompt, self.params, committed)
+        return Open(
+            *(self.rid, self.epoch, self.prompt, self.params, committed, self.wanted)
+        )
 
 
 class Owner:
@@ -233,6 +245,9 @@ class Owner:
         tokens = unpack(verdict.tokens)
         if tokens and max(tokens) >= self._vocabulary:
             raise MessageError(f"token {max(tokens)} is not in the vocabulary")
+        if len(verdict.logprobs) != (len(tokens) if request.wanted else 0):
+            told = f"{len(verdict.logprobs)} log-probabilities"
+            raise MessageError(f"{told} with {len(tokens)} tokens")
         waited, have = at - request.answered, len(request.tokens)
         self._between.observe(waited)
         request.answered = max(at, request.answered)
@@ -246,6 +261,7 @@ class Owner:
         request.decodes = request.verify is None
         if fresh:
             request.tokens.extend(fresh)
+            request.logprobs.extend(verdict.logprobs[have - verdict.base :])
             done = self.committed.get(request.rid, 0)
             self.committed[request.rid] = done + len(fresh)
             self._counters.remote_relayed_tokens += len(fresh)

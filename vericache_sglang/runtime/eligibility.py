@@ -29,8 +29,9 @@ def travels(req: Any) -> bool:
     """Return whether a verifier may decode this request for a drafter.
 
     It decodes from tokens and sampling parameters alone, and after it is lost another
-    one must go on from the tokens so far. So log-probabilities stay, grammars that
-    cannot roll back, and whatever else belongs to the request in this process.
+    one must go on from the tokens so far. So log-probabilities of a prompt stay,
+    grammars that cannot roll back, and whatever else belongs to the request in this
+    process.
 
     Args:
         req: SGLang's ``Req``, on its way to the waiting queue.
@@ -41,12 +42,15 @@ def travels(req: Any) -> bool:
         *(req.lora_id, req.multimodal_inputs, req.input_embeds, req.session, custom),
         *(req.custom_logit_processor, req.positional_embed_overrides, req.beam_group),
         *(req.token_type_ids, req.extra_key, req.cache_salt, req.priority),
-        *(req.require_reasoning, req.return_logprob, req.return_hidden_states),
+        *(req.require_reasoning, req.return_hidden_states),
         *(req.return_sampling_mask, req.return_routed_experts, req.return_indexer_topk),
         *(req.to_finish, req.finished_reason, req.output_ids),
     )
     # SGLang's own checks of health ask this server; a prefill alone has no tokens.
     here = is_health_check_generate_req(req) or params.max_new_tokens < 1
+    here = here or (
+        req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    )
     return not (any(own) or here) and rolls_back(req.grammar)
 
 

@@ -20,9 +20,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from vericache_sglang.errors import MessageError
 from vericache_sglang.remote.guests import Guest, Guests
-from vericache_sglang.remote.messages import CHANGED, unpack
+from vericache_sglang.remote.messages import CHANGED, WantedLogprobs, unpack
 from vericache_sglang.remote.verifiers import BEAT_S
 from vericache_sglang.runtime.known_tokens import know_next, take_back
+from vericache_sglang.runtime.request_logprobs import logprobs_from
 from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
@@ -180,7 +181,12 @@ class Hosting:
         if req is not None and not lost:
             lost = isinstance(req.finished_reason, FINISH_ABORT)
             if not lost:
-                self._guests.advance(guest, req.output_ids_through_stop, finished)
+                tokens = req.output_ids_through_stop
+                if guest.logprobs is not None:
+                    have = len(guest.logprobs)
+                    new = logprobs_from(req, have + bool(guest.opened))
+                    guest.logprobs += new[: len(tokens) - guest.opened - have]
+                self._guests.advance(guest, tokens, finished)
         if lost:
             self._guests.lose(guest)
         if lost or finished:
@@ -291,6 +297,10 @@ class Hosting:
         params = self._params(message.params)
         # An aborted guest may still be in a batch when the next one begins, also one of
         # the same attempt. No client can guess the drafter's number.
+        wanted = message.wanted or WantedLogprobs(0, None)
+        chosen = None if wanted.chosen is None else list(wanted.chosen)
+        if max(chosen or (0,)) >= known:
+            raise MessageError("log-probabilities of a token not in the vocabulary")
         self._numbered += 1
         name = f"vericache-guest-{drafter.hex()}-{self._numbered}"
         self._committed[name] = committed
@@ -303,10 +313,10 @@ class Hosting:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=params,
-                return_logprob=False,
+                return_logprob=message.wanted is not None,
                 logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
+                top_logprobs_num=min(wanted.top, known),
+                token_ids_logprob=chosen,
                 stream=False,
             )
         )

@@ -77,7 +77,7 @@ class PairedStarts(EarlyStarts):
     def suit(self, req: Req) -> bool:
         """See ``Starts``."""
         active = self._segments.stored is not None and bool(self._segments.kept)
-        fits = active and travels(req)
+        fits = active and travels(req) and not req.return_logprob
         fits = fits and self._drafts(req, len(req.origin_input_ids))
         return fits and (not self._chooses or self._paces.drafts())
 

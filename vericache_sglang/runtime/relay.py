@@ -22,6 +22,7 @@ from vericache_sglang.remote.owner import OwnedRequest, Owner
 from vericache_sglang.remote.verifiers import BEAT_S, State
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.runtime.known_tokens import take_back
+from vericache_sglang.runtime.request_logprobs import add_logprobs, wanted_by
 from vericache_sglang.runtime.request_options import read_options
 from vericache_sglang.sampling.grammar import note_end
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Hello, ToDrafter
+    from vericache_sglang.remote.messages import Hello, Logprobs, ToDrafter
     from vericache_sglang.remote.transport import DrafterTransport
     from vericache_sglang.scheduling.ewma import Ewma
 
@@ -125,6 +126,7 @@ class Relay:
         self.starts: Starts | None = None
         self.paired: dict[str, PairedRequest] = {}
         self._requests: dict[int, Req] = {}
+        self._logprobs: dict[int, list[Logprobs]] = {}
         self._numbered = 0
         self._beat_at = 0.0
         self.ready = transport.ready
@@ -168,10 +170,13 @@ class Relay:
             pack(req.origin_input_ids),
             msgspec.msgpack.encode(sent),
             req.output_ids,
+            wanted_by(req),
         )
         if not self._owner.open(request, self.now()):
             return False
         self._requests[rid] = req
+        if request.wanted is not None:
+            self._logprobs[rid] = request.logprobs
         req.vericache_path = "b1"
         stats = RequestStats(False, 0, options.report, path="b1")
         req.customized_info = {**(req.customized_info or {}), KEY: stats}
@@ -261,6 +266,7 @@ class Relay:
         self._commit(scheduler)
         self._owner.tick(now)
         for rid in self._owner.returned:
+            self._logprobs.pop(rid, None)
             self._return(scheduler, self._requests.pop(rid, None))
         self._owner.returned.clear()
         self._look_at_pairs()
@@ -299,6 +305,9 @@ class Relay:
             if not fresh and req.to_finish is None:
                 continue
             req.time_stats.set_last_decode_finish_time()
+            if new := self._logprobs.get(rid):
+                add_logprobs(req, req.output_ids[-fresh:], new)
+                new.clear()
             self._look_at_tokens(scheduler, req, fresh)
             if req.finished():
                 self._finish(scheduler, rid)
@@ -314,6 +323,7 @@ class Relay:
     def _finish(self, scheduler: Any, rid: int) -> None:
         """Release a request that has finished; it has no row."""
         req = self._requests.pop(rid)
+        self._logprobs.pop(rid, None)
         self._owner.close(rid)
         if self.starts is not None:
             self.starts.forget(req.rid)

@@ -519,7 +519,7 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         if ready and not batch.is_prefill_only and batch.reqs:
             with self._recovery.of_all():
-                put_known(batch, result.next_token_ids)
+                put_known(batch, result)
                 if self._proposer is not None and kept:
                     self._proposer.observe_prompts(kept, take_hidden(result))
                 requests = batch.req_pool_indices.to(torch.int64)
