@@ -27,6 +27,7 @@ def row(asked, *, allocated=40, longest=50, most=MOST, **own):
         own: Attributes of its state.
     """
     req = SimpleNamespace(
+        return_logprob=False,
         rid="g",
         kv=SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=allocated),
         sampling_params=SimpleNamespace(max_new_tokens=longest),
@@ -183,7 +184,7 @@ def test_a_stateless_guest_is_queued_for_its_drafts_and_its_end(event):
     hosting._readmit()
     assert (queue, [*hosting.in_flight]) == ([req], [])
     # Its prefill decides nothing: drafts are verified behind its last token.
-    assert (req.output_ids, req.vericache_known) == ([5], (1, 6))
+    assert (req.output_ids, req.vericache_known) == ([5], (1, 6, None))
 
 
 def test_a_guest_that_is_retracted_with_drafts_is_queued_at_once():
@@ -192,4 +193,4 @@ def test_a_guest_that_is_retracted_with_drafts_is_queued_at_once():
     hosting = hosting_of({"g": guest}, "cached")
     hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
     assert hosting._scheduler.waiting_queue == [state.req]
-    assert state.req.vericache_known == (1, 6)
+    assert state.req.vericache_known == (1, 6, None)
