@@ -88,10 +88,9 @@ class LiveServer(OwnServer):
         command = [sys.executable, "-m", "vericache_sglang.launch_server"]
         command += ["--model-path", str(MODEL), "--port", str(port)]
         command += ["--nccl-port", str(free_port())]
-        command += ["--max-running-requests", "16", "--log-level", "warning"]
         # An idle server takes no core from those that are asked.
-        command += ["--sleep-on-idle", *([] if fresh else ["--skip-server-warmup"])]
-        command += flags
+        command += ["--max-running-requests", "16", "--sleep-on-idle"]
+        command += ["--log-level", "warning", *flags]
         super().__init__(
             command,
             port,

@@ -13,7 +13,7 @@ from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.server import free_port
 
 WIRE = ROOT / "tests" / "disaggregation" / "wire"
-QUIET = ("--max-total-tokens", "40000")
+QUIET = ("--skip-server-warmup", "--max-total-tokens", "40000")
 SENT = ("--disaggregation-transfer-backend", "mooncake_tcp")
 
 
