@@ -42,7 +42,10 @@ def bodies():
             for kind in KINDS
         ),
         # Plain SGLang counts otherwise beside the prefills of others.
-        {"text": prompts[:1], "sampling_params": [PENALISED]},
+        {
+            **{"text": prompts[:1], "sampling_params": [PENALISED]},
+            "return_logprob": True,
+        },
     ]
 
 

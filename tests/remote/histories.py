@@ -49,7 +49,8 @@ def truth(rid, position):
 
 def logprobs(rid, first, end):
     """Return the log-probabilities of some output tokens of a request."""
-    return [Logprobs(-float(truth(rid, p)), ((), (p,))) for p in range(first, end)]
+    each = (Logprobs(-float(truth(rid, p)), ((), (p,))) for p in range(first, end))
+    return tuple(each)
 
 
 def agreed(rid, tokens, drafts):
@@ -229,7 +230,7 @@ class History:
         output = self.outputs[rid]
         assert output == [truth(rid, p) for p in range(len(output))], "a wrong token"
         if rid % 2 and rid not in self.local:
-            assert self.logprobs[rid] == logprobs(rid, 0, len(output))
+            assert (*self.logprobs[rid],) == logprobs(rid, 0, len(output))
         if len(output) >= self.lengths[rid]:
             del self.lengths[rid]
             self.local.discard(rid)

@@ -24,6 +24,10 @@ STATELESS = ("--vericache-guest-kv", "stateless")
 extended = pytest.mark.extended
 
 
+LOGPROBS = {
+    "ignore_eos": True,
+    "more": {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5]},
+}
 PENALISED = {"ignore_eos": True, "presence_penalty": 0.4, "repetition_penalty": 1.1}
 
 
@@ -54,6 +58,7 @@ KINDS = [
         marks=extended,
     ),
     pytest.param(PENALISED, "p1", id="penalties", marks=extended),
+    pytest.param(LOGPROBS, "p1", id="log-probabilities", marks=extended),
 ]
 
 
@@ -199,7 +204,7 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
     own = {"path": path, "environment": environment}
     with servers(tmp_path, documents, *flags, **own) as pair:
         regex = {"regex": "[a-z0-9 ]{150}", "ignore_eos": True}
-        for params in ({"ignore_eos": True}, SEEDED, regex):
+        for params in (LOGPROBS, SEEDED, regex):
             pair.drafter.flush()
             pair.compare(documents, max_new_tokens=TOKENS, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0

@@ -3,12 +3,12 @@
 import logging
 
 import pytest
-from histories import ENDPOINTS, HELLO, LEASE_S, VOCABULARY, live
+from histories import ENDPOINTS, HELLO, LEASE_S, VOCABULARY, live, logprobs
 from msgspec.structs import replace
 
 from vericache_sglang.errors import MessageError
 from vericache_sglang.observability.counters import Counters
-from vericache_sglang.remote.guests import Guests
+from vericache_sglang.remote.guests import Guest, Guests
 from vericache_sglang.remote.messages import (
     CHANGED,
     Busy,
@@ -72,6 +72,17 @@ class Host:
         messages = [message for _, message in self.guests.outbox]
         self.guests.outbox.clear()
         return messages
+
+
+def test_tokens_are_told_with_their_log_probabilities_alone():
+    """A verifier's list of tokens may be longer: log-probabilities are read later."""
+    guest = Guest(bytes(16), 1, 1, "name", [7, 8], 2)
+    guest.tokens, guest.logprobs = [7, 8, 5, 6, 4], [*logprobs(1, 2, 4)]
+    for asked, base, tokens in ((0, 2, [5, 6]), (3, 3, [6]), (5, 4, [])):
+        told = logprobs(1, base, 4)
+        assert guest.verdict(asked) == Verdict(1, 1, base, pack(tokens), False, told)
+    guest.logprobs = None
+    assert guest.verdict(1) == Verdict(1, 1, 1, pack([8, 5, 6, 4]), False)
 
 
 def opening(rid=1, epoch=1, params=b""):

@@ -86,12 +86,13 @@ class Guest:
 
     def verdict(self, base: int) -> Verdict:
         """Return all tokens from ``base`` on; none if it does not have so many."""
-        base = min(base, len(self.tokens))
-        told: tuple[Logprobs, ...] = ()
+        first, end = 0, len(self.tokens)
         if self.logprobs is not None:
-            base = max(base, self.opened)  # those of committed tokens are not known
-            told = tuple(self.logprobs[base - self.opened :])
-        tokens = pack(self.tokens[base:])
+            # Those of committed tokens are not known, and the newest not read yet.
+            first, end = self.opened, self.opened + len(self.logprobs)
+        base = max(first, min(base, end))
+        told = tuple(self.logprobs[base - first :]) if self.logprobs else ()
+        tokens = pack(self.tokens[base:end])
         return Verdict(self.rid, self.epoch, base, tokens, self.finished, told)
 
 

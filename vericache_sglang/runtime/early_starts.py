@@ -82,8 +82,7 @@ class EarlyStarts:
         """
         stored = self._segments.stored
         if stored is not None:
-            early = travels(req) and not (req.retraction_count or req.return_logprob)
-            early = early and bool(self._segments.kept)
+            early = travels(req) and not req.retraction_count and self._segments.kept
             early = early and self._drafts(req, len(req.origin_input_ids))
             stored.draft_first = req.rid if early else ""
 

@@ -77,7 +77,7 @@ class PairedStarts(EarlyStarts):
     def suit(self, req: Req) -> bool:
         """See ``Starts``."""
         active = self._segments.stored is not None and bool(self._segments.kept)
-        fits = active and travels(req) and not req.return_logprob
+        fits = active and travels(req)
         fits = fits and self._drafts(req, len(req.origin_input_ids))
         return fits and (not self._chooses or self._paces.drafts())
 
@@ -221,6 +221,7 @@ class PairedStarts(EarlyStarts):
             (i for i, (one, other) in enumerate(pairs) if one != other),
             min(len(drafts), len(tokens)),
         )
+        at = len(state.outputs) - pair.first
         # The last token and all drafts but the last one have KV.
         known = min(len(tokens), agreed + 1, len(drafts))
         state.behind += len(tokens) - known
@@ -243,7 +244,8 @@ class PairedStarts(EarlyStarts):
             pair.asked = not pair.asked
             if pair.asked:
                 self._relay.verify(pair, ())
-        return Deliver(state.rid, tuple(tokens), sent, seconds)
+        told = tuple(pair.logprobs[at : at + len(tokens)])
+        return Deliver(state.rid, tuple(tokens), sent, seconds, told)
 
     def _observe(self, pair: PairedRequest, tokens: int, seconds: float) -> None:
         """Measure the pace of a request to which a verdict gives ``tokens``.

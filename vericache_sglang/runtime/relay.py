@@ -9,7 +9,7 @@ is in SGLang's batch (``paired``); it returns to the relay when it loses the row
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -55,6 +55,8 @@ class PairedRequest:
         began_at: Time of the first verdict, in seconds; 0.0: none yet.
         since: Tokens emitted after that one.
         unpaid: It is better off at its verifier.
+        first: Output tokens before it was paired.
+        logprobs: Of the tokens behind these, if the request wants them.
     """
 
     req: Req
@@ -66,6 +68,8 @@ class PairedRequest:
     began_at: float = 0.0
     since: int = 0
     unpaid: bool = False
+    first: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def fresh(self) -> int:
@@ -197,6 +201,8 @@ class Relay:
         pair = self.paired[req.rid] = PairedRequest(
             req, number, array("q", req.output_ids)
         )
+        pair.first = len(pair.tokens)
+        pair.logprobs = self._logprobs.pop(number, pair.logprobs)
         self._owner.relay(number, pair.tokens, self.now())
         self.verify(pair, ())
 
@@ -235,8 +241,11 @@ class Relay:
         if pair is None:
             return False
         fresh = pair.fresh
+        del pair.logprobs[: len(req.output_ids) - pair.first]
         req.output_ids.extend(pair.tokens[len(req.output_ids) :])
         self._requests[pair.number] = req
+        if req.return_logprob:
+            self._logprobs[pair.number] = pair.logprobs
         if fresh:
             self._owner.committed[pair.number] = fresh
         if self._owner.tokens(pair.number) is None:

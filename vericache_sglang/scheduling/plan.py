@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Residency(Enum):
@@ -223,11 +224,13 @@ class Deliver(Wait):
     Attributes:
         drafts: Drafts that were sent to it.
         seconds: Since they were sent; 0.0 for tokens that were not asked for.
+        logprobs: One per token if the request wants them.
     """
 
     tokens: tuple[int, ...]
     drafts: int = 0
     seconds: float = 0.0
+    logprobs: tuple[Any, ...] = ()
 
 
 Move = Compress | Restore | Offload | Load | SwapOut | SwapIn | Complete

@@ -16,13 +16,13 @@ from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
 from vericache_sglang.runtime.forward.spec_input import take_hidden
 from vericache_sglang.runtime.in_flight import InFlightForward
-from vericache_sglang.sampling.logprobs import LogprobTable
+from vericache_sglang.sampling.logprobs import LogprobTable, told
 from vericache_sglang.sampling.query import Query, RowQueries
 from vericache_sglang.sampling.sampler import RowSampler
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.result_recorder import ResultRecorder
     from vericache_sglang.scheduling.iteration_model import Work
+    from vericache_sglang.scheduling.plan import Deliver
 
 
 class MixedForward:
@@ -167,15 +168,15 @@ class MixedForward:
         self.extend.run(batch, row.batch_index, known, show)
 
     def nothing(
-        self, batch: ScheduleBatch, given: dict[int, list[int]] | None = None
+        self, batch: ScheduleBatch, given: Mapping[int, Deliver] | None = None
     ) -> GenerationBatchResult:
         """Return the result of an iteration in which every request waited.
 
         Args:
             batch: The decode batch.
-            given: Batch index -> tokens that another server has decided.
+            given: Batch index -> what another server has decided.
         """
-        result = self._result(batch, given)
+        result = self._result(batch, given or {})
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
         return result
 
@@ -239,7 +240,7 @@ class MixedForward:
             if row.emits
         }
         self._draft_tokens.put([row.state for row in asked])
-        result = self._result(batch, emitted | rows.given, table)
+        result = self._result(batch, rows.given, emitted, table)
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
         return result
 
@@ -257,16 +258,20 @@ class MixedForward:
     def _result(
         self,
         batch: ScheduleBatch,
-        emitted: dict[int, list[int]] | None = None,
+        given: Mapping[int, Deliver],
+        emitted: Mapping[int, Sequence[int]] | None = None,
         table: LogprobTable | None = None,
     ) -> GenerationBatchResult:
-        """Return a result with the given emitted tokens; by default none."""
+        """Return a result with tokens that another server or this one has decided."""
         requests, stride = len(batch.reqs), self._draft_tokens.most
         logprobs = None
         if batch.return_logprob:  # SGLang reads it even if no request emits
-            logprobs = (table or LogprobTable()).pack(requests)
+            table = table or LogprobTable()
+            table.rows |= {i: told(each.logprobs) for i, each in given.items()}
+            logprobs = table.pack(requests)
         padded, counts = [0] * (requests * stride), [0] * requests
-        for i, tokens in (emitted or {}).items():
+        every = {**(emitted or {}), **{i: each.tokens for i, each in given.items()}}
+        for i, tokens in every.items():
             padded[i * stride : i * stride + len(tokens)] = tokens
             counts[i] = len(tokens)
         ids, lengths = upload(self._device, padded, counts)

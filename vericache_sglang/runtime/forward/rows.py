@@ -73,12 +73,12 @@ class MixedRows:
 
     Attributes:
         rows: The rows of the forward.
-        given: Batch index -> tokens that another server has decided, without a row.
+        given: Batch index -> what another server has decided, without a row.
     """
 
     def __init__(self, placement: KVPlacement) -> None:
         self.rows: list[ForwardRow] = []
-        self.given: dict[int, list[int]] = {}
+        self.given: dict[int, Deliver] = {}
         self._placement = placement
         self._table = placement.table
         self._verify_rows = iter(placement.verify_rows)
@@ -87,7 +87,7 @@ class MixedRows:
         """Add the row of ``action``; return False if the request must wait."""
         if isinstance(action, Wait):
             if isinstance(action, Deliver):
-                self.given[batch_index] = list(action.tokens)
+                self.given[batch_index] = action
             return False
         own, first, pending_max = state.req_pool_idx, 0, state.pending_max
         queries = 1 + action.proposals
