@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vericache_sglang.remote.messages import Logprobs, WantedLogprobs
+from vericache_sglang.sampling.logprobs import TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from sglang.srt.managers.schedule_batch import Req
 
@@ -90,6 +91,18 @@ def put_logprobs(output: Any, i: int, known: Logprobs) -> None:
         values = torch.tensor(known.chosen[0])
         output.next_token_token_ids_logprobs_val[i] = values
         output.next_token_token_ids_logprobs_idx[i] = list(known.chosen[1])
+
+
+def told(others: Iterable[Logprobs]) -> list[TokenLogprob]:
+    """Return the log-probabilities that another server has computed."""
+    return [
+        TokenLogprob(
+            each.value,
+            (torch.tensor(each.top[0]), torch.tensor(each.top[1], dtype=torch.int64)),
+            (torch.tensor(each.chosen[0]), list(each.chosen[1])),
+        )
+        for each in others
+    ]
 
 
 def _plain(entries: Any) -> tuple[Any, ...]:

@@ -9,9 +9,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from vericache_sglang.remote.messages import Logprobs
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +42,6 @@ def read(output: LogitsProcessorOutput) -> list[TokenLogprob]:
         output.next_token_token_ids_logprobs_idx,
     )
     return [TokenLogprob(*entry) for entry in zip(values, top, chosen, strict=True)]
-
-
-def told(others: Iterable[Logprobs]) -> list[TokenLogprob]:
-    """Return the log-probabilities that another server has computed."""
-    return [
-        TokenLogprob(
-            each.value,
-            (torch.tensor(each.top[0]), torch.tensor(each.top[1], dtype=torch.int64)),
-            (torch.tensor(each.chosen[0]), list(each.chosen[1])),
-        )
-        for each in others
-    ]
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
 from vericache_sglang.runtime.forward.spec_input import take_hidden
 from vericache_sglang.runtime.in_flight import InFlightForward
-from vericache_sglang.sampling.logprobs import LogprobTable, told
+from vericache_sglang.runtime.request_logprobs import told
+from vericache_sglang.sampling.logprobs import LogprobTable
 from vericache_sglang.sampling.query import Query, RowQueries
 from vericache_sglang.sampling.sampler import RowSampler
 from vericache_sglang.scheduling.plan import Draft, RowAction, Verify
