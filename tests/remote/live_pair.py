@@ -14,10 +14,7 @@ from proxy import Proxy
 
 from vericache_sglang.evaluation.server import free_port
 
-BOTH = (
-    *("--max-total-tokens", "30000"),
-    "--enable-deterministic-inference",
-)
+BOTH = ("--max-total-tokens", "30000", "--enable-deterministic-inference")
 LEASE_S = 20
 """A machine that stalls for seconds is no silent verifier in these tests."""
 OURS = (
@@ -26,6 +23,12 @@ OURS = (
     "--enable-metrics",
 )
 WAIT_S = 120
+LOGPROBS = {
+    "more": {
+        **{"return_logprob": True, "top_logprobs_num": 2},
+        "token_ids_logprob": [5, 7],
+    }
+}
 
 
 class Pair:

@@ -7,7 +7,7 @@ share servers and run in order: the last ones kill them.
 from pathlib import Path
 
 import pytest
-from live_pair import MOVED, Streams, begin, kill
+from live_pair import LOGPROBS, MOVED, Streams, begin, kill
 from live_server import MODEL, flip_a_bit
 from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
 
@@ -24,10 +24,6 @@ STATELESS = ("--vericache-guest-kv", "stateless")
 extended = pytest.mark.extended
 
 
-LOGPROBS = {
-    "ignore_eos": True,
-    "more": {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5]},
-}
 PENALISED = {"ignore_eos": True, "presence_penalty": 0.4, "repetition_penalty": 1.1}
 
 
@@ -58,7 +54,9 @@ KINDS = [
         marks=extended,
     ),
     pytest.param(PENALISED, "p1", id="penalties", marks=extended),
-    pytest.param(LOGPROBS, "p1", id="log-probabilities", marks=extended),
+    pytest.param(
+        {"ignore_eos": True, **LOGPROBS}, "p1", id="log-probabilities", marks=extended
+    ),
 ]
 
 
@@ -204,7 +202,7 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
     own = {"path": path, "environment": environment}
     with servers(tmp_path, documents, *flags, **own) as pair:
         regex = {"regex": "[a-z0-9 ]{150}", "ignore_eos": True}
-        for params in (LOGPROBS, SEEDED, regex):
+        for params in ({"ignore_eos": True, **LOGPROBS}, SEEDED, regex):
             pair.drafter.flush()
             pair.compare(documents, max_new_tokens=TOKENS, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0

@@ -5,10 +5,9 @@ share servers and run in order: the last one kills the verifier.
 """
 
 import pytest
-from live_pair import MOVED, Streams, kill
+from live_pair import LOGPROBS, MOVED, Streams, kill
 from live_server import MODEL, faulty, flip_a_bit
 from stored_pair import SEEDED, TOKENS, servers, settled
-from test_p1 import LOGPROBS
 
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
@@ -39,7 +38,9 @@ def paths_of(answers):
     [
         pytest.param({"ignore_eos": True}, id="greedy"),
         pytest.param(SEEDED, id="seeded", marks=extended),
-        pytest.param(LOGPROBS, id="log-probabilities", marks=extended),
+        pytest.param(
+            {"ignore_eos": True, **LOGPROBS}, id="log-probabilities", marks=extended
+        ),
         pytest.param({"regex": "[a-z0-9 ]{700}"}, id="grammar", marks=extended),
     ],
 )

@@ -11,7 +11,17 @@ from itertools import pairwise
 import pytest
 import zmq
 from histories import HELLO
-from live_pair import LEASE_S, MOVED, WAIT_S, Pair, Streams, begin, kill, pause
+from live_pair import (
+    LEASE_S,
+    LOGPROBS,
+    MOVED,
+    WAIT_S,
+    Pair,
+    Streams,
+    begin,
+    kill,
+    pause,
+)
 from msgspec.structs import replace
 
 from vericache_sglang.remote.messages import decode_to_drafter, encode
@@ -27,12 +37,6 @@ def pair(tmp_path_factory):
         yield found
 
 
-LOGPROBS = {
-    "more": {
-        **{"return_logprob": True, "top_logprobs_num": 2},
-        "token_ids_logprob": [5, 7],
-    }
-}
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 KINDS = [
     pytest.param({}, "b1", id="greedy"),

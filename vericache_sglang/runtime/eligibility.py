@@ -48,10 +48,9 @@ def travels(req: Any) -> bool:
     )
     # SGLang's own checks of health ask this server; a prefill alone has no tokens.
     here = is_health_check_generate_req(req) or params.max_new_tokens < 1
-    here = here or (
-        req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    )
-    return not (any(own) or here) and rolls_back(req.grammar)
+    first = req.logprob_start_len if req.return_logprob else -1
+    of_prompt = 0 <= first < len(req.origin_input_ids)
+    return not (any(own) or here or of_prompt) and rolls_back(req.grammar)
 
 
 def stop_tokens(req: Any) -> frozenset[int]:

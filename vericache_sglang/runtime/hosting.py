@@ -295,12 +295,12 @@ class Hosting:
         if max(max(prompt, default=known), max(committed, default=0)) >= known:
             raise MessageError("no prompt, or a token that is not in the vocabulary")
         params = self._params(message.params)
-        # An aborted guest may still be in a batch when the next one begins, also one of
-        # the same attempt. No client can guess the drafter's number.
         wanted = message.wanted or WantedLogprobs(0, None)
         chosen = None if wanted.chosen is None else list(wanted.chosen)
         if max(chosen or (0,)) >= known:
             raise MessageError("log-probabilities of a token not in the vocabulary")
+        # An aborted guest may still be in a batch when the next one begins, also one of
+        # the same attempt. No client can guess the drafter's number.
         self._numbered += 1
         name = f"vericache-guest-{drafter.hex()}-{self._numbered}"
         self._committed[name] = committed

@@ -199,10 +199,10 @@ class Relay:
         del self._requests[number]
         self._counters.remote_p1 += 1
         pair = self.paired[req.rid] = PairedRequest(
-            req, number, array("q", req.output_ids)
+            *(req, number, array("q", req.output_ids)),
+            first=len(req.output_ids),
+            logprobs=self._logprobs.pop(number, []),
         )
-        pair.first = len(pair.tokens)
-        pair.logprobs = self._logprobs.pop(number, pair.logprobs)
         self._owner.relay(number, pair.tokens, self.now())
         self.verify(pair, ())
 

@@ -84,25 +84,28 @@ def put_logprobs(output: Any, i: int, known: Logprobs) -> None:
     """
     output.next_token_logprobs[i].fill_(known.value)
     if output.next_token_top_logprobs_val:
-        values, tokens = map(torch.tensor, known.top)
+        values, tokens = _top(known)
         output.next_token_top_logprobs_val[i] = values
         output.next_token_top_logprobs_idx[i] = tokens
     if output.next_token_token_ids_logprobs_val:
-        values = torch.tensor(known.chosen[0])
+        values, chosen = _chosen(known)
         output.next_token_token_ids_logprobs_val[i] = values
-        output.next_token_token_ids_logprobs_idx[i] = list(known.chosen[1])
+        output.next_token_token_ids_logprobs_idx[i] = chosen
 
 
 def told(others: Iterable[Logprobs]) -> list[TokenLogprob]:
     """Return the log-probabilities that another server has computed."""
-    return [
-        TokenLogprob(
-            each.value,
-            (torch.tensor(each.top[0]), torch.tensor(each.top[1], dtype=torch.int64)),
-            (torch.tensor(each.chosen[0]), list(each.chosen[1])),
-        )
-        for each in others
-    ]
+    return [TokenLogprob(each.value, _top(each), _chosen(each)) for each in others]
+
+
+def _top(entry: Logprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    values, tokens = entry.top
+    return torch.tensor(values), torch.tensor(tokens, dtype=torch.int64)
+
+
+def _chosen(entry: Logprobs) -> tuple[torch.Tensor, list[int]]:
+    values, tokens = entry.chosen
+    return torch.tensor(values), list(tokens)
 
 
 def _plain(entries: Any) -> tuple[Any, ...]:

@@ -266,9 +266,10 @@ class SegmentStore:
         """
         rest = StoreFetch([each.manifest.name for each in drafts], future=Future())
         # Only codes are looked at again, with the residual KV.
-        exact = (each.manifest.coded is None for each in drafts)
-        pairs = zip(drafts, exact, strict=True)
-        self._later(rest, [replace(one, parts={}) if e else one for one, e in pairs])
+        kept = [
+            each if each.manifest.coded else replace(each, parts={}) for each in drafts
+        ]
+        self._later(rest, kept)
         return rest
 
     def refuse(self, found: Found) -> None:
