@@ -127,4 +127,6 @@ def environment(site: str) -> dict[str, str]:
         "TVM_FFI_CACHE_DIR": f"{site}-compiled",
         # A host's torch decides which build of SGLang's kernels loads.
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        # SGLang's prefix tree in Rust reads tensors as torch 2.13 lays them out.
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
     }

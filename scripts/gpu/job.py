@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,13 @@ class Job:
         return server
 
     def found(self, name: str, key: str) -> Any:
-        """Return a figure of another check of the part; None where it has none."""
-        return self.results.read(name).get("figures", {}).get(key)
+        """Return a figure of another check of the part, which may run at the same time.
+
+        Returns:
+            None where that check has none.
+        """
+        found = self.results.finished(name, run=os.getppid())
+        return found.get("figures", {}).get(key)
 
 
 def main(module: str, name: str, text: str) -> None:

@@ -19,13 +19,14 @@ VARIABLE = "VERICACHE_GPU_RUN"
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes of a run, this one left out."""
+    """Return the processes whose mark begins with this one, itself left out."""
     wanted = f"{VARIABLE}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             with suppress(OSError):  # it has ended, or is another user's
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(variable.startswith(wanted) for variable in variables):
                     found.append(int(folder.name))
     return found
 

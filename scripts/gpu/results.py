@@ -65,7 +65,18 @@ class Results:
     def begin(self, check: Check) -> None:
         """Write that a check runs."""
         begun = self.read(check.name).get("begun", 0) + 1
-        self._write(check, {"begun": begun, "at": time.time()})
+        self._write(check, {"begun": begun, "at": time.time(), "run": os.getpid()})
+
+    def finished(self, name: str, run: int) -> dict[str, Any]:
+        """Return what is known of a check, once it no longer runs.
+
+        Args:
+            name: Of a check of the part.
+            run: Process of the command it would run under.
+        """
+        while (found := self.read(name)).get("run") == run and "status" not in found:
+            time.sleep(0.2)
+        return found
 
     def end(self, check: Check, outcome: Mapping[str, Any]) -> None:
         """Write what came of a check that has begun."""

@@ -2,6 +2,7 @@
 
     python scripts/gpu/run.py install --wheels DIR    # packages that were carried
     python scripts/gpu/run.py boot                    # about five minutes
+    python scripts/gpu/run.py boot --jobs 5           # servers share the device
     python scripts/gpu/run.py lossless
     python scripts/gpu/run.py throughput
     python scripts/gpu/run.py boot --device cpu       # a rehearsal at toy sizes
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,10 +63,15 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--site", type=Path, default=site, metavar="DIR", help="gets the wheels")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
     add("--minutes", type=float, default=9.5, help="ends after them; default: 9.5")
+    add("--jobs", type=int, default=1, metavar="N", help="checks at once; default: 1")
     add("--engine", default="", metavar="FLAGS", help="for every server, quoted")
     options = parser.parse_args(argv)
     if options.minutes <= 0:
         parser.error("--minutes must be > 0")
+    if options.jobs < 1:
+        parser.error("--jobs must be >= 1")
+    if options.jobs > 1 and options.part == "throughput":
+        parser.error("--jobs: throughput is measured one server at a time")
     if options.site.resolve().is_relative_to(ROOT):
         parser.error(f"--site {options.site} is inside the repository")
     if options.part == INSTALL and not options.wheels:
@@ -99,29 +106,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=given,
         source=source_digest(),
     )
-    return run_part(options.part, context, deadline)
+    return run_part(options.part, context, deadline, options.jobs)
 
 
-def run_part(name: str, context: Context, deadline: float) -> int:
+def run_part(name: str, context: Context, deadline: float, jobs: int = 1) -> int:
     """Run what is left of a part and print its table.
 
     Args:
         context: See there.
         deadline: ``time.time()`` seconds; what runs then is ended, and runs again next.
+        jobs: How many checks may run at once.
     """
     checks = importlib.import_module(f"{PARTS}.{name}").checks(context)
     results = Results(context, name, checks)
-    mark = uuid.uuid4().hex
+    mark = f"{uuid.uuid4().hex}/"
     guard = processes.guard(mark)
-    try:
-        for check in results.left():
-            # Most checks take less than half of what they may.
-            if time.time() + check.seconds / 2 > deadline:
-                break
+
+    def run_one(check: Check) -> None:
+        # Most checks take less than half of what they may.
+        if time.time() + check.seconds / 2 <= deadline:
             print(f"{check.name}: {check.about} ...", flush=True)
             run_check(check, results, mark, deadline)
-    finally:
-        guard.communicate()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(run_one, results.left()))
+        finally:
+            guard.communicate()
     print(results.publish())
     states = [results.read(check.name).get("status") for check in checks]
     if None in states:
@@ -132,6 +143,7 @@ def run_part(name: str, context: Context, deadline: float) -> int:
 
 def run_check(check: Check, results: Results, mark: str, deadline: float) -> None:
     """Run a check in a process of its own, and end all that it has started."""
+    mark = f"{mark}{check.name}/"
     context, log = results.context, results.folder / f"{check.name}.job.log"
     command = [sys.executable, "-m", "gpu.job", f"{PARTS}.{results.part}", check.name]
     variables = {**environment(context.site), processes.VARIABLE: mark}

@@ -182,7 +182,7 @@ def test_time_that_is_up_ends_a_check_and_keeps_the_rest_for_later(
     found = results.Results(here, "part", checks)
     assert [check.name for check in found.left()] == ["hangs"]
     assert found.read("hangs") == {}
-    run.run_check(checks[1], found, "mark", time.time() + 3)
+    run.run_check(checks[1], found, "mark/", time.time() + 3)
     assert [check.name for check in found.left()] == ["hangs"]
     assert "| interrupted |" in found.publish()
 
@@ -226,11 +226,11 @@ def test_processes_are_known_by_their_mark_alone():
         code = "import time; time.sleep(600)"
         return subprocess.Popen([sys.executable, "-c", code], env=environment)
 
-    ours, other = started("one"), started("one-more")
+    ours, other = started("one/check/"), started("one-more/check/")
     try:
-        while not processes.marked("one"):
+        while not processes.marked("one/"):
             time.sleep(0.05)
-        processes.end("one")
+        processes.end("one/")
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -244,6 +244,8 @@ def test_processes_are_known_by_their_mark_alone():
         (["bot"], "invalid choice: 'bot' (choose from"),
         (["install"], "install: --wheels is needed"),
         (["boot", "--minutes", "0"], "--minutes must be > 0"),
+        (["boot", "--jobs", "0"], "--jobs must be >= 1"),
+        (["throughput", "--jobs", "2"], "--jobs: throughput is measured one server"),
         (["boot", "--site", str(ROOT / "site")], "is inside the repository"),
         (["boot", "--wheels", "/no/such"], "--wheels /no/such is no folder"),
         (["boot", "--wheels", str(ROOT / "configs")], "configs has no wheels"),
