@@ -194,9 +194,14 @@ def test_a_segment_that_does_not_fit_is_refused(keys, values):
 
 
 def tolerance(name):
-    """Return the bound of a case; split planes have nothing but the output to cut."""
+    """Return the bound of a case; split planes have nothing but the output to cut.
+
+    A rotation is a sum of products of rounded numbers before it is rounded itself:
+    an H200 says 1.14e-2 of RotateKV.
+    """
     dtype = run_packed.CASES[name].dtype
-    if INTERPRETED and dtype == torch.bfloat16 and not name.startswith("E"):
+    rounds = INTERPRETED or name.startswith("RotateKV")
+    if rounds and dtype == torch.bfloat16 and not name.startswith("E"):
         return CUT_TOLERANCE
     return TOLERANCE[dtype]
 

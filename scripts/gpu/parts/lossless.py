@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MODEL = ROOT / "configs" / "demo-model"
 
-SIZES = {"cuda": (16, 1000, 12000, 96), "cpu": (4, 150, 500, 16)}
+SIZES = {"cuda": (8, 1000, 12000, 96), "cpu": (4, 150, 500, 16)}
 """Prompts, tokens of the shortest and of the longest, tokens of an answer."""
 
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -59,6 +59,7 @@ PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
 
 ROWS: Mapping[str, Row] = {
     "plain": Row(),
+    "snapkv": Row("snapkv"),
     "snapkv-host": Row("snapkv", "host"),
     "plain-own": Row(own=True),
     "planes": Row(PLANES, own=True),
@@ -122,8 +123,10 @@ def answered(job: Job, *, name: str) -> None:
             if errors := {answer.error for answer in done.answers if answer.error}:
                 raise ServerError(f"requests failed: {'; '.join(sorted(errors))}")
             waves[f"{kind} {wave}"] = [answer.ids for answer in done.answers]
-    pairs = {k: (waves[f"{k} {w}"] for w in WAVES) for k in KINDS}
-    shown = {f"own flips, {k}": differing(*pair) for k, pair in pairs.items()}
+    shown = {
+        f"own flips, {kind}": differing(*(waves[f"{kind} {w}"] for w in WAVES))
+        for kind in KINDS
+    }
     job.figures |= {"waves": waves, "rows": [shown]}
     against = reference(context, row)
     if not against:

@@ -41,18 +41,18 @@ ACCEPTANCE = 0.97
 """Of each draft; 20 of 32 are accepted then, as in arXiv:2605.17613."""
 
 LOADS: Mapping[str, tuple[Load, ...]] = {
-    "cuda": ((8, 32000, 512), (16, 32000, 512)),
+    "cuda": ((8, 32000, 320), (16, 32000, 320)),
     "cpu": ((2, 600, 24), (4, 600, 24)),
 }
 
 PLAIN = "plain"
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     PLAIN: ("--disable-vericache",),
+    "forced": ("--vericache-keep", "0.25", "--vericache-residency", "device"),
     "keep-quarter": ("--vericache-keep", "0.25"),
     "keep-eighth": ("--vericache-keep", "0.125"),
-    "forced": ("--vericache-keep", "0.25", "--vericache-residency", "device"),
 }
-"""Flags by name; the last one drafts even where the server would rather not."""
+"""Flags by name; ``forced`` drafts even where the server would rather not."""
 
 TOY = ("--vericache-min-prompt", "64", "--vericache-staging-tokens", "2048")
 TOY += ("--vericache-host-gb", "0.5")
