@@ -29,6 +29,7 @@ class Job:
     Attributes:
         context: See there.
         results: Of its part; what was found before may be read there.
+        name: The check's name.
         log: What its server prints.
         attention: The backend its server said it uses.
         figures: What is measured, as plain values; ``rows`` (title -> cell) are shown
@@ -38,6 +39,7 @@ class Job:
     def __init__(self, results: Results, name: str) -> None:
         self.context = results.context
         self.results = results
+        self.name = name
         self.log = results.server_log(name)
         self.attention = ""
         self.figures: dict[str, Any] = {}
@@ -65,8 +67,10 @@ class Job:
         """Return a figure of another check of the part, which may run at the same time.
 
         Returns:
-            None where that check has none.
+            None where that check has none, and for this check.
         """
+        if name == self.name:
+            return None
         found = self.results.finished(name, run=os.getppid())
         return found.get("figures", {}).get(key)
 

@@ -1,6 +1,6 @@
 """Checks and measures on a host with a CUDA device, one part a command.
 
-    python scripts/gpu/run.py install --wheels DIR    # packages that were carried
+    python scripts/gpu/run.py install --kit KIT       # packages that were carried
     python scripts/gpu/run.py boot                    # about five minutes
     python scripts/gpu/run.py boot --jobs 5           # servers share the device
     python scripts/gpu/run.py lossless
@@ -55,12 +55,10 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("part", choices=(*NAMES, INSTALL), help="what to run")
-    add(
-        "--wheels", type=Path, metavar="DIR", help="wheels to install, or their folders"
-    )
+    add("--kit", type=Path, metavar="KIT", help="archive of packages to unpack first")
     add("--out", type=Path, default=Path("gpu-results"), metavar="DIR")
     site = Path(tempfile.gettempdir()) / "vericache-site"
-    add("--site", type=Path, default=site, metavar="DIR", help="gets the wheels")
+    add("--site", type=Path, default=site, metavar="DIR", help="gets the packages")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
     add("--minutes", type=float, default=9.5, help="ends after them; default: 9.5")
     add("--jobs", type=int, default=1, metavar="N", help="checks at once; default: 1")
@@ -74,8 +72,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--jobs: throughput is measured one server at a time")
     if options.site.resolve().is_relative_to(ROOT):
         parser.error(f"--site {options.site} is inside the repository")
-    if options.part == INSTALL and not options.wheels:
-        parser.error("install: --wheels is needed")
+    if options.part == INSTALL and not options.kit:
+        parser.error("install: --kit is needed")
     return options
 
 
@@ -86,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.time() + options.minutes * 60
     site, out = options.site.resolve(), options.out.resolve()
     try:
-        if options.wheels:
-            stack.install(options.wheels.resolve(), site)
+        if options.kit:
+            stack.install(options.kit.resolve(), site)
         stack.complete(site)
         found = stack.describe(site, options.device)
     except stack.StackError as error:

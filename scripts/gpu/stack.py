@@ -1,15 +1,18 @@
-"""Installs carried wheels and probes the software stack in a separate process.
+"""Unpacks carried packages and probes the software stack in a separate process.
 
 ``python -m gpu.stack SITE DEVICE`` prints the result of ``probe``.
 """
 
 from __future__ import annotations
 
+import compileall
 import json
+import lzma
 import os
 import platform
 import subprocess
 import sys
+import tarfile
 import traceback
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -24,26 +27,26 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 
 
 class StackError(Exception):
-    """The carried wheels do not install or load; the message has the reason."""
+    """The carried packages do not unpack or load; the message has the reason."""
 
 
-def install(wheels: Path, site: Path) -> None:
-    """Install the wheels of a folder, and of those in it, outside the repository.
+def install(kit: Path, site: Path) -> None:
+    """Unpack an archive of packages outside the repository, and compile their modules.
 
     Raises:
-        StackError: There are no wheels, or pip refuses one.
+        StackError: It is no archive of ``scripts/gpu/carry.sh``.
     """
-    found = [*map(str, [*wheels.glob("*.whl"), *wheels.glob("*/*.whl")])]
-    if not found:
-        why = "has no wheels" if wheels.is_dir() else "is no folder"
-        raise StackError(f"--wheels {wheels} {why}; scripts/gpu/carry.sh fills one")
-    print(f"installing {len(found)} wheels into {site} ...", flush=True)
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
-    pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--no-warn-conflicts"]
-    pip += ["--target", str(site), *found]
-    ran = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise StackError(f"pip: {ran.stderr.strip()[-1500:]}")
+    print(f"unpacking {kit} into {site} ...", flush=True)
+    try:
+        with tarfile.open(kit, "r:xz") as archive:
+            archive.extractall(site, filter="data")
+    except FileNotFoundError as error:
+        why = f"--kit {kit} is no file; scripts/gpu/carry.sh writes one"
+        raise StackError(why) from error
+    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError) as error:
+        raise StackError(f"--kit {kit}: {error}") from error
+    # Servers that start at the same time would each compile all that they import.
+    compileall.compile_dir(site, quiet=2, workers=0)
 
 
 def complete(site: Path) -> None:

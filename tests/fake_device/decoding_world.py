@@ -163,7 +163,9 @@ class Server:
         tp_sync = placement._tp_sync
         runner = model_runner(made, sampler())
         self.target, self.states = Target(runner, graphs), {}
-        self.runtime = Runtime(runtime_settings(config, placement), tp_sync.estimates)
+        self.runtime = Runtime(
+            runtime_settings(config, placement, deterministic=False), tp_sync.estimates
+        )
         rows = placement.verify_rows
         probing = Probing(
             made.selector,

@@ -226,6 +226,6 @@ def test_the_relay_takes_nothing_and_waits_for_no_lengths():
     assert algorithm.supports_ragged_verify()
 
 
-def test_a_gpu_server_says_that_nobody_has_tried_it(resolve, caplog):
+def test_a_gpu_server_says_how_little_was_tried(resolve, caplog):
     resolve()
     assert cuda_arguments.UNTRIED in caplog.messages

@@ -38,7 +38,7 @@ DEVICE, HOST, SWAPPED = Residency.DEVICE, Residency.HOST, Residency.SWAPPED
 FAST_LINK = 1e12
 
 
-def policy(residency="auto", *, link=FAST_LINK, base_s=1e-4, staging=50_000):
+def policy(residency="auto", *, link=FAST_LINK, base_s=1e-4, staging=50_000, **more):
     """Return a policy whose iterations take base_s, and 20 ms a whole prompt read."""
     estimates = Estimates(
         iteration=IterationModel(Coefficients(base_s, 1e-6, 1e-6, 1e-12)),
@@ -50,6 +50,7 @@ def policy(residency="auto", *, link=FAST_LINK, base_s=1e-4, staging=50_000):
         max_verifies=2,
         staging_slots=staging,
         token_bytes=1000,
+        **more,
     )
     return ResidencyPolicy(settings, Throughput(settings, estimates))
 
@@ -111,6 +112,17 @@ def test_where_a_prompt_is_split_to(forced, free, where):
 )
 def test_a_prompt_stays_whole(forced, world, fields):
     assert moves(policy(forced), track("a", split=False, **fields), **world) == ()
+
+
+def test_the_order_of_kv_is_kept_on_the_device_unless_the_host_is_forced():
+    def chosen(residency, *tracks, **world):
+        return moves(policy(residency, keep_order=True), *tracks, **world)
+
+    whole, split = track("a", split=False), track("a")
+    assert chosen("auto", whole) == (Compress("a", DEVICE),)
+    assert chosen("auto", whole, free=3_000) == ()
+    assert chosen("auto", split, track("b"), free=0) == ()
+    assert chosen("host", whole) == (Compress("a", HOST),)
 
 
 def test_a_residual_larger_than_the_staging_region_stays_on_the_device():

@@ -45,8 +45,13 @@ def hangs(job):
 def dies(job):
     os._exit(7)
 
+def asks(job):
+    found = [job.found(name, "rows") for name in ("asks", "good", "dies")]
+    job.figures["rows"] = [{{"found": str(found)}}]
+
 def checks(context):
-    runs = dict(hangs=hangs, good=good, wrong=wrong, raises=raises, dies=dies)
+    runs = dict(hangs=hangs, good=good, wrong=wrong, raises=raises, dies=dies,
+                asks=asks)
     limits = dict(hangs={limit})
     return [
         Check(name=name, about=f"about {{name}}", run=runs[name],
@@ -135,6 +140,15 @@ def test_checks_that_hang_die_or_fail_do_not_stop_the_others(toy, tmp_path, caps
     whole = json.loads((tmp_path / "out" / "part.json").read_text())["good"]
     assert {"commit", "versions", "hardware", "argv"} <= whole["origin"].keys()
     assert (whole["label"], whole["about"]) == (results.REHEARSAL, "about good")
+
+
+def test_a_check_waits_for_one_it_is_compared_with_and_not_for_itself(toy, tmp_path):
+    checks = toy("asks", "good", "dies", limit=60.0)
+    here = context(tmp_path)
+    assert run.run_part("part", here, time.time() + 300, jobs=3) == 1
+    (row,) = results.Results(here, "part", checks).read("asks")["figures"]["rows"]
+    assert row["found"].startswith("[None, [{'load': '8 x 32K'")
+    assert row["found"].endswith(", None]")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -242,13 +256,13 @@ def test_processes_are_known_by_their_mark_alone():
     ("words", "message"),
     [
         (["bot"], "invalid choice: 'bot' (choose from"),
-        (["install"], "install: --wheels is needed"),
+        (["install"], "install: --kit is needed"),
         (["boot", "--minutes", "0"], "--minutes must be > 0"),
         (["boot", "--jobs", "0"], "--jobs must be >= 1"),
         (["throughput", "--jobs", "2"], "--jobs: throughput is measured one server"),
         (["boot", "--site", str(ROOT / "site")], "is inside the repository"),
-        (["boot", "--wheels", "/no/such"], "--wheels /no/such is no folder"),
-        (["boot", "--wheels", str(ROOT / "configs")], "configs has no wheels"),
+        (["boot", "--kit", "/no/such"], "--kit /no/such is no file"),
+        (["boot", "--kit", str(ROOT / "README.md")], "README.md: not"),
         (["boot"], "torch sees no CUDA device; --device cpu rehearses"),
     ],
 )

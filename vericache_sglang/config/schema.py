@@ -82,8 +82,9 @@ class VeriCacheConfig(BaseModel):
     residency: Literal["auto", "host", "device"] = _setting(
         "auto",
         "where the residual KV is: auto lets the throughput model choose, and disables "
-        "speculation where autoregressive decoding is faster; host and device are "
-        "forced",
+        "speculation where autoregressive decoding is faster, and under "
+        "--enable-deterministic-inference never the host, from where KV comes back in "
+        "another order, which rounds otherwise; host and device are forced",
     )
     pacing: Literal["staggered", "lockstep", "sequential"] = _setting(
         "staggered",

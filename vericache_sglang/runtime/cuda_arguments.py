@@ -30,9 +30,9 @@ RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """SGLang's environment variable; "compact" keys graphs by tokens instead of rows."""
 
 UNTRIED = (
-    "VeriCache: nothing of this has run on a GPU yet; "
-    "--vericache-consistency-check-rate 0.1 compares every tenth answer with plain "
-    "decoding"
+    "VeriCache: of GPUs one H200 has run this, for minutes and with small models "
+    "(docs/gpu.md); --vericache-consistency-check-rate 0.1 compares every tenth answer "
+    "with plain decoding"
 )
 
 _BACKEND_FIELDS = (

@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 
 
 def runtime_settings(
-    config: VeriCacheConfig, placement: KVPlacement
+    config: VeriCacheConfig, placement: KVPlacement, *, deterministic: bool
 ) -> RuntimeSettings:
-    """Return the runtime's settings, with sizes taken from the pool."""
+    """Return the runtime's settings, with sizes taken from the pool.
+
+    Args:
+        config: Of the server.
+        placement: Has the pool.
+        deterministic: SGLang runs with ``--enable-deterministic-inference``.
+    """
     return RuntimeSettings(
         pacing=config.pacing,
         residency=config.residency,
+        keep_order=deterministic,
         draft_length=config.draft_length,
         proposals=config.proposals,
         max_verifies=config.max_verifies,

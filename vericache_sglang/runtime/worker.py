@@ -157,7 +157,12 @@ class VeriCacheWorker(BaseSpecWorker):
         )
         self._tp_sync.sync_inputs(self.placement.host_slots, ())
         self.runtime = Runtime(
-            runtime_settings(self._config, self.placement), self._tp_sync.estimates
+            runtime_settings(
+                self._config,
+                self.placement,
+                deterministic=self._server_args.enable_deterministic_inference,
+            ),
+            self._tp_sync.estimates,
         )
         self._recovery = Recovery(
             self._states,

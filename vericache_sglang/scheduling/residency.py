@@ -245,7 +245,9 @@ class ResidencyPolicy:
         return None
 
     def _fits_host(self, track: ScheduledRequest, given: SchedulerInput) -> bool:
-        """Return whether the residual KV fits host budget and staging buffer."""
+        """Return whether the residual KV may leave, and fits the host and staging."""
+        if self._settings.keep_order and self._settings.residency == "auto":
+            return False
         return track.spec.staged <= min(given.host_slots, self._settings.staging_slots)
 
     def _pays_back(

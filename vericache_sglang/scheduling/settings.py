@@ -13,6 +13,8 @@ class RuntimeSettings:
         pacing: "staggered" (the paper's rings), "lockstep" or "sequential".
         residency: "auto" lets the throughput model choose; "host" offloads every
             request that may be compressed, "device" none.
+        keep_order: "auto" leaves the residual KV on the device: a verification reads KV
+            in the order of positions there, and rounds as plain decoding does.
         draft_length: Most drafts between two verifications before proposals.
         proposals: Most tokens that an inner drafter proposes per row, by which drafts
             may exceed ``draft_length``.
@@ -27,6 +29,7 @@ class RuntimeSettings:
 
     pacing: str = "staggered"
     residency: str = "auto"
+    keep_order: bool = False
     draft_length: int
     proposals: int = 0
     max_verifies: int

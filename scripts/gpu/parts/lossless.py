@@ -50,9 +50,17 @@ class Row(NamedTuple):
     compressor: str = ""
     residency: str = "device"
     deterministic: bool = True
-    """Whether it has to equal plain SGLang."""
     own: bool = False
     """With our attention backend, where the default is another one."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens have to equal plain SGLang's.
+
+        KV that comes back from the host is read in another order than that of
+        positions, and bf16 rounds otherwise then: near ties may flip.
+        """
+        return self.deterministic and self.residency != "host"
 
 
 PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
@@ -139,7 +147,7 @@ def answered(job: Job, *, name: str) -> None:
     found = {wave: differing(right[wave], ids) for wave, ids in waves.items()}
     shown |= {f"{wave}: differing": words for wave, words in found.items()}
     wrong = [wave for wave, words in found.items() if not words.startswith("0 ")]
-    if wrong and row.deterministic:
+    if wrong and row.is_exact:
         raise NotMetError(f"tokens differ from {against}'s: {', '.join(wrong)}")
     if not counted["cycles"]:
         raise NotMetError("nothing was drafted and verified")

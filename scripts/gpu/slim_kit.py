@@ -1,20 +1,27 @@
-"""Rewrites a wheel without the files that match a pattern: ``IN.whl FOLDER REGEX``.
+"""Deletes from a folder of packages what a text server on a Hopper GPU never loads.
 
-SGLang's FlashAttention 3 is one library of 1.1 GB. It stays, without the kernels that a
-text server of a bf16 model with heads of 64 or 128 never runs on a Hopper GPU.
+``slim_kit.py FOLDER``. SGLang's FlashAttention 3 is one library of 1.1 GB: it stays,
+without the kernels that a bf16 model with heads of 64 or 128 never runs, which are
+zeros then and take no room in an archive.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
+import shutil
 import struct
 import sys
-import zipfile
 from pathlib import Path
 
-RECORD = ".dist-info/RECORD"
+UNUSED = (
+    *("sglang/multimodal_gen", "sglang/test", "sglang/eval", "sglang/benchmark"),
+    *("sglang/bench_*.py", "sglang/srt/*/_*.so"),
+    *("sgl_kernel/sm100", "sgl_kernel/infllm_ops*", "sgl_kernel/flashmla_ops*"),
+    *("triton_kernels", "xgrammar/lib/*.a"),
+    *("flashinfer/data/cutlass", "flashinfer/data/cccl", "flashinfer/data/spdlog"),
+)
+"""Patterns of files and folders: other models, other GPUs, tests, and what kernels are
+compiled from that these servers never ask for."""
 
 FLASH_ATTENTION = "sgl_kernel/flash_ops.abi3.so"
 
@@ -33,34 +40,15 @@ FORWARD = re.compile(
 """A kernel's mangled name: head dimension of V, dtype, whether logits are capped."""
 
 
-def slim(source: Path, target: Path, drop: re.Pattern[str]) -> None:
-    """Copy a wheel, leaving files and kernels out; its list of files stays right.
-
-    Args:
-        target: Written; keeps the name, so that pip takes it.
-        drop: Files whose name it finds are left out.
-
-    Raises:
-        ValueError: It has no list of files, so it is no wheel.
-    """
-    rows: list[str] = []
-    with (
-        zipfile.ZipFile(source) as old,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
-    ):
-        records = [name for name in old.namelist() if name.endswith(RECORD)]
-        if not records:
-            raise ValueError(f"{source} has no {RECORD}")
-        for name in old.namelist():
-            if name in records or drop.search(name):
-                continue
-            content = bytearray(old.read(name))
-            if name == FLASH_ATTENTION:
-                print(f"{name}: {trim(content)} modules of kernels kept")
-            new.writestr(old.getinfo(name), content, zipfile.ZIP_DEFLATED)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
-            rows.append(f"{name},sha256={digest.rstrip(b'=').decode()},{len(content)}")
-        new.writestr(records[0], "\n".join([*rows, f"{records[0]},,"]) + "\n")
+def slim(folder: Path) -> None:
+    """Delete what ``UNUSED`` names, and blank the device code that is not needed."""
+    for pattern in UNUSED:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    library = folder / FLASH_ATTENTION
+    content = bytearray(library.read_bytes())
+    print(f"{FLASH_ATTENTION}: {trim(content)} modules of kernels kept")
+    library.write_bytes(content)
 
 
 def trim(library: bytearray) -> int:
@@ -119,7 +107,4 @@ def hopper_code(module: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    wheel, folder, pattern = sys.argv[1:]
-    made = Path(folder, Path(wheel).name)
-    slim(Path(wheel), made, re.compile(pattern))
-    print(f"{made.name} {made.stat().st_size / 2**20:.1f} MiB")
+    slim(Path(sys.argv[1]))

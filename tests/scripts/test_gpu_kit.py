@@ -1,16 +1,14 @@
-"""Carried wheels: what is left out of them, and how they are installed."""
+"""Carried packages: what is left out of them, and how they are unpacked."""
 
-import re
 import struct
 import subprocess
 import sys
-import zipfile
+import tarfile
 from importlib.metadata import distributions
 
 import pytest
 
-from gpu import slim_wheel, stack
-from gpu.check import ROOT
+from gpu import slim_kit, stack
 
 KERNEL = (
     "_ZN7cutlass13device_kernelIN5flash20enable_sm90_or_laterINS1_16FlashAttnFwdSm90INS1_"
@@ -34,7 +32,7 @@ def entry(arch, code):
 
 def module(*entries):
     body = b"".join(entries)
-    return slim_wheel.FATBIN + struct.pack("<Q", len(body)) + body
+    return slim_kit.FATBIN + struct.pack("<Q", len(body)) + body
 
 
 def library(*names):
@@ -62,11 +60,11 @@ def library(*names):
 def test_kernels_of_other_models_are_blanked_where_they_lie(name, kept):
     made = library(b"scheduler", name)
     before = bytes(made)
-    assert slim_wheel.trim(made) == 1 + kept
+    assert slim_kit.trim(made) == 1 + kept
     assert len(made) == len(before)
     assert (made[:8], made[-5:]) == (b"before  ", b"after")
-    found = made.find(slim_wheel.FATBIN, 20)
-    assert found == before.find(slim_wheel.FATBIN, 20)
+    found = made.find(slim_kit.FATBIN, 20)
+    assert found == before.find(slim_kit.FATBIN, 20)
     code = entry(90, b"H" * 40)
     size = struct.unpack_from("<Q", made, found + 8)[0]
     assert made[found + 16 : found + 16 + size] == (code if kept else b"")
@@ -74,51 +72,49 @@ def test_kernels_of_other_models_are_blanked_where_they_lie(name, kept):
     assert made.count(b"H" * 40) == 1 + kept
 
 
-def test_flash_attention_is_carried():
-    """Without it nobody tries what a Hopper GPU serves with by default."""
-    script = (ROOT / "scripts" / "gpu" / "carry.sh").read_text("utf-8")
-    dropped = re.findall(r"^  '(\S+)'$", script, re.MULTILINE)
-    assert len(dropped) == 2
-    library = slim_wheel.FLASH_ATTENTION
-    for name in (library, library.replace("ops.abi3.so", "attn.py")):
-        assert not any(re.search(pattern, name) for pattern in dropped)
+FILES = {
+    "sglang/launch_server.py": True,
+    "sglang/srt/models/llama.py": True,
+    "sglang/srt/grpc/_core.cpython-312-x86_64-linux-gnu.so": False,
+    "sglang/multimodal_gen/runtime.py": False,
+    "sglang/bench_serving.py": False,
+    "sgl_kernel/flash_attn.py": True,
+    "sgl_kernel/sm90/common_ops.abi3.so": True,
+    "sgl_kernel/sm100/common_ops.abi3.so": False,
+    "sgl_kernel/flashmla_ops.abi3.so": False,
+    "xgrammar/__init__.py": True,
+    "xgrammar/lib/libxgrammar.a": False,
+    "flashinfer/data/include/norm.cuh": True,
+    "flashinfer/data/cutlass/gemm.h": False,
+}
+"""Files of a folder of packages, and whether they are carried."""
 
 
-def make_wheel(folder, name="carried"):
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(file, "w") as wheel:
-        wheel.writestr(f"{name}/__init__.py", "VALUE = 7\n")
-        wheel.writestr(f"{name}/heavy/big.py", "x = 1\n")
-        meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        wheel.writestr(f"{info}/METADATA", meta)
-        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        wheel.writestr(f"{info}/WHEEL", tag)
-        wheel.writestr(f"{info}/RECORD", f"{name}/__init__.py,,\n{info}/RECORD,,\n")
-    return file
+def test_a_kit_unpacks_without_what_was_dropped_and_with_flash_attention(tmp_path):
+    """Without it no server runs what a Hopper GPU serves with by default."""
+    site, kit = tmp_path / "site", tmp_path / "kit.tar.xz"
+    made = tmp_path / "packages"
+    for name in FILES:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text("VALUE = 7\n")
+    attention = library(b"scheduler", kernel(dim=256))
+    (made / slim_kit.FLASH_ATTENTION).write_bytes(attention)
+    slim_kit.slim(made)
+    with tarfile.open(kit, "w:xz") as archive:
+        archive.add(made, arcname=".")
+    stack.install(kit, site)
+    assert {name: (site / name).exists() for name in FILES} == FILES
+    unpacked = (site / slim_kit.FLASH_ATTENTION).read_bytes()
+    assert len(unpacked) == len(attention)
+    assert unpacked.count(b"H" * 40) == 1
+    assert list((site / "sglang" / "__pycache__").glob("launch_server.*.pyc"))
 
 
-def test_a_slimmed_wheel_installs_without_what_was_dropped(tmp_path):
-    source = make_wheel(tmp_path / "full")
-    target = tmp_path / "kit" / "k1" / source.name
-    target.parent.mkdir(parents=True)
-    slim_wheel.slim(source, target, re.compile("/heavy/"))
-    make_wheel(tmp_path / "kit" / "k2", "other")
-    stack.install(tmp_path / "kit", tmp_path / "site")
-    assert (tmp_path / "site" / "carried" / "__init__.py").is_file()
-    assert not (tmp_path / "site" / "carried" / "heavy").exists()
-    assert (tmp_path / "site" / "other" / "heavy").exists()
-    with zipfile.ZipFile(target) as wheel:
-        record = wheel.read("carried-1.0.dist-info/RECORD").decode()
-    assert "heavy" not in record
-    assert "carried/__init__.py,sha256=" in record
-
-
-def test_a_wheel_that_is_none_is_an_error_with_pips_words(tmp_path):
-    (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
-    with pytest.raises(stack.StackError, match=r"pip: .*(?i:invalid|zip)"):
-        stack.install(tmp_path, tmp_path / "site")
+def test_what_is_no_kit_is_an_error_that_names_it(tmp_path):
+    kit = tmp_path / "kit.tar.xz"
+    kit.write_bytes(b"no archive")
+    with pytest.raises(stack.StackError, match=r"--kit \S+/kit.tar.xz: not"):
+        stack.install(kit, tmp_path / "site")
 
 
 def test_a_site_gets_the_plugins_an_install_would_have(tmp_path, monkeypatch):
