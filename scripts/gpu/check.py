@@ -123,8 +123,9 @@ def environment(site: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        # Modules that SGLang compiles at first use; they outlast the command.
+        # What SGLang and Triton compile at first use; it outlasts the command.
         "SGLANG_JIT_CACHE_DIR": f"{site}-compiled",
+        "TRITON_CACHE_DIR": f"{site}-compiled/triton",
         # A host's torch decides which build of SGLang's kernels loads.
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         # SGLang's prefix tree in Rust reads tensors as torch 2.13 lays them out.

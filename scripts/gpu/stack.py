@@ -61,7 +61,8 @@ def complete(site: Path) -> None:
     lines = []
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {at}" for name, at in points.items())]
-    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0"
+    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
+    head += f"Requires-Python: {project['requires-python']}"
     info = f"vericache_sglang-{project['version']}.dist-info"
     files = {} if _version(project["name"]) else {f"{info}/METADATA": head}
     files |= {f"{info}/entry_points.txt": "\n".join(lines)} if files else {}

@@ -92,7 +92,7 @@ SYNCHRONOUS = {"disable_overlap_schedule": True}
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("MiMo", {"engine": PAGED}),
+        ("MiMo", {"engine": {**PAGED, "tp_size": 2}}),
         ("MiMo", {"engine": SYNCHRONOUS, "residency": "device"}),
         ("MiMo", {"engine": TIGHT, "more": RETRACTED}),
         ("GLM", {"engine": PAGED}),

@@ -105,6 +105,27 @@ def test_tables_of_a_codec_are_cut_by_head(line, requests, plain):
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+@pytest.mark.parametrize(
+    ("inner", "weights"),
+    # On a CPU SGLang cannot cut a model of one KV head: the served one proposes.
+    [("model", "demo-model"), ("eagle3", "demo-model-eagle3")],
+    ids=["model", "eagle3"],
+)
+def test_drafters_with_weights_propose_alike_on_both_ranks(
+    inner, weights, requests, plain
+):
+    """Each rank computes with its part of the drafter's weights."""
+    engine = {**TWO, "speculative_draft_model_path": str(MODEL.with_name(weights))}
+    ours = run(
+        system(inner, engine=engine, inner=inner, draft_length=8), MODEL, requests
+    )
+    assert compare(plain, ours) == []
+    state = ours["state"]
+    for row in ("draft", "verify"):
+        assert state[f"inner_accepted_{row}"] > 0.2 * state[f"inner_proposed_{row}"] > 0
+    assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
+
+
 def test_ranks_that_do_not_listen_are_stopped(requests):
     """Were the plans not compared, the ranks would wait for each other for ever."""
     with pytest.raises(ServerError, match="plan differently in iteration"):

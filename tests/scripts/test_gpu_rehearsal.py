@@ -17,7 +17,7 @@ def test_boot_is_rehearsed_and_its_table_says_all_of_it(tmp_path, capsys):
     page = capsys.readouterr().out
     assert status == 0, page
     assert REHEARSAL in page
-    assert "# boot: 4 of 4 checks passed" in page
+    assert "# boot: 3 of 3 checks passed" in page
     found = json.loads((tmp_path / "out" / "boot.json").read_text())
     rows = {name: one["figures"]["rows"] for name, one in found.items()}
     asked = [(name, row["asked"]) for name in rows for row in rows[name]]
@@ -28,7 +28,6 @@ def test_boot_is_rehearsed_and_its_table_says_all_of_it(tmp_path, capsys):
         ("default", "long prompt"),
         ("default", "prefix hit"),
         ("host", "short prompt"),
-        ("codec", "short prompt"),
     ]
     drafting = [row for name in rows if name != "plain" for row in rows[name]]
     assert {row["as plain"] for row in drafting} == {"yes"}

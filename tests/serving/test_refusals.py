@@ -142,8 +142,6 @@ REFUSED_DRAFTING = [
     ("ngram", BY_MODEL, "--speculative-draft-model-path"),
     ("model", {}, "--vericache-inner model"),
     ("eagle3", {}, "--vericache-inner eagle3"),
-    ("eagle3", {**BY_MODEL, "tp_size": 2}, "--tp-size"),
-    ("model", {**BY_MODEL, "tp_size": 2}, "--tp-size"),
     (
         "model",
         {**BY_MODEL, "speculative_draft_window_size": 128},

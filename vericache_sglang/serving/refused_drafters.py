@@ -173,12 +173,6 @@ DRAFTING_RULES: tuple[Rule, ...] = (
         f"give {DRAFT_MODEL}, or use --vericache-inner ngram",
     ),
     Rule(
-        "--tp-size",
-        lambda asked: asked.weighted and asked.args.tp_size != 1,
-        "an error of the drafter on one rank would leave the others waiting",
-        "use one rank, or --vericache-inner ngram",
-    ),
-    Rule(
         "--speculative-draft-window-size",
         lambda asked: (
             asked.weighted and asked.args.speculative_draft_window_size is not None

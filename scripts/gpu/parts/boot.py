@@ -67,6 +67,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 """Servers by name, the most important ones first: flags after those of every one."""
 
+REHEARSED = (PLAIN, "default", "host")
+
 ABOUT = {
     PLAIN: "plain SGLang",
     "default": "VeriCache, default flags",
@@ -86,7 +88,7 @@ def checks(context: Context) -> list[Check]:
             name=name, about=ABOUT[name], run=partial(asked, name=name), seconds=420.0
         )
         for name in FLAGS
-        if not (context.on_cpu and name == "eager")
+        if not context.on_cpu or name in REHEARSED
     ]
 
 
