@@ -96,6 +96,14 @@ def test_a_small_model_takes_its_weights_and_rings():
     rows = {row.name: size for row, size in ledger(with_one).sizes.items()}
     assert rows["weights of the small model or head"] == with_one.draft.weight_bytes
     assert rows["KV of the small model or head"] > 0
+    # Two ranks have half of the weights each; its one KV head is on both.
+    halved = ledger(replace(with_one, ranks=2)).sizes.items()
+    parts = {row.name: size for row, size in halved}
+    for name, share in {
+        "weights of the small model or head": 2,
+        "KV of the small model or head": 1,
+    }.items():
+        assert parts[name] * share == rows[name]
 
 
 def test_a_head_takes_its_features_too():

@@ -106,6 +106,13 @@ class Deployment:
         return self.draft.states * self.model.hidden * self.draft.element_bytes
 
     @property
+    def _draft_slot_bytes(self) -> int:
+        """Bytes of the KV of a token of the small model or head, on one GPU."""
+        if self.draft is None:
+            return 0
+        return self.draft.kv_bytes_per_token // min(self.ranks, self.draft.kv_heads)
+
+    @property
     def _kv_ranks(self) -> int:
         return min(self.ranks, self.model.kv_heads)
 
@@ -130,7 +137,7 @@ class Deployment:
             "GiB": GIB,
             "weights": model.weight_bytes,
             "draft_weights": self.draft.weight_bytes if self.draft else 0,
-            "draft_token": self.draft.kv_bytes_per_token if self.draft else 0,
+            "draft_token": self._draft_slot_bytes,
             "ring": config.ring_slots,
             "reach": config.ring_reach,
             "features": self._feature_bytes,

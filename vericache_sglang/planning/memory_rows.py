@@ -69,7 +69,7 @@ ROWS: tuple[MemoryRow, ...] = (
     MemoryRow(
         "weights of the small model or head",
         Phase.LOADED,
-        "draft_weights",
+        "draft_weights / ranks",
         "runtime/draft_model.py",
         "name a smaller --speculative-draft-model-path",
     ),
