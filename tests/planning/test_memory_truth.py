@@ -113,6 +113,7 @@ AT_MOST = {"one layer being compressed": peaks.compressed_layer}
 
 ESTIMATED = {
     "CUDA context",
+    "modules of kernels",
     "cuBLAS workspaces",
     "attention workspaces",
     "KV indices of a prefill",

@@ -60,8 +60,8 @@ ROWS: tuple[MemoryRow, ...] = (
     MemoryRow(
         "CUDA context",
         Phase.LOADED,
-        "600 * MiB",
-        "estimate: context and libraries of one process",
+        "1300 * MiB",
+        "what an H200 lacked before the first server's weights",
     ),
     MemoryRow(
         "weights", Phase.LOADED, "weights / ranks", "ModelLoader.load_model", RANKS
@@ -239,6 +239,12 @@ ROWS: tuple[MemoryRow, ...] = (
         "MiB * (2 * graph_rows + 8 * prefill_graphs)",
         "reserve_for_graph_mb, SGLang's own estimate",
         GRAPHS,
+    ),
+    MemoryRow(
+        "modules of kernels",
+        Phase.RESERVED,
+        "750 * MiB",
+        "an H200, with graphs of a small model: loaded at first use",
     ),
     MemoryRow(
         "cuBLAS workspaces",
