@@ -44,8 +44,8 @@ def environment(monkeypatch):
 def resolve(monkeypatch):
     """Return what resolves flags of a GPU server, with settings of ours."""
 
-    def run(compressor="recency", *, found="fa3", most=256, **flags):
-        config = VeriCacheConfig(compressor=compressor)
+    def run(compressor="recency", *, found="fa3", most=256, residency="auto", **flags):
+        config = VeriCacheConfig(compressor=compressor, residency=residency)
         monkeypatch.setattr(cuda_arguments, "active_config", lambda: config)
         args = ServerArgs(model_path="dummy", device="cuda", **flags)
         args._raw_input = dict(flags)
@@ -229,3 +229,12 @@ def test_the_relay_takes_nothing_and_waits_for_no_lengths():
 def test_a_gpu_server_says_how_little_was_tried(resolve, caplog):
     resolve()
     assert cuda_arguments.UNTRIED in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("residency", "deterministic", "warned"),
+    [("host", True, True), ("host", False, False), ("auto", True, False)],
+)
+def test_kv_in_another_order_is_told(resolve, caplog, residency, deterministic, warned):
+    resolve(residency=residency, enable_deterministic_inference=deterministic)
+    assert (cuda_arguments.REORDERED in caplog.messages) is warned

@@ -35,6 +35,12 @@ UNTRIED = (
     "with plain decoding"
 )
 
+REORDERED = (
+    "VeriCache: --vericache-residency host brings KV back in another order than plain "
+    "decoding reads it in, so under --enable-deterministic-inference tokens that are "
+    "nearly as likely may differ from plain SGLang's; auto and device keep the order"
+)
+
 _BACKEND_FIELDS = (
     "attention_backend",
     "prefill_attention_backend",
@@ -55,6 +61,8 @@ def settle(args: Any) -> None:
     """
     logger.warning(UNTRIED)
     config = active_config() or VeriCacheConfig()
+    if args.enable_deterministic_inference and config.residency == "host":
+        logger.warning(REORDERED)
     compressor = create_compressor(config.compressor, config.seed)
     _choose_backend(args, compressor)
     _leave_out_graphs(args, compressor, config)
