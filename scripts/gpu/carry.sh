@@ -2,7 +2,7 @@
 # Write KIT, an archive of what requirements-gpu-host.txt names, for
 # scripts/gpu/run.py install --kit KIT on a host without network.
 #
-#   scripts/gpu/carry.sh KIT.tar.xz     about 800 MB are downloaded, 55 MB are written
+#   scripts/gpu/carry.sh KIT.tar.xz     about 800 MB are downloaded, 52 MB are written
 set -euo pipefail
 
 (($# == 1)) || { sed -n 2,5p "$0" | cut -c3- >&2; exit 2; }

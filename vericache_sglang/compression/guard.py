@@ -58,7 +58,7 @@ class CompressorGuard:
         self._method = method
         self._heads = heads
         self._failed: set[str] = set()
-        self._made: set[str] = set()
+        self._called: set[str] = set()
         self._rid = ""
 
     @property
@@ -250,9 +250,9 @@ class CompressorGuard:
             return False, None
         seconds = time.perf_counter() - began
         longest = LONGEST_S + tokens * LONGEST_S_PER_TOKEN
-        if name not in self._made:
+        if name not in self._called:
             longest += FIRST_S
-            self._made.add(name)
+            self._called.add(name)
         if seconds > longest:
             self._note(name, rid, CompressionError(f"it took {seconds:.1f} s"))
         return True, made

@@ -96,7 +96,7 @@ class Deployment:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a KV slot on one GPU."""
-        return self.model.kv_bytes_per_token // self._kv_ranks
+        return self._slot_bytes_of(self.model)
 
     @property
     def _feature_bytes(self) -> int:
@@ -105,16 +105,12 @@ class Deployment:
             return 0
         return self.draft.states * self.model.hidden * self.draft.element_bytes
 
-    @property
-    def _draft_slot_bytes(self) -> int:
-        """Bytes of the KV of a token of the small model or head, on one GPU."""
-        if self.draft is None:
-            return 0
-        return self.draft.kv_bytes_per_token // min(self.ranks, self.draft.kv_heads)
+    def _slot_bytes_of(self, shape: ModelShape) -> int:
+        return shape.kv_bytes_per_token // self._kv_ranks(shape)
 
-    @property
-    def _kv_ranks(self) -> int:
-        return min(self.ranks, self.model.kv_heads)
+    def _kv_ranks(self, shape: ModelShape) -> int:
+        """Return the ranks among which KV heads are divided; others repeat them."""
+        return min(self.ranks, shape.kv_heads)
 
     def staging(self, pool: int | None) -> int:
         """Return the staging buffer's slots, out of ``pool`` slots."""
@@ -137,7 +133,7 @@ class Deployment:
             "GiB": GIB,
             "weights": model.weight_bytes,
             "draft_weights": self.draft.weight_bytes if self.draft else 0,
-            "draft_token": self._draft_slot_bytes,
+            "draft_token": self._slot_bytes_of(self.draft) if self.draft else 0,
             "ring": config.ring_slots,
             "reach": config.ring_reach,
             "features": self._feature_bytes,
@@ -145,7 +141,7 @@ class Deployment:
             "ranks": self.ranks,
             "layers": model.layers,
             "heads": model.heads // self.ranks,
-            "kv_heads": model.kv_heads // self._kv_ranks,
+            "kv_heads": model.kv_heads // self._kv_ranks(model),
             "head_dim": model.head_dim,
             "hidden": model.hidden,
             "mlp": model.mlp // self.ranks,

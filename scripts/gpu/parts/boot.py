@@ -55,15 +55,15 @@ TOY += ("--vericache-host-gb", "0.5")
 
 PLAIN = "plain"
 PLANES = ("--vericache-compressor", "split-planes:exponent_bits=3,mantissa_bits=1")
-FEW = ("--vericache-host-gb", "4")
+SMALL_HOST = ("--vericache-host-gb", "4")
 """Host memory of servers that may run beside others."""
 
 FLAGS: Mapping[str, tuple[str, ...]] = {
     PLAIN: ("--disable-vericache",),
     "default": (),
-    "host": ("--vericache-residency", "host", *FEW),
-    "codec": ("--vericache-residency", "device", *PLANES, *FEW),
-    "eager": ("--disable-cuda-graph", *FEW),
+    "host": ("--vericache-residency", "host", *SMALL_HOST),
+    "codec": ("--vericache-residency", "device", *PLANES, *SMALL_HOST),
+    "eager": ("--disable-cuda-graph", *SMALL_HOST),
 }
 """Servers by name, the most important ones first: flags after those of every one."""
 
