@@ -73,7 +73,9 @@ def test_a_codec_that_reads_less_drafts_where_that_is_faster(codec):
     )
     track = ScheduledRequest(shape, Acceptance(estimates.prior), Patience())
     assert budget.coded / 20 < reads < 0.8 * budget.offered
-    choice = Throughput(settings, estimates).best(track, Residency.DEVICE, ROWS)
+    throughput = Throughput(settings, estimates)
+    throughput.refresh(ROWS)
+    choice = throughput.best(track, Residency.DEVICE)
     assert choice.gain > ENTER
 
 

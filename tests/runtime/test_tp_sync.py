@@ -88,6 +88,7 @@ def measure(group, rank):
     measured.link.observe(10**7, 1e-3 * (rank + 1), "in")
     measured.link.observe(10**3, 1e-5 * (rank + 1), "out")
     measured.split_s.observe(1e-5 * (rank + 1))
+    measured.drafter_s.observe(1e-3 * (rank + 1))
     measured.iteration.iteration_s.observe(0.02 * (rank + 1))
     tp_sync = agreed(group, measured)
     before = tp_sync.estimates.report()
@@ -104,6 +105,7 @@ def test_every_rank_plans_by_what_rank_0_measured(ranks):
     assert first["link_in_large_bytes_per_s"] == pytest.approx(1e10)
     assert first["link_out_small_bytes_per_s"] == pytest.approx(1e8)
     assert first["compress_s_per_token"] == 1e-5
+    assert first["inner_drafter_s"] == 1e-3
     for before, told, measured in answers[1:]:
         assert before != told
         assert measured != told, "their own measurements went on"

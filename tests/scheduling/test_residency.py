@@ -163,7 +163,7 @@ def test_the_residual_whose_prefetch_is_used_best_leaves_first(order):
     chooser = policy(link=2e8)
     batch = [track("good", p=0.98), track("bad", p=0.3), track("fair", p=0.8)]
     for each in batch:
-        chooser.drafting_pays(each, 3, 0.0, LEAVE)
+        chooser.drafting_pays(each, 0.0, LEAVE)
     assert moves(chooser, *batch[::order], free=0) == (Offload("good"),)
 
 
@@ -295,7 +295,7 @@ def test_leaving_takes_a_worse_gain_than_entering():
         best = SimpleNamespace(length=4, gain=gain)
         chooser._throughput.best = lambda *args, choice=best: choice
         assert bool(moves(chooser, track("a", split=False))) is entered
-        assert chooser.drafting_pays(track("a"), 1, 0.0, LEAVE) is stays
+        assert chooser.drafting_pays(track("a"), 0.0, LEAVE) is stays
 
 
 @pytest.mark.parametrize(
@@ -315,4 +315,4 @@ def test_probes_run_if_the_remaining_tokens_pay_for_them(
     residency, p, remaining, probes_s, pays
 ):
     each = track("a", split=False, p=p, remaining=remaining)
-    assert policy(residency).probes_pay(each, 1, probes_s) is pays
+    assert policy(residency).probes_pay(each, probes_s) is pays

@@ -48,9 +48,10 @@ COEFFICIENTS = slice(0, 4)
 ITERATION = 4
 LINK = slice(5, 9)
 SPLIT = 9
-HOST_SLOTS = 10
-COUNT = 11
-PREFETCHES = 12
+DRAFTER = 10
+HOST_SLOTS = 11
+COUNT = 12
+PREFETCHES = 13
 """Index of each value in an iteration's message; prefetches fill the rest."""
 
 
@@ -278,6 +279,7 @@ class TensorParallelSync:
             measured.iteration.iteration_s.value,
             *measured.link.report().values(),
             measured.split_s.value,
+            measured.drafter_s.value,
             float(host_slots),
             float(len(prefetches)),
             *map(float, prefetches),
@@ -286,6 +288,7 @@ class TensorParallelSync:
         self._iteration.tell(rows[0][COEFFICIENTS], rows[0][ITERATION])
         self._link.tell(rows[0][LINK])
         self.estimates.split_s.value = rows[0][SPLIT]
+        self.estimates.drafter_s.value = rows[0][DRAFTER]
         if any(row[COUNT] != len(prefetches) for row in rows):
             raise InvariantError(f"{len(prefetches)} prefetches here, others elsewhere")
         if len(message) > WIDTH:  # on all ranks

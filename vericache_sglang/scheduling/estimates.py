@@ -41,7 +41,8 @@ class Estimates:
         prior: Acceptance probability of requests without a verification.
         proposal_prior: Acceptance probability of an inner drafter's proposals in
             requests that had none.
-        drafter_s: Time of an inner drafter per row that it proposes for, in seconds.
+        drafter_s: Time of a call of an inner drafter, in seconds. Most of it does not
+            depend on the rows that it proposes for.
         split_s: Time to compress a prompt, in seconds per prompt token.
     """
 

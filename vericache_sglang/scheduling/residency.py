@@ -80,14 +80,12 @@ class PricedBatch(NamedTuple):
         longest: The same if those on the host drafted as long as they may, as they will
             once more of them share the link.
         slots: Device slots they hold.
-        requests: How many they are.
         link_s: Link time of one prefetch of each that is on the host, in seconds.
     """
 
     total: Share
     longest: Share
     slots: int
-    requests: int
     link_s: float
 
 
@@ -147,23 +145,22 @@ class ResidencyPolicy:
                 spare -= track.spec.kept
         return tuple(compressions)
 
-    def probes_pay(self, track: ScheduledRequest, rows: int, probes_s: float) -> bool:
+    def probes_pay(self, track: ScheduledRequest, probes_s: float) -> bool:
         """Return whether compressing a prompt pays for its probes too.
 
         True if the residency is forced.
 
         Args:
             track: The request, autoregressive.
-            rows: Running requests.
             probes_s: Time of its probes, in seconds.
         """
         if self._settings.residency != "auto":
             return True
-        gain = self._throughput.best(track, Residency.DEVICE, rows).gain
-        return self._pays_back(track, gain, rows, probes_s)
+        gain = self._throughput.best(track, Residency.DEVICE).gain
+        return self._pays_back(track, gain, probes_s)
 
     def drafting_pays(
-        self, track: ScheduledRequest, rows: int, link_load_s: float, least: float
+        self, track: ScheduledRequest, link_load_s: float, least: float
     ) -> bool:
         """Set the next cycle's draft length; return whether its gain is >= ``least``.
 
@@ -171,7 +168,6 @@ class ResidencyPolicy:
 
         Args:
             track: The request; its ``length`` is set.
-            rows: Running requests.
             link_load_s: Link time of one prefetch of every request on the host, in
                 seconds.
             least: Smallest gain for which the request drafts.
@@ -179,7 +175,7 @@ class ResidencyPolicy:
         others_s = 0.0
         if track.residency is Residency.HOST:
             others_s = max(0.0, link_load_s - self._throughput.prefetch_s(track))
-        choice = self._throughput.best(track, track.residency, rows, others_s)
+        choice = self._throughput.best(track, track.residency, others_s)
         track.length, track.share = choice.length, None
         return self._settings.residency != "auto" or choice.gain >= least
 
@@ -238,8 +234,8 @@ class ResidencyPolicy:
         if where is Residency.HOST and not fits_host:
             return None
         others_s = link_load_s if where is Residency.HOST else 0.0
-        choice = self._throughput.best(track, where, given.rows, others_s)
-        if self._pays_back(track, choice.gain, given.rows):
+        choice = self._throughput.best(track, where, others_s)
+        if self._pays_back(track, choice.gain):
             return Compress(track.rid, where)
         track.look_at = now + track.patience.wait()
         return None
@@ -251,12 +247,12 @@ class ResidencyPolicy:
         return track.spec.staged <= min(given.host_slots, self._settings.staging_slots)
 
     def _pays_back(
-        self, track: ScheduledRequest, gain: float, rows: int, probes_s: float = 0.0
+        self, track: ScheduledRequest, gain: float, probes_s: float = 0.0
     ) -> bool:
         """Return whether the remaining tokens pay for compressing the prompt."""
         if gain < ENTER:
             return False
-        plain_s = self._throughput.cost(track, Residency.DEVICE, rows, 0.0).plain_s
+        plain_s = self._throughput.cost(track, Residency.DEVICE, 0.0).plain_s
         saved_s = track.remaining * plain_s * (1.0 - 1.0 / gain)
         return saved_s > PAYBACK * (self._throughput.split_s(track) + probes_s)
 
@@ -329,7 +325,6 @@ class ResidencyPolicy:
             _total(shares, scale),
             _total(longest, scale),
             slots,
-            len(tracks),
             link_load_s,
         )
 
@@ -354,9 +349,7 @@ class ResidencyPolicy:
     ) -> Share:
         """Return a drafting request's share at its best length for ``residency``."""
         others_s = batch.link_s if residency is Residency.HOST else 0.0
-        length = self._throughput.best(
-            track, residency, batch.requests, others_s
-        ).length
+        length = self._throughput.best(track, residency, others_s).length
         return self._throughput.drafting(track, residency, length)
 
     def _after_offload(

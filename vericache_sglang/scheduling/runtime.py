@@ -87,7 +87,6 @@ class Runtime:
         self._verified: dict[str, ScheduledRequest] = {}
         self._host_slots: dict[str, list[int]] = {}
         self._link_slots = 0
-        self._rows = 1
 
     # -- events -----------------------------------------------------------------
 
@@ -120,9 +119,9 @@ class Runtime:
             rows: Running requests.
             probes: Work of each of its probes.
         """
-        self.throughput.refresh()
+        self.throughput.refresh(rows)
         probes_s = sum(map(self.estimates.iteration.predict, probes))
-        return self.policy.probes_pay(self._track_of(spec), rows, probes_s)
+        return self.policy.probes_pay(self._track_of(spec), probes_s)
 
     def _begin_tracking(self, spec: RequestSpec) -> ScheduledRequest:
         track = self._track_of(spec)
@@ -287,8 +286,7 @@ class Runtime:
         """
         self._begin_before_results()
         self.now += 1
-        self._rows = max(1, given.rows)
-        self.throughput.refresh()
+        self.throughput.refresh(given.rows)
         abandoned = self._note_prefetches(given)
         step = self.pacing.step(self.now)
         plan = Plan(
@@ -416,7 +414,7 @@ class Runtime:
         if not proposals.most:
             return
         before = proposals.count
-        proposals.choose(self.throughput.proposal_cost(track, self._rows))
+        proposals.choose(self.throughput.proposal_cost(track))
         if proposals.count != before:
             track.share = None
 
@@ -477,7 +475,7 @@ class Runtime:
 
     def _price(self, track: ScheduledRequest) -> None:
         """Choose the draft length of the next cycles, or to stop drafting."""
-        pays = self.policy.drafting_pays(track, self._rows, self._link_load_s(), LEAVE)
+        pays = self.policy.drafting_pays(track, self._link_load_s(), LEAVE)
         if pays:
             self._leaving.pop(track.rid, None)
         else:

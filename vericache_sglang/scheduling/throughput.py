@@ -37,11 +37,23 @@ class Throughput:
     def __init__(self, settings: RuntimeSettings, estimates: Estimates) -> None:
         self._settings = settings
         self._estimates = estimates
-        self.refresh()
+        self.refresh(1)
 
-    def refresh(self) -> None:
-        """Read the current iteration-time coefficients; called once per plan."""
+    def refresh(self, rows: int) -> None:
+        """Read the current estimates; called once per plan.
+
+        Args:
+            rows: Running requests, which share the read of the weights, a call of the
+                inner drafter, and the link.
+        """
         self._model = self._estimates.iteration.coefficients
+        self._rows = max(1, rows)
+        self._drafter_s = self._estimates.drafter_s.value / self._rows
+
+    @property
+    def _base_s(self) -> float:
+        """A row's part of what an iteration costs without rows, in seconds."""
+        return self._model.base_s / self._rows
 
     def prefetch_s(self, track: ScheduledRequest) -> float:
         """Return the link time to prefetch a request's residual KV, in seconds."""
@@ -57,23 +69,22 @@ class Throughput:
         return self._estimates.split_s.value * track.spec.prompt
 
     def cost(
-        self, track: ScheduledRequest, residency: Residency, rows: int, link_s: float
+        self, track: ScheduledRequest, residency: Residency, link_s: float
     ) -> RoundCost:
         """Return the times that make up a draft-verify cycle.
 
         Args:
             residency: DEVICE or HOST.
-            rows: Running requests, which share the read of the weights.
             link_s: Link time per cycle of the other requests on the host, in seconds.
         """
         model, whole = self._model, track.tokens
-        base = model.base_s / max(1, rows)
+        base = self._base_s
         prefetch_s = 0.0
         if residency is Residency.HOST:
             prefetch_s = self.prefetch_s(track) + link_s
             if self._settings.pacing == "staggered":
                 # All rows share the time of the link, as they share the device's.
-                prefetch_s /= max(1, rows)
+                prefetch_s /= self._rows
         return RoundCost(
             plain_s=self._token_s(track, base, whole),
             draft_s=self._token_s(track, base, self._draft_slots(track)),
@@ -82,14 +93,10 @@ class Throughput:
             prefetch_s=prefetch_s,
         )
 
-    def proposal_cost(self, track: ScheduledRequest, rows: int) -> ProposalCost:
-        """Return the times of a request's rows, which share the read of the weights.
-
-        Args:
-            rows: Running requests.
-        """
+    def proposal_cost(self, track: ScheduledRequest) -> ProposalCost:
+        """Return the times of a request's rows."""
         slots = self._draft_slots(track) if track.split else track.tokens
-        return self._row(self._model.base_s / max(1, rows), slots)
+        return self._row(self._base_s, slots)
 
     def _row(self, base: float, slots: int) -> ProposalCost:
         """Return the times of a row over ``slots`` and of its proposals.
@@ -102,7 +109,7 @@ class Throughput:
         return ProposalCost(
             base + model.per_token_s + per_slot * slots,
             model.per_token_s + model.per_product_s * slots,
-            self._estimates.drafter_s.value,
+            self._drafter_s,
         )
 
     def _token_s(self, track: ScheduledRequest, base: float, slots: int) -> float:
@@ -114,14 +121,10 @@ class Throughput:
         return row.row_s / gain
 
     def best(
-        self,
-        track: ScheduledRequest,
-        residency: Residency,
-        rows: int,
-        link_s: float = 0.0,
+        self, track: ScheduledRequest, residency: Residency, link_s: float = 0.0
     ) -> LengthChoice:
         """Return the draft length with the highest gain, and the gain."""
-        cost = self.cost(track, residency, rows, link_s)
+        cost = self.cost(track, residency, link_s)
         most = min(self._settings.draft_length, track.spec.longest)
         return best_length(track.acceptance.p, cost, most)
 
