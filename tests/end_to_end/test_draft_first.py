@@ -127,7 +127,6 @@ def completed_and_lost(before, counters):
         extended("missing", PAGES),
         extended("", (*PAGES, "--disable-overlap-schedule")),
         extended("", ("--vericache-inner", "ngram", *PAGES)),
-        extended("", ("--vericache-pacing", "sequential")),
         extended("", ("--vericache-compressor", "kivi:bits=4")),
         extended("damaged", ("--vericache-compressor", PLANES)),
         extended("", ("--vericache-compressor", f"keynorm+{PLANES}", *PAGES)),
@@ -149,10 +148,10 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
 @pytest.mark.extended
 def test_a_retracted_request_is_answered_all_the_same(bodies, wanted, tmp_path):
     first, found, _, counters = answers_of_early_starts(
-        bodies, tmp_path, environment=RETRACTED
+        bodies[:3], tmp_path, environment=RETRACTED
     )
     assert first == wanted[0]
-    assert found == wanted
+    assert found == wanted[:3]
     assert counters["early_starts"] > 0
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
 

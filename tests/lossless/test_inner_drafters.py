@@ -290,8 +290,7 @@ MOVES = {"VERICACHE_TEST_RESTLESS": "1"}
     ("drafter", "engine", "environment"),
     [
         *((drafter, {}, MOVES) for drafter in ("oracle", "ngram", "model")),
-        # They keep KV or hidden states of their own.
-        *((drafter, TIGHT, RETRACTED) for drafter in ("model", "eagle3")),
+        ("eagle3", TIGHT, RETRACTED),  # It keeps KV and hidden states of its own.
     ],
 )
 def test_tokens_are_identical_while_everything_moves(

@@ -185,17 +185,15 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
 @pytest.mark.parametrize(
     ("path", "flags", "environment"),
     [
-        ("p1", (), RETRACTED),
-        ("p2", (), RETRACTED),
-        ("p1", ("--page-size", "16", "--vericache-inner", "ngram", *KIVI), {}),
+        ("p1", ("--page-size", "16", "--vericache-inner", "ngram", *KIVI), RETRACTED),
         ("p2", ("--page-size", "16", "--disable-overlap-schedule"), {}),
         ("p1", (*STATELESS, "--page-size", "16", "--disable-overlap-schedule"), {}),
-        ("p2", (*STATELESS, *PLANES), {}),
+        ("p2", (*STATELESS, *PLANES), RETRACTED),
     ],
     ids=[
-        *("p1, retracted", "p2, retracted", "p1, codes, pages, prompt lookup"),
+        "p1, codes, pages, prompt lookup, retracted",
         *("p2, pages, no overlap", "p1, stateless, pages, no overlap"),
-        "p2, codes, stateless",
+        "p2, codes, stateless, retracted",
     ],
 )
 def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):

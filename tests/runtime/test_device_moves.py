@@ -48,14 +48,16 @@ def cached_texts(engine):
         assert torch.equal(engine.kv.at(cached), kv[:, :, : len(cached)]), text
 
 
-@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.extended), 4])
 @pytest.mark.parametrize(
-    ("codec", "selects"),
+    ("codec", "selects", "page"),
     [
-        pytest.param(
-            *kind, marks=[] if kind == (PLANES, True) else pytest.mark.extended
-        )
-        for kind in KINDS
+        (PLANES, True, 4),
+        pytest.param(PLANES, True, 1, marks=pytest.mark.extended),
+        *(
+            pytest.param(*kind, 4, marks=pytest.mark.extended)
+            for kind in KINDS
+            if kind != (PLANES, True)
+        ),
     ],
 )
 def test_any_history_keeps_every_bit_and_every_slot(codec, selects, page):

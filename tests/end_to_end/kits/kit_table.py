@@ -100,15 +100,6 @@ _RUN = (
     ),
     Row(
         kit="abort_timeout_kit",
-        mixin="WaitingTimeoutMixin",
-        server="timeouts",
-        attributes={
-            "waiting_timeout_num_requests": 9,
-            "waiting_timeout_max_new_tokens": 96,
-        },
-    ),
-    Row(
-        kit="abort_timeout_kit",
         mixin="RunningTimeoutTwoWaveMixin",
         server="timeouts",
         attributes={
@@ -274,6 +265,11 @@ _RUN = (
 )
 
 _CANNOT = (
+    _not_run(
+        "abort_timeout_kit",
+        "WaitingTimeoutMixin",
+        "test_drain.py lets requests time out while they wait and while they run",
+    ),
     _not_run("eval_accuracy_kit", "MMLUSanityMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "GSM8KMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "MMLUMixin", _DATA_SET),
@@ -286,7 +282,7 @@ _CANNOT = (
     _not_run(
         "pd_parity_kit",
         "PDLogprobParityMixin",
-        "needs disaggregated prefill and decode, which VeriCache refuses by name",
+        "compares a prefill and decode pair: disaggregation/test_pair.py does",
     ),
     _not_run("spec_server_kits", "SpecAccuracyKit", _DATA_SET),
     _not_run("spec_server_kits", "SpecPerfKit", _DATA_SET),
