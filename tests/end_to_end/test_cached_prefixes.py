@@ -302,9 +302,7 @@ def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "compressor", ["keynorm", "split-planes", "keynorm+kivi"]
-)
+@pytest.mark.parametrize("compressor", ["keynorm", "split-planes", "keynorm+kivi"])
 def test_a_server_that_starts_again_answers_from_the_store(
     tmp_path, plain, documents, compressor
 ):
