@@ -198,11 +198,13 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
 )
 def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):
     own = {"path": path, "environment": environment}
+    # Torch decodes a prompt's codes anew in every draft.
+    tokens = TOKENS if set(flags).isdisjoint((*KIVI, *PLANES)) else TOKENS // 2
     with servers(tmp_path, documents, *flags, **own) as pair:
         regex = {"regex": "[a-z0-9 ]{150}", "ignore_eos": True}
         for params in ({"ignore_eos": True, **LOGPROBS}, SEEDED, regex):
             pair.drafter.flush()
-            pair.compare(documents, max_new_tokens=TOKENS, **params)
+            pair.compare(documents, max_new_tokens=tokens, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
         waits = pair.verifier.settle()["remote_stateless"]

@@ -487,6 +487,7 @@ def wait_for(prefetches):
         arrived, failed = prefetches.poll()
         if arrived or failed:
             return arrived, failed
+        time.sleep(1e-4)  # The thread that copies needs the interpreter's lock.
     raise AssertionError("a copy never ended")
 
 
