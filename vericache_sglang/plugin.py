@@ -23,17 +23,14 @@ def register() -> None:
         UpstreamDriftError: A patch no longer fits the installed SGLang.
         ConfigError: The settings in the environment are wrong.
     """
-    from vericache_patches import apply
     from vericache_sglang.attention import registry as attention_backends
     from vericache_sglang.config.files import active_config, is_disabled
     from vericache_sglang.config.schema import VeriCacheConfig
-    from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
     from vericache_sglang.prefix_cache import tiered_cache
 
-    define_missing_ops()
+    _register_hooks()
     attention_backends.register()
     tiered_cache.register()
-    apply.register(_hooks())
     config = active_config() or VeriCacheConfig()
     if not is_disabled():
         _check_requests(config)
@@ -48,12 +45,16 @@ def apply_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    _register_hooks()
+    HookRegistry.apply_hooks()
+
+
+def _register_hooks() -> None:
     from vericache_patches import apply
     from vericache_sglang.platforms.cpu.torchvision_ops import define_missing_ops
 
     define_missing_ops()
     apply.register(_hooks())
-    HookRegistry.apply_hooks()
 
 
 def _hooks() -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ WRITES: tuple[Write, ...] = (
             *("vericache_distrusted", "vericache_errors"),
         ),
         files=(
-            *("hosting.py", "paired.py", "recovery.py", "worker.py"),
+            *("hosting.py", "recovery.py", "request.py", "worker.py"),
             "managers_scheduler_retraction.py",
         ),
         reason="A request that lost its KV, or leaves it to the prefix cache, is "

@@ -361,7 +361,6 @@ def test_in_any_history_opens_and_closes_alternate(history):
 
 def test_tails_are_ready_once_every_layer_has_one():
     watch = watch_of(Recorder(q_tail=3))
-    assert watch.reprefill_tail == 3
     assert not watch.ready("a")
     batch = batch_of([("a", 0, [1, 2])])
     rows = torch.randn(2, QUERY_HEADS, DIM)
@@ -372,7 +371,6 @@ def test_tails_are_ready_once_every_layer_has_one():
     tail = watch.seen("a", 1, torch.tensor([1, 2])).tail
     assert torch.equal(tail.rows, rows.transpose(0, 1))
     assert watch_of(Recorder(q_stream=True)).ready("anybody")
-    assert watch_of(None).reprefill_tail == 0
 
 
 def test_a_method_s_own_share_is_checked():

@@ -538,6 +538,9 @@ REFUSED_DRAFT_FIRST = [
         ({**P1, "remote_path": path, "acceptance": "rejection"}, {}, "e coupled")
         for path in ("p1", "p2", "auto")
     ),
+    ({**P1, "draft_length": 1}, {}, "--vericache-draft-length 1 with --vericache-rem"),
+    ({"draft_length": 1}, {}, None),
+    ({**P1, "draft_length": 2}, {}, None),
     (P1, {}, None),
     ({**P1, "remote_path": "b1"}, {"hicache_storage_backend": None}, None),
     ({}, {}, None),

@@ -49,11 +49,6 @@ class PrefillObserver:
         """Number of requests with stored observations."""
         return len(self._open | set(self.tails.rids))
 
-    @property
-    def reprefill_tail(self) -> int:
-        """Last tokens that SGLang must run even where its prefix cache has them."""
-        return self.tails.width
-
     def attach(self, model: torch.nn.Module) -> None:
         """Hook the layers of ``model`` for what the selector needs, if anything.
 

@@ -110,7 +110,7 @@ class RequestState:
         pending_max: Upper bound of the tokens verified beyond ``verified``.
         parts: Draft KV and residual KV once the prompt is compressed; None before.
         planned: The scheduler has the request.
-        lost: The residual KV is damaged; the request must prefill again.
+        lost: See ``leave_row``; its results are discarded from then on.
         behind: The last tokens before ``verified`` without draft KV, which the next
             draft computes: a verifier has decided them.
         inexact: The last tokens before ``verified`` whose KV was computed over the
@@ -294,6 +294,14 @@ class RequestState:
         self._next_round()
         if self.cursor is not None:
             self.cursor.settle()
+
+    def leave_row(self) -> None:
+        """Have SGLang take the request from the batch, as if it were retracted.
+
+        The hook on the scheduler reads the mark
+        (patches: managers_scheduler_retraction).
+        """
+        self.lost = self.req.vericache_lost = True
 
     def _next_round(self) -> None:
         self.drafts = []

@@ -236,7 +236,8 @@ class Hosting:
             # Requests wait for memory or rows: one at a time until they are admitted.
             idle = sorted(idle, key=lambda each: each.row_length)[-1:]
         for state in idle:
-            state.lost = state.req.vericache_lost = state.req.vericache_kept = True
+            state.leave_row()
+            state.req.vericache_kept = True
 
     def _is_idle(self, state: RequestState) -> bool:
         """Return whether a guest has nothing to verify, and nothing in flight."""

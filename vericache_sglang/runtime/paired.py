@@ -163,7 +163,7 @@ class PairedStarts(EarlyStarts):
         if rid in self._rests:
             self._relay.unpair(rid)
         elif state is not None and not state.lost:
-            state.lost = state.req.vericache_lost = True
+            state.leave_row()
             self._runtime.leave(rid)
 
     @property

@@ -144,15 +144,10 @@ class Recovery:
         return self.pending
 
     def lose(self, state: RequestState) -> None:
-        """Mark a request to be sent back to prefill; its emitted tokens are correct.
-
-        The hook on the scheduler reads the mark
-        (patches: managers_scheduler_retraction).
-        """
+        """Send a request back to prefill; its emitted tokens are correct."""
         if state.lost:
             return
-        state.lost = True
-        state.req.vericache_lost = True
+        state.leave_row()
         state.req.vericache_distrusted = True
         self._memory.counters.reprefills += 1
         self.each_of(

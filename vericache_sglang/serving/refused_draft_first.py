@@ -73,6 +73,14 @@ DRAFT_FIRST_RULES: tuple[Rule, ...] = (
         f"use {flag('acceptance')} coupled",
     ),
     Rule(
+        f"{flag('draft_length')} 1 with {{0.asking}}",
+        lambda asked: (
+            asked.config.draft_length < 2 and asked.config.drafts_for_verifiers
+        ),
+        "the last draft is not sent, so nothing would be verified",
+        "use 2 or more",
+    ),
+    Rule(
         "--tp-size {0.args.tp_size}",
         lambda asked: asked.args.tp_size > 1,
         "the ranks do not agree on which draft KV has been read",
