@@ -38,7 +38,10 @@ def bodies():
     prompts = record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
     return [
         *(
-            {"text": prompts, "sampling_params": [kind] * len(prompts)}
+            {
+                **{"text": prompts, "sampling_params": [kind] * len(prompts)},
+                "return_logprob": kind is KINDS[0],
+            }
             for kind in KINDS
         ),
         # Plain SGLang counts otherwise beside the prefills of others.

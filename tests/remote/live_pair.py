@@ -29,6 +29,8 @@ LOGPROBS = {
         "token_ids_logprob": [5, 7],
     }
 }
+OF_OUTPUT = {"more": {"return_logprob": True, "top_logprobs_num": 2}}
+"""As OpenAI's API asks: SGLang then starts at the prompt's end, not nowhere."""
 
 
 class Pair:

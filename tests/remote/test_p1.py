@@ -7,7 +7,7 @@ share servers and run in order: the last ones kill them.
 from pathlib import Path
 
 import pytest
-from live_pair import LOGPROBS, MOVED, Streams, begin, kill
+from live_pair import LOGPROBS, MOVED, OF_OUTPUT, Streams, begin, kill
 from live_server import MODEL, flip_a_bit
 from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
 
@@ -202,7 +202,7 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
     tokens = TOKENS if set(flags).isdisjoint((*KIVI, *PLANES)) else TOKENS // 2
     with servers(tmp_path, documents, *flags, **own) as pair:
         regex = {"regex": "[a-z0-9 ]{150}", "ignore_eos": True}
-        for params in ({"ignore_eos": True, **LOGPROBS}, SEEDED, regex):
+        for params in ({"ignore_eos": True, **OF_OUTPUT}, SEEDED, regex):
             pair.drafter.flush()
             pair.compare(documents, max_new_tokens=tokens, **params)
         assert settled(pair.drafter)[f"remote_{path}"] > 0

@@ -15,6 +15,7 @@ from live_pair import (
     LEASE_S,
     LOGPROBS,
     MOVED,
+    OF_OUTPUT,
     WAIT_S,
     Pair,
     Streams,
@@ -173,7 +174,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
 def test_log_probabilities_go_on_where_a_killed_verifier_has_left_them(pair, prompts):
     before = pair.drafter.counters()["remote_relayed_tokens"]
     with ThreadPoolExecutor(1) as pool:
-        asked = {"max_new_tokens": 300, "ignore_eos": True, **LOGPROBS}
+        asked = {"max_new_tokens": 300, "ignore_eos": True, **OF_OUTPUT}
         run = pool.submit(pair.compare, prompts, "local", **asked)
         pair.until(pair.drafter, lambda c: c["remote_relayed_tokens"] > before + 20)
         kill(pair.verifier)

@@ -8,6 +8,9 @@ import torch
 pytest.importorskip("sglang")
 
 from sglang.srt.managers.schedule_batch import ReqLogprob
+from sglang.srt.managers.scheduler_components.logprob_result_processor import (
+    SchedulerLogprobResultProcessor,
+)
 
 from vericache_sglang.remote.messages import Logprobs, WantedLogprobs
 from vericache_sglang.runtime.known_tokens import (
@@ -93,3 +96,20 @@ def test_a_token_that_is_taken_back_keeps_its_log_probabilities(top, chosen, ent
 
 def test_a_request_without_log_probabilities_wants_none():
     assert wanted_by(request([1])) is None
+
+
+def test_output_tokens_that_are_prefilled_are_not_taken_for_the_prompt():
+    """SGLang's own code asserts that it is told of as many as the prompt has."""
+    req = request([7, 9], top=0)
+    req.origin_input_ids, req.logprob_start_len = [1, 2, 3], 3
+    req.is_prefill_only, req.input_token_logprobs = False, None
+    for kind in ("top", "token_ids"):
+        for part in ("val", "idx"):
+            setattr(req, f"temp_input_{kind}_logprobs_{part}", None)
+    output = SimpleNamespace(next_token_logprobs=[-1.0], input_token_logprobs=(-2.0,))
+    given = {"pt": 0, "next_token_ids": [5], "num_input_logprobs": 1}
+    put_known(SimpleNamespace(reqs=[req]), result([5]))
+    processor = SchedulerLogprobResultProcessor(model_config=None)
+    processor.add_logprob_return_values(0, req, output=output, **given)
+    assert req.logprob.input_token_logprobs_val == []
+    assert req.logprob.output_token_logprobs_val == [-1.0]

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vericache_sglang.runtime.request_logprobs import put_logprobs, take_last_logprobs
+from vericache_sglang.runtime.request_logprobs import (
+    put_logprobs,
+    take_last_logprobs,
+    tell_no_prompt,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -42,6 +46,8 @@ def put_known(batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         result: Its result, changed in place.
     """
     for i, req in enumerate(batch.reqs):
+        if req.return_logprob and req.output_ids:
+            tell_no_prompt(req)
         position, token, logprobs = getattr(req, "vericache_known", (-1, 0, None))
         if position == len(req.output_ids):
             result.next_token_ids[i].fill_(token)

@@ -23,6 +23,9 @@ LISTS = tuple(
 """Lists of SGLang's ``ReqLogprob``, with an entry per output token; the last four stay
 empty if they are not requested."""
 
+OF_PROMPT = tuple(name.replace("output", "input") for name in LISTS)
+"""The same lists of a prompt's tokens; None until the prompt is prefilled."""
+
 
 def wanted_by(req: Req) -> WantedLogprobs | None:
     """Return the log-probabilities of output tokens that a request asks for."""
@@ -72,6 +75,18 @@ def take_last_logprobs(req: Req) -> Logprobs | None:
     for name in LISTS:
         del getattr(req.logprob, name)[-1:]
     return last
+
+
+def tell_no_prompt(req: Req) -> None:
+    """Have SGLang tell nothing of a prompt that was never prefilled here.
+
+    It does so after the prefill of a prompt alone. A prefill of further tokens, which
+    are known without one, would take their log-probabilities for the prompt's, and
+    SGLang's scheduler would end at an assertion about their number.
+    """
+    for name in OF_PROMPT:
+        if getattr(req.logprob, name) is None:
+            setattr(req.logprob, name, [])
 
 
 def put_logprobs(output: Any, i: int, known: Logprobs) -> None:
