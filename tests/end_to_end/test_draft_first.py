@@ -145,6 +145,8 @@ def test_answers_are_those_of_plain_sglang(fault, flags, bodies, wanted, tmp_pat
     assert counters["early_starts"] >= len(KINDS) - 1, "before residual KV was read"
     completed, lost = completed_and_lost(before, counters)
     assert (lost if fault else completed) > 0
+    grown = {name: counters[name] - before[name] for name in ("drafted", "accepted")}
+    assert fault or grown["accepted"] > grown["drafted"] / 2, "over the stored draft KV"
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
 

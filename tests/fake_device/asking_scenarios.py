@@ -22,6 +22,7 @@ from scenarios import engine, scenario
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
 from sglang.srt.constrained.outlines_backend import OutlinesGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.managers.schedule_batch import ReqLogprob
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
 
 from vericache_sglang.evaluation.workload import load_tokenizer
@@ -38,6 +39,7 @@ END = 6
 def logprobs(state, batch):
     """Ask for log-probabilities, of the likeliest tokens and of some by name."""
     state.req.return_logprob = batch.return_logprob = True
+    state.req.logprob = ReqLogprob(top_logprobs_num=2, token_ids_logprob=[1, 3])
     mine = [req is state.req for req in batch.reqs]
     batch.top_logprobs_nums = [2 * asks for asks in mine]
     batch.token_ids_logprobs = [[1, 3] if asks else None for asks in mine]

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.packed_drafts import Codes
     from vericache_sglang.kv.request import RequestState
 
+MOST_KNOWN = 16
+"""Most query tokens of a coded row beyond those with proposals: of a row whose tokens
+are known, in one forward."""
+
 TIMED_SEGMENTS = 1, 8
 """Segments per row in the timings at startup."""
 
@@ -167,8 +171,7 @@ class DraftCodes:
             counts.append(len(self._codes.layout(budget).segments))
             length = row.prefix + row.pending_max + len(row.columns)
             exact += length - budget.code_slots
-            if len(row.columns) > 1:  # one more compiled kernel, not one per number
-                queries = self._most_queries
+            queries = max(queries, self._compiled_for(len(row.columns)))
         if not states:
             return None
         if self.in_kernel:
@@ -184,6 +187,13 @@ class DraftCodes:
         sent = upload(self._handles.device, begins, list(first))
         begin, firsts = (column.to(torch.int32) for column in sent)
         return CodedRows(codes, begin, firsts, exact, queries)
+
+    def _compiled_for(self, queries: int) -> int:
+        """Return for how many query tokens of a row the kernel is compiled."""
+        if queries == 1:
+            return 1
+        most = self._most_queries
+        return most if queries <= most else max(most, MOST_KNOWN)
 
     def seconds_per_token(self) -> float:
         """Time attention over codes in one layer; return seconds per coded token.

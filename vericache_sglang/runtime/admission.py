@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vericache_sglang.runtime.forward.codes import over_draft_kv
 from vericache_sglang.runtime.forward.extend import KnownTokens, unseen
 from vericache_sglang.runtime.scheduler_settings import spec_of, whole_spec_of
 from vericache_sglang.scheduling.draft_length import FIRST_WAIT
@@ -115,6 +116,7 @@ class RequestAdmission:
         tokens = state.text(first, state.verified)
         slots = self._placement.table[own, head : head + len(tokens)].long()
         known = KnownTokens(own, tokens, first, own, head, slots)
+        known = over_draft_kv(self._placement, state, known)
         self._probing.extend.run(batch, batch_index, known, unseen)
         state.planned = True
         spec = spec_of(state, parts.budget, self._placement, overlap=self._overlap)

@@ -112,7 +112,9 @@ class Probing:
         if slots is None:
             return False
         own = slots[: len(tokens)]
-        known = KnownTokens(state.req_pool_idx, tokens, first, self._row, first, own)
+        known = KnownTokens(
+            state.req_pool_idx, tokens, first, self._row, first, own, len(slots)
+        )
         try:
             self._run(state, batch_index, batch, known, probe)
         finally:
@@ -141,7 +143,7 @@ class Probing:
         show = None
         if probe is not None:
             show = self._observer(state.rid, probe, before.long())
-        self.extend.run(batch, batch_index, known, show, len(slots))
+        self.extend.run(batch, batch_index, known, show)
 
     def _observer(self, rid: str, probe: Probe, body: torch.Tensor) -> Any:
         pool, selector = self._handles.pool, self._selector

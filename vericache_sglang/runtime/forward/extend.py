@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from vericache_sglang.device.upload import upload
+from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import ForwardInputs, build_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from vericache_sglang.kv.prefill_observer import PrefillObserver, ProbeObserver
     from vericache_sglang.runtime.tp_sync import TensorParallelSync
 
 LONGEST = 512
-"""Most tokens of one forward, unless a probe asks for more."""
+"""Most tokens of one forward, unless a probe asks for more or codes for fewer."""
 
 
 class KnownTokens(NamedTuple):
@@ -33,6 +35,10 @@ class KnownTokens(NamedTuple):
         row: Block-table row, which lists ``prefix`` slots and behind them ``slots``.
         prefix: Slots before the first token, which all of them attend to.
         slots: [n] int64, slots their KV is written to.
+        longest: Most tokens of one forward.
+        codes: Has the attention of a forward read the codes with which the row begins;
+            called with it, the slots before its first token, and its tokens. None
+            without codes.
     """
 
     owner: int
@@ -41,6 +47,8 @@ class KnownTokens(NamedTuple):
     row: int
     prefix: int
     slots: torch.Tensor
+    longest: int = LONGEST
+    codes: Callable[[ForwardBatch, int, int], None] | None = None
 
 
 class Extend:
@@ -65,7 +73,6 @@ class Extend:
         batch_index: int,
         known: KnownTokens,
         show: ProbeObserver | None = None,
-        longest: int = LONGEST,
     ) -> None:
         """Run the tokens over their row.
 
@@ -75,12 +82,11 @@ class Extend:
             known: The tokens.
             show: Is shown every layer, in place of the selector; None: the selector is,
                 as of a prefill, for which ``prefix`` must be ``position``.
-            longest: Most tokens of one forward.
         """
         self._observer.probe = show
         try:
-            for begin in range(0, len(known.tokens), longest):
-                part = slice(begin, begin + longest)
+            for begin in range(0, len(known.tokens), known.longest):
+                part = slice(begin, begin + known.longest)
                 self._forward(batch, batch_index, known, part)
         finally:
             self._observer.probe = None
@@ -110,9 +116,13 @@ class Extend:
             owners=owners,
         )
         forward = build_forward(copy.copy(batch), inputs, self._runner)
-        # For an extend SGLang computes the logits of the last token only.
-        forward.forward_mode = ForwardMode.EXTEND
-        forward.spec_info = None
+        if known.codes is None:
+            # For an extend SGLang computes the logits of the last token only.
+            forward.forward_mode = ForwardMode.EXTEND
+            forward.spec_info = None
+        else:  # which backends for prefill cannot read
+            known.codes(forward, before, len(own))
+            present(forward, self._runner)
         with self._tp_sync.forward(last=False):
             self._runner.forward(forward)
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
 from vericache_sglang.device.upload import upload
 from vericache_sglang.errors import InvariantError
+from vericache_sglang.runtime.forward.codes import over_draft_kv, read_codes
 from vericache_sglang.runtime.forward.extend import Extend, KnownTokens, unseen
 from vericache_sglang.runtime.forward.graphs import present
 from vericache_sglang.runtime.forward.rows import MixedRows, build_forward
@@ -120,11 +121,7 @@ class MixedForward:
         forward = build_forward(
             copy.copy(batch), inputs, self._worker.model_runner, features=features
         )
-        draft_codes = self._placement.draft_codes
-        if draft_codes is None:
-            forward.spec_info.packed = self._packed(rows.rows)
-        else:
-            forward.spec_info.coded = draft_codes.of(rows.rows)
+        read_codes(self._placement, forward, rows.rows)
         present(forward, self._worker.model_runner)
         with ready:
             run = self._worker.forward_batch_generation(
@@ -166,6 +163,8 @@ class MixedForward:
         tokens = state.text(first, state.verified)
         prefix, show = (end - count, unseen) if row.drafts else (first, None)
         known = KnownTokens(row.own, tokens, first, row.table_row, prefix, slots)
+        if row.drafts:
+            known = over_draft_kv(self._placement, state, known)
         self.extend.run(batch, row.batch_index, known, show)
 
     def nothing(
@@ -244,17 +243,6 @@ class MixedForward:
         result = self._result(batch, rows.given, emitted, table)
         self._in_flight.launch(InFlightForward(result, self._draft_tokens.most))
         return result
-
-    def _packed(self, rows: Sequence[ForwardRow]) -> dict[int, Any]:
-        """Return row -> number of code slots and their decoder, for the attention."""
-        codes = self._placement.codes
-        if codes is None:
-            return {}
-        return {
-            i: (row.packed.split.budget.code_slots, codes.segments(row.packed))
-            for i, row in enumerate(rows)
-            if row.packed is not None
-        }
 
     def _result(
         self,
