@@ -97,6 +97,7 @@ CASES = {
     "KIVI-3-group-16": Case(("kivi", 3, 16), GROUPS),
     "KIVI-2-bf16": Case(("kivi", 2, 32), GROUPS, dtype=BF16, dim=64),
     "KIVI-4-fp16": Case(("kivi", 4, 32), GROUPS, dtype=FP16),
+    "KIVI-4-sixteen-queries": Case(("kivi", 4, 32), (((64,), 20),), queries=16),
     "KIVI-2-three-queries": Case(("kivi", 2, 32), (((32,), 5),), queries=3),
     "KVQuant-2": Case(("kvquant", 2, 0.02), SPARSE),
     "KVQuant-4": Case(("kvquant", 4, 0.05), NOTHING_EXACT),

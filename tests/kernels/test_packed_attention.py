@@ -70,7 +70,7 @@ def error(actual, expected):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.identity)
-@pytest.mark.parametrize("n", [1, 3, pytest.param(16, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(
     ("lengths", "row"),
     [
