@@ -23,14 +23,9 @@ OURS = (
     "--enable-metrics",
 )
 WAIT_S = 120
-LOGPROBS = {
-    "more": {
-        **{"return_logprob": True, "top_logprobs_num": 2},
-        "token_ids_logprob": [5, 7],
-    }
-}
 OF_OUTPUT = {"more": {"return_logprob": True, "top_logprobs_num": 2}}
 """As OpenAI's API asks: SGLang then starts at the prompt's end, not nowhere."""
+LOGPROBS = {"more": {**OF_OUTPUT["more"], "token_ids_logprob": [5, 7]}}
 
 
 class Pair:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from vericache_sglang.kv.request import RequestState
 
 MOST_KNOWN = 16
-"""Most query tokens of a coded row beyond those with proposals: of a row whose tokens
-are known, in one forward."""
+"""Most known tokens of a coded row in one forward (``Extend``)."""
 
 TIMED_SEGMENTS = 1, 8
 """Segments per row in the timings at startup."""
@@ -189,11 +188,13 @@ class DraftCodes:
         return CodedRows(codes, begin, firsts, exact, queries)
 
     def _compiled_for(self, queries: int) -> int:
-        """Return for how many query tokens of a row the kernel is compiled."""
-        if queries == 1:
-            return 1
-        most = self._most_queries
-        return most if queries <= most else max(most, MOST_KNOWN)
+        """Return for how many the kernel is compiled: of three, not for every number.
+
+        Args:
+            queries: Query tokens of a row: one, with proposals, or known ones.
+        """
+        numbers = 1, self._most_queries, MOST_KNOWN
+        return next(each for each in numbers if queries <= each)
 
     def seconds_per_token(self) -> float:
         """Time attention over codes in one layer; return seconds per coded token.

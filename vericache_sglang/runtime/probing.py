@@ -112,9 +112,8 @@ class Probing:
         if slots is None:
             return False
         own = slots[: len(tokens)]
-        known = KnownTokens(
-            state.req_pool_idx, tokens, first, self._row, first, own, len(slots)
-        )
+        where = first, self._row, first, own
+        known = KnownTokens(state.req_pool_idx, tokens, *where, longest=len(tokens))
         try:
             self._run(state, batch_index, batch, known, probe)
         finally:

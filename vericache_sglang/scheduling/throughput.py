@@ -48,12 +48,9 @@ class Throughput:
         """
         self._model = self._estimates.iteration.coefficients
         self._rows = max(1, rows)
+        # A row's parts of what an iteration costs without rows, and of a call.
+        self._base_s = self._model.base_s / self._rows
         self._drafter_s = self._estimates.drafter_s.value / self._rows
-
-    @property
-    def _base_s(self) -> float:
-        """A row's part of what an iteration costs without rows, in seconds."""
-        return self._model.base_s / self._rows
 
     def prefetch_s(self, track: ScheduledRequest) -> float:
         """Return the link time to prefetch a request's residual KV, in seconds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vericache_sglang.attention.forward_row import ForwardRow
@@ -51,12 +50,20 @@ def over_draft_kv(
     """
     if not state.split.budget.coded:
         return known
-    at = known.prefix, known.prefix, range(0), known.position, known.position
-    row = ForwardRow(0, known.owner, known.row, *at, drafts=True, packed=state)
 
     def read(forward: ForwardBatch, prefix: int, count: int) -> None:
-        part = replace(row, prefix=prefix, columns=range(count))
-        read_codes(placement, forward, [part])
+        row = ForwardRow(
+            batch_index=0,
+            own=known.owner,
+            table_row=known.row,
+            prefix=prefix,
+            at=prefix,
+            columns=range(count),
+            position=known.position,
+            text=known.position,
+            packed=state,
+        )
+        read_codes(placement, forward, [row])
 
     longest = known.longest if placement.draft_codes is None else MOST_KNOWN
     return known._replace(codes=read, longest=longest)
