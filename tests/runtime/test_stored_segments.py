@@ -12,6 +12,7 @@ from segment_world import (
     with_segments,
 )
 
+from vericache_sglang.compression.budget import Budget
 from vericache_sglang.prefix_cache.segment import Form
 
 pytestmark = pytest.mark.sglang
@@ -71,6 +72,35 @@ def test_a_split_segment_is_stored_in_two_parts():
     target = other.take(SHORT)
     assert other.segments.restore(["a"], 0, target) == []
     assert torch.equal(other.at(target), world.truth("a"))
+
+
+def test_a_segment_whose_copy_runs_is_stored_when_its_use_ends():
+    """As on a CUDA device, where compressing ends before the copy to the host does."""
+    world, store = with_segments()
+    world.segments.kept = KEPT
+    world.index.add_draft("a", world.draft("a"))
+    filling = world.copies.open_residual("a", Budget(SHORT, KEPT, 0, 0))
+    world.segments.settle(["a"])
+    world.segments.use("r", ["a"])
+    store.announce()
+    assert store.names == []
+    world.fill("a", filling)
+    world.segments.release("r")
+    store.announce()
+    assert store.lookup_compressed(["a"], COMPRESSOR) == 1
+
+
+def test_a_write_that_failed_is_made_again_when_the_server_ends():
+    world, store = with_segments()
+    world.segments.kept = KEPT
+    world.split("a")
+    store.storage.fault = "refuse"
+    world.segments.settle(["a"])
+    store.announce()
+    store.storage.fault = None
+    assert store.names == []
+    world.segments.close()
+    assert store.lookup_compressed(["a"], COMPRESSOR) == 1
 
 
 def test_a_segment_without_the_one_before_it_is_not_taken_in():

@@ -243,6 +243,8 @@ class CachedSegments:
                 self.copies.drop_residual(name)
             if not segment.users and (name not in self._index or segment.distrusted):
                 self.forget(name)
+            elif segment.split:
+                self._tiers.write_split(name)
 
     def forget_users(self) -> None:
         """Reset all uses, for when no request is running after an error."""
@@ -331,7 +333,7 @@ class CachedSegments:
         self._slots.enter(names, slots)
         if not self.kept:
             for at, name in enumerate(names):
-                self._write(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
+                self._tiers.write_whole(name, slots[at * SEGMENT : (at + 1) * SEGMENT])
         now = self._ranks.now()
         for at, name in enumerate(names):
             known = self._index.get(name)
@@ -353,7 +355,7 @@ class CachedSegments:
     def _leave(self, name: str, parent: str | None, own: torch.Tensor) -> None:
         """Save an evicted segment to the host unless it has copies; see ``leaving``."""
         self.counters.evicted_device_tokens += SEGMENT
-        self._write(name, own)
+        self._tiers.write_whole(name, own)
         if parent is not None and parent not in self._index:
             self.forget(name)  # no match can reach it without its parent
             return
@@ -406,7 +408,7 @@ class CachedSegments:
             attempt = partial(self._save, name, own)
             if not self._enter_host(name, parent, attempt, split=False):
                 return
-            self._write(name, own)
+            self._tiers.write_whole(name, own)
 
     def _enter_host(
         self,
@@ -432,11 +434,6 @@ class CachedSegments:
         content = self._tiers.compressed(name, Tier.HOST) if split else None
         self._tiers.know(name, parent, content or self._tiers.on_host)
         return True
-
-    def _write(self, name: str, slots: torch.Tensor) -> None:
-        """Write a segment to the store, if there is one and it lacks the segment."""
-        if self.stored is not None and self.stored.wants(name):
-            self.stored.write(name, {"whole": self.copies.read_whole(slots)})
 
     def take_in(self, name: str, parent: str | None, found: Found) -> bool:
         """Copy a segment that was read from the store to the host.
@@ -549,16 +546,18 @@ class CachedSegments:
             content = self._tiers.compressed(name, Tier.DEVICE)
             self._tiers.know(name, parent, content)
             self._index.update(name, content)
-            if self.stored is not None and self.stored.wants(name, split=True):
-                self.stored.write_split(name, self.copies.read_parts(name))
+            self._tiers.write_split(name)
             self.copies.drop_copies(name)
 
     def close(self) -> None:
-        """Write the device segments to the store that it lacks, and wait for this."""
+        """Write the segments to the store that it lacks, and wait for this."""
         if self.stored is None:
             return
-        for segment in self._slots.all():
-            self._write(segment.name, segment.slots)
+        for entry in self._slots.all():
+            self._tiers.write_whole(entry.name, entry.slots)
+        for segment in self._index.segments():
+            if segment.split:
+                self._tiers.write_split(segment.name)
         self.stored.close()
 
     def leave_store(self) -> None:

@@ -172,6 +172,22 @@ class SegmentTiers:
         if self.stored is not None and name not in self.slots:
             self.stored.forget(name)
 
+    # -- the store --------------------------------------------------------------
+
+    def write_whole(self, name: str, slots: torch.Tensor) -> None:
+        """Queue a write of the full KV in ``slots``, unless a form is stored."""
+        if self.stored is not None and self.stored.wants(name):
+            self.stored.write(name, {"whole": self._copies.read_whole(slots)})
+
+    def write_split(self, name: str) -> None:
+        """Queue a write of draft KV and residual KV, unless they are stored.
+
+        Nothing is written while a transfer still fills the residual KV, as on a CUDA
+        device just after compressing: the end of every use writes what is missing.
+        """
+        if self.stored is not None and self.stored.wants(name, split=True):
+            self.stored.write_split(name, self._copies.read_parts(name))
+
     # -- host memory ------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:

@@ -307,6 +307,7 @@ class StoredSegments:
         Args:
             split: Require draft KV and residual KV; False: any form counts.
         """
+        self._poll()
         forms = [write.split for write in self._writing if write.name == name]
         forms += [self._there[name]] if name in self._there else []
         return True not in forms and (split or False not in forms)
