@@ -36,6 +36,7 @@ HOOKED = (
     "managers_scheduler_idle",
     "managers_scheduler_isolation",
     "managers_io_struct",
+    "managers_multi_tokenizer",
     "managers_tokenizer_manager",
     "managers_tokenizer_manager_checks",
     "entrypoints_openai_usage_processor",

@@ -3,8 +3,11 @@
 import http.client
 import json
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+from live_server import LiveServer
 
 pytestmark = pytest.mark.server
 
@@ -197,3 +200,28 @@ def test_chat_requests_carry_wishes_too(servers, prompts):
         drafted = ours.settle()["cycles"] > before
         assert drafted is ("enabled" not in wishes)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.extended
+def test_several_http_processes_serve_and_refuse_as_one_does(
+    tmp_path, servers, prompts
+):
+    """SGLang starts them without plugins."""
+    _, plain = servers
+    flags = ("--enable-deterministic-inference", "--vericache-min-prompt", "64")
+    several = LiveServer(tmp_path, *flags, "--tokenizer-worker-num", "2")
+    bad = {"text": "x", "sampling_params": {"custom_params": {"vericache": 7}}}
+    try:
+        several.wait()
+        with ThreadPoolExecutor(4) as clients:
+            each = partial(ask, several)
+            answers = list(clients.map(each, [*prompts, *prompts]))
+            refused = list(
+                clients.map(lambda _: refusal(several, "/generate", bad)[0], range(8))
+            )
+    finally:
+        several.close()
+    wanted = [answer["output_ids"] for answer in ask(plain, prompts)]
+    assert [answer["output_ids"] for answer in answers] == [*wanted, *wanted]
+    assert all("vericache" in answer["meta_info"] for answer in answers)
+    assert refused == 8 * [400]
