@@ -214,8 +214,7 @@ def test_several_http_processes_serve_and_refuse_as_one_does(
     try:
         several.wait()
         with ThreadPoolExecutor(4) as clients:
-            each = partial(ask, several)
-            answers = list(clients.map(each, [*prompts, *prompts]))
+            answers = list(clients.map(partial(ask, several), [*prompts, *prompts]))
             refused = list(
                 clients.map(lambda _: refusal(several, "/generate", bad)[0], range(8))
             )

@@ -243,8 +243,8 @@ class CachedSegments:
                 self.copies.drop_residual(name)
             if not segment.users and (name not in self._index or segment.distrusted):
                 self.forget(name)
-            elif segment.split:
-                self._tiers.write_split(name)
+            else:
+                self._tiers.write_split(segment)
 
     def forget_users(self) -> None:
         """Reset all uses, for when no request is running after an error."""
@@ -546,7 +546,7 @@ class CachedSegments:
             content = self._tiers.compressed(name, Tier.DEVICE)
             self._tiers.know(name, parent, content)
             self._index.update(name, content)
-            self._tiers.write_split(name)
+            self._tiers.write_split(self._index.find(name))
             self.copies.drop_copies(name)
 
     def close(self) -> None:
@@ -556,8 +556,7 @@ class CachedSegments:
         for entry in self._slots.all():
             self._tiers.write_whole(entry.name, entry.slots)
         for segment in self._index.segments():
-            if segment.split:
-                self._tiers.write_split(segment.name)
+            self._tiers.write_split(segment)
         self.stored.close()
 
     def leave_store(self) -> None:

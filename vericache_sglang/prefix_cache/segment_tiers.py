@@ -179,14 +179,15 @@ class SegmentTiers:
         if self.stored is not None and self.stored.wants(name):
             self.stored.write(name, {"whole": self._copies.read_whole(slots)})
 
-    def write_split(self, name: str) -> None:
-        """Queue a write of draft KV and residual KV, unless they are stored.
+    def write_split(self, segment: Segment) -> None:
+        """Queue a write of a compressed segment, unless both its parts are stored.
 
         Nothing is written while a transfer still fills the residual KV, as on a CUDA
         device just after compressing: the end of every use writes what is missing.
         """
-        if self.stored is not None and self.stored.wants(name, split=True):
-            self.stored.write_split(name, self._copies.read_parts(name))
+        name, stored = segment.name, self.stored
+        if stored is not None and segment.split and stored.wants(name, split=True):
+            stored.write_split(name, self._copies.read_parts(name))
 
     # -- host memory ------------------------------------------------------------
 
