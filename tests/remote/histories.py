@@ -206,8 +206,11 @@ class History:
             elif self.dice.random() < 0.01:
                 del self.drafting[rid]
                 self.owner.relay(rid, output, self.now)
-            elif len(output) > self.drafting[rid] and self.dice.random() < 0.5:
-                self._verify(rid, self.dice.choice((0, 1, 4)))
+            elif len(output) > self.drafting[rid]:
+                if self.dice.random() < 0.5:
+                    self._verify(rid, self.dice.choice((0, 1, 4)))
+                else:
+                    self.owner.prepare(rid, self.dice.random())
 
     def _verify(self, rid, count):
         begin = self.drafting[rid] = len(self.outputs[rid])

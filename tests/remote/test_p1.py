@@ -211,6 +211,8 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
         waits = pair.verifier.settle()["remote_stateless"]
         assert (waits > 0) == (STATELESS[0] in flags), pair.events()
+        prepared = pair.verifier.counters()["remote_prepared"]
+        assert (prepared > 0) == (waits > 0), "their drafts are announced"
 
 
 @extended

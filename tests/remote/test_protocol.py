@@ -15,6 +15,7 @@ from vericache_sglang.remote.messages import (
     Close,
     Heartbeat,
     Open,
+    Prepare,
     Refuse,
     Resend,
     Unknown,
@@ -111,6 +112,8 @@ def opening(rid=1, epoch=1, params=b""):
             [Verdict(1, 1, 2, b"", False)],
         ),
         ([opening(), VerifyDrafts(1, 2, 2, b"")], [], [Unknown(1, 2)]),
+        ([opening(), Prepare(1, 1, 2, 500)], [], []),
+        ([opening(), Prepare(1, 2, 2, 500)], [], [Unknown(1, 2)]),
         ([opening(), Resend(1, 2, 0)], [], [Unknown(1, 2)]),
         ([Resend(3, 1, 0)], [], [Unknown(3, 1)]),
         ([opening(), *[Heartbeat(5, ())] * 5], [], []),
@@ -284,6 +287,20 @@ def test_a_guest_waits_for_its_owner_s_drafts():
         host.tell(VerifyDrafts(1, 1, 2, pack([VOCABULARY])))
     host.tell(Resend(1, 1, 2))
     assert not guest.waits
+
+
+def test_drafts_are_announced_with_their_place_and_time():
+    owner, request, _ = drafting(0, tokens=[3, 4])
+    owner.prepare(1, 0.25)
+    announced = Prepare(1, 1, 2, 250)
+    assert sent(owner)[1:] == [(request.verifier, announced)]
+    owner.prepare(9, 0.25)
+    assert sent(owner) == [], "that request is not open"
+    host = Host()
+    host.tell(opening(), announced)
+    (guest,) = host.guests.running()
+    assert not guest.waits, "its owner may never send them"
+    assert guest.expected == (2, 0.25)
 
 
 def test_guests_are_verified_in_the_order_in_which_they_were_asked():

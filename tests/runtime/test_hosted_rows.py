@@ -12,9 +12,11 @@ from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.hosting import Hosting
 from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import GREEDY_FAST, Profile, SamplingRule
+from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 MOST, OWN, PROMPT = 4, 1, 10
+NOW = 100.0
 FULL = [7, 8, 9]
 LONG = [7] * (MOST_DRAFTS + 9)
 ROOM = {"most": len(LONG), "allocated": 1000, "longest": 1000}
@@ -59,6 +61,8 @@ def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):
     hosting = Hosting.__new__(Hosting)
     hosting._most_drafts, hosting._guest_kv = most, guest_kv
     hosting._waiting, hosting._stateless = waiting, {}
+    hosting._queued_at, hosting._return_s = {}, Ewma(0.5, least=0.0, most=9.0)
+    hosting._transport = SimpleNamespace(now=lambda: NOW)
     hosting._counters = Counters()
     hosting.draft_tokens = DraftTokenBuffer(2, most, "cpu")
     queue = list(queue)
@@ -164,7 +168,10 @@ def test_a_guest_with_unreported_tokens_keeps_its_kv(change):
     assert not state.lost
 
 
-@pytest.mark.parametrize("event", ["drafts", "a drafter that drafts no more", "abort"])
+@pytest.mark.parametrize(
+    "event",
+    ["drafts", "drafts announced", "a drafter that drafts no more", "abort"],
+)
 def test_a_stateless_guest_is_queued_for_its_drafts_and_its_end(event):
     _, state, _ = row(None)
     req = state.req
@@ -177,14 +184,55 @@ def test_a_stateless_guest_is_queued_for_its_drafts_and_its_end(event):
     assert queue == []
     if event == "drafts":
         guest.asked = (2, FULL)
+    elif event == "drafts announced":
+        guest.expected = (2, NOW + 0.4)
     elif event == "abort":
         req.to_finish = "abort"
     else:
         hosting._waiting = {}
     hosting._readmit()
     assert (queue, [*hosting.in_flight]) == ([req], [])
+    assert hosting._counters.remote_prepared == (event == "drafts announced")
     # Its prefill decides nothing: drafts are verified behind its last token.
     assert (req.output_ids, req.vericache_known) == ([5], (1, 6, None))
+
+
+@pytest.mark.parametrize(
+    ("base", "in_s", "expected"),
+    [(2, 0.4, True), (2, 0.6, False), (2, -0.9, True), (2, -1.1, False), (1, 0, False)],
+)
+@pytest.mark.parametrize("short", [False, True])
+def test_a_guest_has_its_kv_while_drafts_are_expected(base, in_s, expected, short):
+    """They are expected for a second, from the time that it takes to bring KV back.
+
+    Requests that wait for memory come first.
+    """
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True)
+    guest.expected = base, NOW + in_s
+    _, state, _ = row(None)
+    others = ["other"] if short else []
+    expected = expected and not short
+    hosting = hosting_of({"g": guest}, "stateless", others, full=short)
+    hosting.actions({0: state}, 0)
+    assert state.lost is not expected
+    hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
+    hosting._readmit()
+    assert (state.req in hosting._scheduler.waiting_queue) is expected
+
+
+def test_the_time_to_bring_kv_back_is_measured_to_the_row():
+    _, state, _ = row(None)
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True)
+    hosting = hosting_of({"g": guest}, "cached")
+    hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
+    guest.asked = (2, FULL)
+    hosting._readmit()
+    hosting._transport.now = lambda: NOW + 3.0
+    hosting.actions({}, 0)
+    for later in (3.0, 4.0):
+        hosting._transport.now = lambda later=later: NOW + later
+        hosting.actions({0: state}, 0)
+        assert hosting._return_s.value == 3.0
 
 
 def test_a_guest_that_is_retracted_with_drafts_is_queued_at_once():

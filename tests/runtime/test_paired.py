@@ -14,7 +14,7 @@ import pytest
 from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
-from vericache_sglang.runtime.paired import PairedStarts
+from vericache_sglang.runtime.paired import LONGEST_S, PairedStarts
 from vericache_sglang.runtime.relay import PairedRequest
 from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.ewma import Ewma
@@ -85,6 +85,7 @@ class Drafter:
         relay = SimpleNamespace(
             paired={"r": self.pair},
             verify=self.verify,
+            prepare=self.prepare,
             unpair=lambda rid: relay.paired.pop(rid),
             now=time.monotonic,
             token_s=Ewma(0.0, least=0.0, most=1.0),
@@ -96,12 +97,18 @@ class Drafter:
         self.starts._rests = {}
         self.starts._segments = SimpleNamespace(stored=None)
         self.arrived = ()
-        self.asked, self.late = None, []
+        self.asked, self.announced, self.late = None, None, []
         self.verify(self.pair, ())
 
     def verify(self, pair, drafts):
         pair.asked, pair.sent = True, len(drafts)
         self.asked = (len(pair.tokens), list(drafts))
+        assert not drafts or self.announced == len(pair.tokens)
+
+    def prepare(self, pair, eta_s):
+        assert not pair.asked
+        assert 0.0 <= eta_s < LONGEST_S
+        self.announced = len(pair.tokens)
 
     def answer(self):
         """Decide what was asked for, or tokens that were not."""

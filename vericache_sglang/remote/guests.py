@@ -19,6 +19,7 @@ from vericache_sglang.remote.messages import (
     Heartbeat,
     Hello,
     Open,
+    Prepare,
     Refuse,
     Unknown,
     Verdict,
@@ -42,6 +43,8 @@ MOST_REFUSED = 1000
 """Refused drafters that are remembered, so that each is logged once."""
 MOST_MISSED = 2
 """Heartbeats without a guest after which it ends."""
+MOST_LATE_S = 1.0
+"""Time after which drafts that were announced are not expected any more, in seconds."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class Guest:
         missed: Heartbeats since that did not name it.
         waits: Its owner drafts: it computes what ``asked`` asks for and no more.
         asked: (output tokens before them, drafts) to verify; None: nothing yet.
+        expected: (output tokens before them, time in seconds) of announced drafts.
         logprobs: Of the output tokens that were not committed; None: not wanted.
         opened: Committed output tokens when it began.
     """
@@ -73,6 +77,7 @@ class Guest:
     missed: int = 0
     waits: bool = False
     asked: tuple[int, Sequence[int]] | None = None
+    expected: tuple[int, float] = (-1, 0.0)
     logprobs: list[Logprobs] | None = None
     opened: int = field(init=False)
 
@@ -83,6 +88,17 @@ class Guest:
         """Return the drafts to verify behind so many output tokens; None: it waits."""
         base, drafts = self.asked or (-1, ())
         return drafts if base == tokens else None
+
+    def expects(self, tokens: int, now: float, ahead_s: float) -> bool:
+        """Return whether drafts behind so many output tokens are about to come.
+
+        Args:
+            tokens: Output tokens.
+            now: In seconds.
+            ahead_s: They are expected within this time, in seconds.
+        """
+        base, at = self.expected
+        return base == tokens and -MOST_LATE_S <= at - now <= ahead_s
 
     def verdict(self, base: int) -> Verdict:
         """Return all tokens from ``base`` on; none if it does not have so many."""
@@ -187,6 +203,8 @@ class Guests:
                 self._end(guest)
         elif guest is None or guest.epoch != message.epoch:
             self.outbox.append((connection, Unknown(message.rid, message.epoch)))
+        elif isinstance(message, Prepare):
+            guest.expected = message.base, at + message.eta_ms / 1000
         else:
             self._ask(connection, guest, message)
 

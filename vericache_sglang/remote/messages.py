@@ -17,7 +17,7 @@ from vericache_sglang.errors import MessageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages; other versions are refused."""
 
 LONGEST = 16 << 20
@@ -134,6 +134,20 @@ class Busy(Message, tag=12):
     reason: Text
 
 
+class Prepare(Message, tag=13):
+    """A drafter announces its next drafts, so that the KV to verify them is there.
+
+    Attributes:
+        base: Output tokens before the drafts.
+        eta_ms: Time until they are expected, in milliseconds.
+    """
+
+    rid: U64
+    epoch: U32
+    base: U32
+    eta_ms: U32
+
+
 class VerifyDrafts(Message, tag=14):
     """A drafter asks which token follows ``base`` and each of its drafts.
 
@@ -205,7 +219,7 @@ class Heartbeat(Message, tag=20):
     live: Annotated[tuple[U64, ...], msgspec.Meta(max_length=1 << 16)]
 
 
-ToVerifier = Hello | Open | VerifyDrafts | Close | Resend | Heartbeat
+ToVerifier = Hello | Open | Prepare | VerifyDrafts | Close | Resend | Heartbeat
 ToDrafter = Welcome | Refuse | Busy | Verdict | Unknown | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -19,6 +19,7 @@ from vericache_sglang.remote.messages import (
     Busy,
     Close,
     Open,
+    Prepare,
     Resend,
     Unknown,
     Verdict,
@@ -179,6 +180,19 @@ class Owner:
         request.decodes = False
         request.answered = request.asked = now
         self.outbox.append((request.verifier, request.verify))
+
+    def prepare(self, rid: int, eta_s: float) -> None:
+        """Announce drafts behind the present tokens.
+
+        Args:
+            rid: A request; one that is not open is ignored.
+            eta_s: Time until they are expected, in seconds, >= 0.
+        """
+        request = self._requests.get(rid)
+        if request is not None:
+            base, eta_ms = len(request.tokens), round(1000 * eta_s)
+            prepare = Prepare(rid, request.epoch, base, eta_ms)
+            self.outbox.append((request.verifier, prepare))
 
     def relay(self, rid: int, tokens: MutableSequence[int], now: float) -> None:
         """Have all further tokens computed without drafts.

@@ -4,8 +4,8 @@ They are admitted, batched, drafted for, retracted and cached like any other req
 only their output goes to the drafter instead of a client (``remote.guests``). The row
 of one whose drafter drafts waits for drafts and verifies them. It keeps its full KV on
 the device meanwhile (cached), or leaves it to the prefix cache after each verdict and
-is prefilled again, from there, when drafts have come (stateless; arXiv:2605.17613,
-section 5.3).
+is prefilled again, from there, for its next drafts: so long before they are expected as
+that takes, or when they have come (stateless; arXiv:2605.17613, section 5.3).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vericache_sglang.runtime.known_tokens import know_next, take_back
 from vericache_sglang.runtime.request_logprobs import logprobs_from
 from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import SamplingRule
+from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from vericache_sglang.remote.transport import VerifierTransport
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.scheduling.plan import RowAction
+
+
+LONGEST_RETURN_S = 60.0
+"""Longest time to bring a guest's KV back that is believed, in seconds."""
 
 
 class Hosting:
@@ -79,6 +84,8 @@ class Hosting:
         self._committed: dict[str, Sequence[int] | None] = {}
         self._requests: dict[str, Req] = {}
         self._stateless: dict[str, Req] = {}
+        self._queued_at: dict[str, float] = {}
+        self._return_s = Ewma(0.0, least=0.0, most=LONGEST_RETURN_S)
         self._counters = counters
         self._numbered = 0
         self._beat_at = 0.0
@@ -128,16 +135,34 @@ class Hosting:
         return True
 
     def _readmit(self) -> None:
-        """Have guests prefilled again that have drafts, or are to end."""
+        """Have guests prefilled again that have or expect drafts, or are to end."""
         for name, req in list(self._stateless.items()):
-            guest = self._waiting.get(name)
-            idle = guest is not None and guest.drafts(len(req.output_ids) + 1) is None
-            if not idle or req.to_finish is not None:
-                self._enqueue(name)
+            guest, tokens = self._waiting.get(name), len(req.output_ids) + 1
+            if guest and not req.to_finish and guest.drafts(tokens) is None:
+                if not self._expects(guest, tokens):
+                    continue
+                self._counters.remote_prepared += 1
+            self._enqueue(name)
+
+    def _expects(self, guest: Guest, tokens: int) -> bool:
+        """Return whether the KV of a guest should be here for its next drafts.
+
+        That is if they come within the time to bring it back, and no request waits for
+        its memory.
+        """
+        now, ahead_s = self._transport.now(), self._return_s.value
+        return guest.expects(tokens, now, ahead_s) and not self._short
+
+    @property
+    def _short(self) -> bool:
+        """Whether requests wait for memory or rows."""
+        scheduler = self._scheduler
+        return bool(scheduler.waiting_queue and scheduler.running_batch.batch_is_full)
 
     def _enqueue(self, name: str) -> None:
         self._scheduler._add_request_to_queue(self._stateless[name], is_retracted=True)
         del self._stateless[name]
+        self._queued_at[name] = self._transport.now()
 
     @staticmethod
     def _advance_grammar(req: Req) -> None:
@@ -191,6 +216,7 @@ class Hosting:
             self._guests.lose(guest)
         if lost or finished:
             self._requests.pop(guest.name, None)
+            self._queued_at.pop(guest.name, None)
 
     @property
     def busy(self) -> bool:
@@ -216,6 +242,9 @@ class Hosting:
         for name, guest in self._waiting.items():
             if name in rows:
                 at = rows[name]
+                if name in self._queued_at:
+                    queued_s = self._transport.now() - self._queued_at.pop(name)
+                    self._return_s.observe(queued_s)
                 found[at] = self._action(guest, requests[at], may=left > 0)
                 left -= isinstance(found[at], Verify)
         self._release([requests[at] for at in found])
@@ -227,25 +256,25 @@ class Hosting:
         Args:
             waiting: The guests of the batch that wait or verify.
         """
-        scheduler, chosen = self._scheduler, self._guest_kv
-        short = scheduler.waiting_queue and scheduler.running_batch.batch_is_full
-        if chosen == "cached" or (chosen == "auto" and not short):
+        chosen = self._guest_kv
+        if chosen == "cached" or (chosen == "auto" and not self._short):
             return
         idle = [each for each in waiting if self._is_idle(each)]
         if chosen == "auto":
-            # Requests wait for memory or rows: one at a time until they are admitted.
+            # One at a time until the requests that wait are admitted.
             idle = sorted(idle, key=lambda each: each.row_length)[-1:]
         for state in idle:
             state.leave_row()
             state.req.vericache_kept = True
 
     def _is_idle(self, state: RequestState) -> bool:
-        """Return whether a guest has nothing to verify, and nothing in flight."""
+        """Return whether a guest has nothing to verify soon, and nothing in flight."""
         req, tokens = state.req, len(state.outputs)
         reported = len(req.output_ids) == tokens and req.to_finish is None
         busy = state.committed_in_flight or state.pending_max or state.drafts
-        asked = self._waiting[state.rid].drafts(tokens) is not None
-        return reported and not (busy or asked)
+        guest = self._waiting[state.rid]
+        awaited = guest.drafts(tokens) is not None or self._expects(guest, tokens)
+        return reported and not (busy or awaited)
 
     def _action(self, guest: Guest, state: RequestState, *, may: bool) -> RowAction:
         """Return the action of a guest's row.
@@ -343,6 +372,7 @@ class Hosting:
         """Abort a guest's request."""
         if guest.name in self._stateless:
             self._enqueue(guest.name)  # where SGLang's abort finds it
+        self._queued_at.pop(guest.name, None)
         if self._requests.pop(guest.name, None) is None:
             self._committed[guest.name] = None
         self._scheduler.abort_request(AbortReq(rid=guest.name))

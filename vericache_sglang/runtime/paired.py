@@ -55,6 +55,7 @@ class PairedStarts(EarlyStarts):
         """
         self._relay, self._runtime, self._states = relay, runtime, states
         self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
+        self._drafting_s = Ewma(0.0, least=0.0, most=LONGEST_S)
         self._paces = PathPaces(relay.token_s)
         self._delivers = False
         relay.starts = self
@@ -206,6 +207,7 @@ class PairedStarts(EarlyStarts):
         count = len(state.drafts) if track.closed else track.most - 1
         in_flight = state.drafted_max > len(state.drafts)
         if len(state.drafts) >= count and not (track.closed and in_flight):
+            self._drafting_s.observe(self._relay.now() - pair.drafts_since)
             self._relay.verify(pair, state.drafts[:count])
 
     def _deliver(
@@ -244,6 +246,9 @@ class PairedStarts(EarlyStarts):
             pair.asked = not pair.asked
             if pair.asked:
                 self._relay.verify(pair, ())
+            else:
+                pair.drafts_since = self._relay.now()
+                self._relay.prepare(pair, self._drafting_s.value)
         told = tuple(pair.logprobs[at : at + len(tokens)])
         return Deliver(state.rid, tuple(tokens), sent, seconds, told)
 

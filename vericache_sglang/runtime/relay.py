@@ -52,6 +52,7 @@ class PairedRequest:
         asked: Tokens are to come from the verifier.
         asked_at: Since when, in seconds.
         sent: Drafts that they are to verify.
+        drafts_since: When its present drafts were begun, in seconds.
         began_at: Time of the first verdict, in seconds; 0.0: none yet.
         since: Tokens emitted after that one.
         unpaid: It is better off at its verifier.
@@ -65,6 +66,7 @@ class PairedRequest:
     asked: bool = False
     asked_at: float = 0.0
     sent: int = 0
+    drafts_since: float = 0.0
     began_at: float = 0.0
     since: int = 0
     unpaid: bool = False
@@ -221,6 +223,10 @@ class Relay:
         if self._owner.tokens(pair.number) is not None:
             self._owner.verify(pair.number, drafts, pair.asked_at)
             self._send()
+
+    def prepare(self, pair: PairedRequest, eta_s: float) -> None:
+        """Announce drafts that are expected in ``eta_s`` seconds."""
+        self._owner.prepare(pair.number, eta_s)
 
     @property
     def token_s(self) -> Ewma:
