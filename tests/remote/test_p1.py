@@ -21,6 +21,7 @@ PLANES = (
     "keynorm+split-planes:exponent_bits=3,mantissa_bits=1",
 )
 STATELESS = ("--vericache-guest-kv", "stateless")
+LOOKUP = ("--vericache-inner", "ngram")
 extended = pytest.mark.extended
 
 
@@ -185,14 +186,14 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
 @pytest.mark.parametrize(
     ("path", "flags", "environment"),
     [
-        ("p1", ("--page-size", "16", "--vericache-inner", "ngram", *KIVI), RETRACTED),
-        ("p2", ("--page-size", "16", "--disable-overlap-schedule"), {}),
+        ("p1", (*LOOKUP, "--page-size", "16", *KIVI), RETRACTED),
+        ("p2", (*LOOKUP, "--page-size", "16", "--disable-overlap-schedule"), {}),
         ("p1", (*STATELESS, "--page-size", "16", "--disable-overlap-schedule"), {}),
         ("p2", (*STATELESS, *PLANES), RETRACTED),
     ],
     ids=[
         "p1, codes, pages, prompt lookup, retracted",
-        *("p2, pages, no overlap", "p1, stateless, pages, no overlap"),
+        *("p2, pages, no overlap, prompt lookup", "p1, stateless, pages, no overlap"),
         "p2, codes, stateless, retracted",
     ],
 )
@@ -208,6 +209,7 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
         counters = settled(pair.drafter)
         assert counters[f"remote_{path}"] > 0
         assert counters["accepted"] > counters["drafted"] / 3
+        assert (counters["inner_proposed_draft"] > 0) == ("ngram" in flags)
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
         waits = pair.verifier.settle()["remote_stateless"]
         assert (waits > 0) == (STATELESS[0] in flags), pair.events()

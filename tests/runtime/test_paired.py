@@ -38,10 +38,11 @@ class Drafter:
 
     Attributes:
         kv: Position -> the token whose KV is there.
-        late: Drafts of the iterations whose results are not recorded yet, in order.
+        late: What the draft rows of the iterations have drafted whose results are not
+            recorded yet, in order: tokens, ``drafts`` at the launch and queries.
     """
 
-    def __init__(self, seed, wrong, overlap):
+    def __init__(self, seed, wrong, overlap, proposals):
         self.dice, self.wrong, self.overlap = Random(seed), wrong, overlap
         self.truth = [self.dice.randrange(50) for _ in range(PROMPT + 2 * TOKENS)]
         self.runtime = Runtime(
@@ -52,6 +53,7 @@ class Drafter:
                 max_verifies=1,
                 staging_slots=1000,
                 token_bytes=1000,
+                proposals=proposals,
             )
         )
         params = SimpleNamespace(max_new_tokens=TOKENS)
@@ -71,7 +73,7 @@ class Drafter:
             outputs=known[:],
             profile=GREEDY_FAST,
             stops=frozenset({49}),
-            stats=RequestStats(True, MOST),
+            stats=RequestStats(True, MOST, proposals=proposals),
             planned=True,
         )
         self.kv = dict(enumerate(self.truth[: PROMPT + 2]))
@@ -80,8 +82,9 @@ class Drafter:
         self.starts._placement = SimpleNamespace(
             counters=SimpleNamespace(note_cycle=lambda *counts: None, remote_p2=0)
         )
-        self.starts._draft_tokens = DraftTokenBuffer(4, MOST, "cpu")
-        self.starts._config = SimpleNamespace(remote_path="p1")
+        self.starts._draft_tokens = DraftTokenBuffer(4, MOST + proposals, "cpu")
+        self.starts._config = SimpleNamespace(remote_path="p1", draft_length=MOST)
+        self.proposals = proposals
         relay = SimpleNamespace(
             paired={"r": self.pair},
             verify=self.verify,
@@ -92,7 +95,14 @@ class Drafter:
         )
         self.starts.attach(relay, self.runtime, {"r": self.state})
         self.runtime.arrive_early(
-            RequestSpec(rid="r", prompt=7, kept=4, dropped=3, remaining=TOKENS - 3)
+            RequestSpec(
+                rid="r",
+                prompt=7,
+                kept=4,
+                dropped=3,
+                remaining=TOKENS - 3,
+                proposals=proposals,
+            )
         )
         self.starts._rests = {}
         self.starts._segments = SimpleNamespace(stored=None)
@@ -134,6 +144,7 @@ class Drafter:
         """
         self.record(all_but=1)
         given = replace(GIVEN, complete=complete, arrived=self.arrived)
+        given = replace(given, proposals=self.proposals)
         plan = self.runtime.plan(given)
         self.arrived = tuple(each.rid for each in plan.stage_ins)
         launched = len(self.late)
@@ -149,62 +160,82 @@ class Drafter:
     def record(self, all_but=0):
         while len(self.late) > all_but:
             late = self.late.pop(0)
-            if late and self.state.record_draft([late[0]], late[1]):
-                self.report(self.state)
+            if late:
+                self.report(*late)
 
     def run(self, plan):
         state = self.state
         action = self.starts.actions({0: state}, 0).get(0) or plan.rows["r"]
         if isinstance(action, Deliver):
-            assert len(action.tokens) <= MOST + 1
+            assert len(action.tokens) <= MOST + self.proposals + 1
             return action.tokens
         if isinstance(action, Verify):
-            return self.verified()
+            return self.verified(action.proposals)
         if isinstance(action, Draft):
             for position in range(state.verified - state.behind, state.verified):
                 self.kv[position] = self.truth[position]
             state.behind = 0
-            self.draft()
+            self.draft(action.proposals)
         return ()
 
-    def verified(self):
-        """Verify what is drafted over the full KV, as far as the buffer goes."""
-        self.record()
+    def verified(self, proposals):
+        """Verify what is drafted over the full KV; proposals behind it are wrong."""
         state, drafts = self.state, self.state.drafts
-        assert len(drafts) <= MOST
+        most = state.drafted_max
+        self.record()
+        assert len(drafts) <= MOST + self.proposals
         text = self.truth[state.verified + 1 :]
         right = [a == b for a, b in zip(drafts, text, strict=False)]
         tokens = text[: 1 + (*right, False).index(False)]
         self.kv |= dict(enumerate(self.truth[: state.verified + len(tokens)]))
         state.accept(tokens)
         state.inexact = state.behind = 0
-        result = RowResult("r", drafted=len(drafts), emitted=len(tokens))
+        result = RowResult(
+            "r",
+            drafted=len(drafts),
+            emitted=len(tokens),
+            proposed=most - len(drafts) + proposals,
+        )
         self.runtime.report([result])
         return tokens
 
-    def draft(self):
+    def draft(self, proposals):
+        """Draft one token, and the proposals that agree; these have KV in any case."""
         state = self.state
-        made = state.drafts + [token for late in self.late for token in late[:1]]
+        made = state.drafts + [token for late in self.late if late for token in late[0]]
         at = state.verified + len(made)
         self.kv[at] = made[-1] if made else state.pending
         text = [*self.truth[: state.verified], state.pending, *made]
         assert [self.kv[p] for p in range(at + 1)] == text, "KV of another text"
-        token = self.truth[at + 1] + (self.dice.random() < self.wrong)
-        state.launch_draft()
+        run = []
+        for place in range(at + 1, at + 2 + proposals):
+            run.append(self.truth[place] + (self.dice.random() < self.wrong))
+            self.kv[place] = self.truth[place] + (self.dice.random() < 0.3)
+            if run[-1] != self.kv[place]:
+                break
+        late = run, state.drafts, 1 + proposals
+        state.launch_draft(late[2])
         if self.overlap:
-            self.late.append((token, state.drafts))
-        elif state.record_draft([token], state.drafts):
-            self.report(state)
+            self.late.append(late)
+        else:
+            self.report(*late)
 
-    def report(self, state):
-        self.runtime.report([RowResult("r", drafted=1, ended=True)])
+    def report(self, tokens, drafts, queries):
+        current = drafts is self.state.drafts
+        ended = self.state.record_draft(tokens, drafts, queries)
+        if current and (ended or queries > 1):
+            result = RowResult(
+                "r", drafted=len(tokens), proposed=queries - 1, ended=ended
+            )
+            self.runtime.report([result])
 
 
+@pytest.mark.parametrize("proposals", [0, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
-def test_every_draft_attends_to_the_text_before_it(wrong, overlap):
+def test_every_draft_attends_to_the_text_before_it(wrong, overlap, proposals):
     for seed in range(30):
-        drafter = Drafter(seed, wrong, overlap)
+        drafter = Drafter(seed, wrong, overlap, proposals)
         emitted = []
         for _ in range(3000):
             drafter.answer()
@@ -222,12 +253,13 @@ def test_every_draft_attends_to_the_text_before_it(wrong, overlap):
             assert stats.accepted < 0.2 * stats.drafted
 
 
+@pytest.mark.parametrize("proposals", [0, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
-def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap):
+def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap, proposals):
     """Whenever it comes: what is planned is what there is, and nothing waits."""
     for seed in range(100):
-        drafter = Drafter(seed, wrong, overlap)
+        drafter = Drafter(seed, wrong, overlap, proposals)
         emitted, comes = [], drafter.dice.randrange(60)
         for i in range(3000):
             if "r" in drafter.starts._relay.paired:

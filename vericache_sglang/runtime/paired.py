@@ -4,7 +4,8 @@ A request is opened at a verifier, which computes its first tokens, while the dr
 of its stored prefix is read. Once it is here the request is paired: it begins as an
 early start does, with the tokens that are known. From then on its verifier computes the
 tokens behind its drafts and no others. One draft more than is sent is run, so that
-every token before the next one has draft KV in whatever way the verifier decides.
+every token before the next one has draft KV in whatever way the verifier decides. An
+inner drafter proposes in these rows as in others.
 
 On path P1 the residual KV is never read. On P2 it follows; when all of it is here the
 request leaves its verifier and goes on as an early start does. With ``auto`` requests
@@ -124,8 +125,7 @@ class PairedStarts(EarlyStarts):
             self._read_rest(state, found)
         else:
             self.forget(state.rid)
-        # Proposals are not sent.
-        state.stats.proposals, state.stats.path = 0, "p1"
+        state.stats.path = "p1"
         self._relay.pair(state.req)
 
     def _awaits_rest(self, state: RequestState, found: Sequence[Found]) -> bool:
@@ -204,11 +204,14 @@ class PairedStarts(EarlyStarts):
         track = self._runtime.tracks.get(state.rid)
         if pair.asked or track is None:
             return
-        count = len(state.drafts) if track.closed else track.most - 1
-        in_flight = state.drafted_max > len(state.drafts)
-        if len(state.drafts) >= count and not (track.closed and in_flight):
+        made, wanted = len(state.drafts), track.most - 1
+        count, most = max(wanted, made - 1), self._config.draft_length
+        if track.closed:
+            count = wanted = made
+        in_flight = state.drafted_max > made
+        if made >= wanted and not (track.closed and in_flight):
             self._drafting_s.observe(self._relay.now() - pair.drafts_since)
-            self._relay.verify(pair, state.drafts[:count])
+            self._relay.verify(pair, state.drafts[: min(count, most)])
 
     def _deliver(
         self, pair: PairedRequest, state: RequestState, fresh: Sequence[int]

@@ -220,7 +220,8 @@ class Runtime:
         track.length = 0
         if longest:
             # The draft that is not sent is run while the others travel.
-            cost = RoundCost(step_s, step_s, max(step_s, round_s), 0.0, 0.0)
+            draft_s = step_s / track.proposals.pace
+            cost = RoundCost(step_s, draft_s, max(step_s, round_s), 0.0, 0.0)
             track.length = best_length(track.acceptance.p, cost, longest).length
         track.most = track.length + 1 if track.remaining > 0 else -1
 
@@ -233,7 +234,7 @@ class Runtime:
             rid: Request id; it has no forward in flight.
             drafts: What it has drafted since the last verdict.
         """
-        self.tracks[rid].drafts = drafts
+        self.tracks[rid].drafts, self.tracks[rid].pending = drafts, 0
 
     def moved(self, move: Move, group: str = "") -> None:
         """Record a move that the executor has made.
