@@ -44,6 +44,10 @@ PREPARED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
+    "sglang.srt.arg_groups.pipeline",
+    "vericache_sglang.serving.launch",
+    "vericache_sglang.serving.http_server",
+    "vericache_sglang.runtime.worker",
     "vericache_sglang.plugin:apply_hooks",
 )
 """Modules that the processes of a server import, and functions that all would call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,9 +149,7 @@ def _causal(
     n = k.shape[0]
     group = folded // n
     if n <= MOST_MASKED_QUERIES:
-        hidden = torch.full((n, n), float("-inf"), dtype=rows.dtype).triu_(1)
-        mask = hidden.repeat_interleave(group, dim=0).view(1, 1, folded, n)
-        return part_of(rows, k, v, scaling, mask=mask)
+        return part_of(rows, k, v, scaling, mask=_mask(n, group, rows.dtype))
     by_group = rows.view(kv_heads, n, group, dim)
     parts = [
         part_of(by_group[:, :, g], k, v, scaling, causal=True) for g in range(group)
@@ -157,6 +157,13 @@ def _causal(
     out = torch.stack([out for out, _ in parts], dim=2)
     lse = torch.stack([lse for _, lse in parts], dim=2)
     return out.view(kv_heads, folded, dim), lse.view(kv_heads, folded, 1)
+
+
+@lru_cache(maxsize=64)
+def _mask(n: int, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask [1, 1, n * G, n] of n queries over their own keys."""
+    hidden = torch.full((n, n), float("-inf"), dtype=dtype).triu_(1)
+    return hidden.repeat_interleave(group, dim=0).view(1, 1, n * group, n)
 
 
 def merge(parts: Sequence[Part]) -> torch.Tensor:
@@ -176,7 +183,7 @@ def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
     A masked entry has weight zero, and zero times NaN is NaN. Cutting before every
     entry that is not finite keeps it out of the blocks of queries that must not see it.
     """
-    if bool(torch.isfinite(k.sum() + v.sum())):
+    if isfinite((k.sum() + v.sum()).item()):
         return [0]
     finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
     return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
