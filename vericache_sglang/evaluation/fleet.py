@@ -50,6 +50,15 @@ CHECKED = {
 """SGLang's own accounting, asserted after every scheduler iteration."""
 
 
+def starter() -> Starter:
+    """Return what starts a server with one thread.
+
+    It is forked off a process that has imported SGLang, or fresh where there is a GPU,
+    whose context a fork must not share.
+    """
+    return spawn if torch.cuda.is_available() else forks_with(**ONE_THREAD).start
+
+
 @contextmanager
 def served(
     system: System,
@@ -64,9 +73,7 @@ def served(
         system: How to serve; not running yet.
         model: Folder of the model.
         checked: With SGLang's strict memory checks, which take time.
-        start: How to start the server's command; None forks it off a process that
-            has imported SGLang, or starts a fresh one where there is a GPU, whose
-            context a fork must not share.
+        start: How to start the server's command; None: see ``starter``.
 
     Raises:
         ServerError: The server does not start or does not answer; the message ends with
@@ -82,8 +89,7 @@ def served(
             port,
             environment_of(system, folder),
             folder / "server.log",
-            start
-            or (spawn if torch.cuda.is_available() else forks_with(**ONE_THREAD).start),
+            start or starter(),
         )
         try:
             server.wait(BOOT_SECONDS)

@@ -27,7 +27,13 @@ from vericache_sglang.errors import VeriCacheError
 from vericache_sglang.evaluation.attack import HELD
 from vericache_sglang.evaluation.benchmark import DEMO, Benchmark
 from vericache_sglang.evaluation.client import events_of, open_session
-from vericache_sglang.evaluation.fleet import BOOT_SECONDS, ONE_THREAD, QUIET, served
+from vericache_sglang.evaluation.fleet import (
+    BOOT_SECONDS,
+    ONE_THREAD,
+    QUIET,
+    served,
+    starter,
+)
 from vericache_sglang.evaluation.prefix_store import link, write
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 from vericache_sglang.evaluation.systems import command, described
@@ -93,7 +99,7 @@ class Member:
     def start(self) -> None:
         """Start its process."""
         log = self._log.with_suffix(f".{self.starts}")
-        self.server = OwnServer(self._command, self._port, ONE_THREAD, log)
+        self.server = OwnServer(self._command, self._port, ONE_THREAD, log, starter())
         self.starts += 1
         self.up = False
 
@@ -233,11 +239,16 @@ class Streams:
 async def _killer(
     members: Sequence[Member], outcome: Outcome, every: float, end: float
 ) -> None:
-    """Kill a member every ``every`` seconds, and start another in its place."""
+    """Kill a member every ``every`` seconds, and start another in its place.
+
+    One that starts more slowly delays the next kill.
+    """
+    due = time.monotonic()
     for member in cycle(members):
-        await asyncio.sleep(every)
-        if time.monotonic() > end:
+        due = max(due + every, time.monotonic())
+        if due > end:
             return
+        await asyncio.sleep(due - time.monotonic())
         outcome.kills[member.name] += 1
         await asyncio.to_thread(member.kill)
         await asyncio.sleep(DOWN_SECONDS)
@@ -340,7 +351,7 @@ FAILOVER = Benchmark(
     options={
         "minutes": (10.0, "of streams"),
         "at-once": (200, "streams"),
-        "every": (60.0, "seconds from one server's start to the next one's kill"),
+        "every": (60.0, "seconds between kills, and a start in between"),
         "prompts": (48, "different requests"),
         "tokens": (2000, "of the longest prompt"),
         "slots": (150_000, "of each server's KV pool"),
