@@ -21,7 +21,7 @@ PAGES = ("--page-size", "16")
 PLANES = "split-planes:exponent_bits=3,mantissa_bits=1"
 BOTH = ("--enable-deterministic-inference", "--max-total-tokens", "60000")
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 REGEX = r"[a-z]+ ([0-9]{1,3} ?){4}"
 KINDS = (
     {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True},

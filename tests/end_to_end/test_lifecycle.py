@@ -148,6 +148,10 @@ class Asked:
         return self.answers
 
 
+here = pytest.mark.parametrize("pair", ["on the host"], indirect=True)
+"""For what happens outside a request's KV, wherever that is."""
+
+
 def expect_nothing_held(server):
     counters = server.settle()
     assert {name: counters[name] for name in HELD} == dict.fromkeys(HELD, 0)
@@ -250,6 +254,7 @@ def test_new_weights_forget_all_kv(pair, prompts, wanted, models):
     assert got != wanted
 
 
+@here
 @pytest.mark.extended
 @pytest.mark.usefixtures("own_weights")
 @pytest.mark.parametrize(
@@ -284,6 +289,7 @@ def test_weights_changed_while_requests_are_paused(pair, prompts, wanted, models
     assert changed, "no request saw the new weights"
 
 
+@here
 @pytest.mark.extended
 def test_memory_released_and_resumed(pair, prompts, wanted):
     """On a CPU nothing is given back but the caches, as on plain SGLang."""
@@ -295,6 +301,7 @@ def test_memory_released_and_resumed(pair, prompts, wanted):
     assert again[0]["meta_info"]["cached_tokens"] == 0
 
 
+@here
 def test_adapters_draft_for_themselves(pair, prompts, wanted):
     """Requests with different adapters, and with none, share forwards and seats."""
     ours, _ = pair
@@ -311,6 +318,7 @@ def test_adapters_draft_for_themselves(pair, prompts, wanted):
     expect_nothing_held(ours)
 
 
+@here
 def test_a_dead_scheduler_takes_the_server_down(pair):
     """The last test: it leaves nothing to ask."""
     codes = []

@@ -43,8 +43,7 @@ def extended(*values):
     ("what", "number", "started"),
     [
         ("pytest", signal.SIGKILL, "processes"),
-        extended("scripts/test.sh", signal.SIGINT, "processes"),
-        extended("pytest", signal.SIGKILL, "servers"),
+        extended("scripts/test.sh", signal.SIGINT, "servers"),
         extended("pytest -n 1", signal.SIGTERM, "processes"),
     ],
 )

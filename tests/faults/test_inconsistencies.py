@@ -180,7 +180,7 @@ def test_ranks_recover_together(ranks, prompts, wanted, row):
     "row",
     [
         # Before the forward, and after it; the others differ by the stage alone.
-        *("rows@1", "outcome@1", "arrival@1", "look-up@1"),
+        *("rows@1", "outcome@1"),
     ],
 )
 def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, row):
@@ -188,7 +188,7 @@ def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, 
 
 
 @EXTENDED
-@pytest.mark.parametrize("which", ["server", "ranks", "ranks_in_turn"])
+@pytest.mark.parametrize("which", ["server", "ranks"])
 def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
     """A request is prefilled again, or aborted after its second error."""
     server = request.getfixturevalue(which)

@@ -95,10 +95,9 @@ def test_tokens_are_identical_while_everything_moves(requests, plain):
 @pytest.mark.parametrize("line", BY_HEAD, ids=["kvquant", "rotatekv"])
 def test_tables_of_a_codec_are_cut_by_head(line, requests, plain):
     """Each rank packs and reads its own heads with its own part of the tables."""
-    ours = run(
-        system(line, engine=TWO, compressor=line, draft_length=8), MODEL, requests
-    )
-    assert compare(plain, ours) == []
+    served = system(line, engine=TWO, compressor=line, draft_length=8)
+    ours = run(served, MODEL, requests[:1])
+    assert compare(first(plain), ours) == []
     state = ours["state"]
     assert state["compressions"] > 0
     assert state["accepted"] > 0.3 * state["drafted"]

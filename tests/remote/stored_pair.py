@@ -15,7 +15,7 @@ FLAGS = (
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
 TOKENS = 240
 SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"}
 
 
 def store(folder, **link):

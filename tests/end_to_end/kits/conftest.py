@@ -23,30 +23,20 @@ OURS = (
 )
 """The kits' prompts have 20 to 500 tokens here: drop most of each, draft always."""
 
-TIMEOUTS = {"SGLANG_REQ_WAITING_TIMEOUT": "0.5", "SGLANG_REQ_RUNNING_TIMEOUT": "12"}
-
 
 class Servers:
-    """Servers by name; "timeouts" starts when it is first asked for."""
+    """Servers by name, and the model they serve."""
 
     def __init__(self, folder):
         self.model = widen(MODEL, folder / "model")
-        self._folder = folder
-        self._started = {name: self._start(name) for name in ("kits", "plain")}
+        flags = ("--model-path", str(self.model), *BOTH)
+        self._started = {
+            "kits": LiveServer(folder, *flags, *OURS),
+            "plain": LiveServer(folder, *flags, "--disable-vericache"),
+        }
 
     def __getitem__(self, name):
-        if name not in self._started:
-            self._started[name] = self._start(name)
         return self._started[name].wait()
-
-    def _start(self, name):
-        flags = ("--model-path", str(self.model), *BOTH)
-        if name == "plain":
-            return LiveServer(self._folder, *flags, "--disable-vericache")
-        if name == "kits":
-            return LiveServer(self._folder, *flags, *OURS)
-        few = ("--max-running-requests", "8")
-        return LiveServer(self._folder, *flags, *OURS, *few, environment=TIMEOUTS)
 
     def close(self):
         for server in self._started.values():
@@ -55,7 +45,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def kit_servers(tmp_path_factory):
-    """Return the servers of the kits: "kits" and "timeouts" are ours, and "plain"."""
+    """Return the servers of the kits: "kits" is ours, and "plain"."""
     servers = Servers(tmp_path_factory.mktemp("kits"))
     try:
         yield servers

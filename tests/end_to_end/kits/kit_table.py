@@ -26,6 +26,7 @@ _CHANCE = "sampled, and it is chance whether the model ends its strings"
 _ENDLESS = "the demo model writes one string until the answer is cut"
 _MAMBA = "expects a Mamba cache, which misses at the first fork"
 _SMALLER = "400 prompts take minutes on a CPU; test_radix_tree sends a smaller tree"
+_TIMEOUTS = "test_drain.py lets requests time out while they wait and while they run"
 _SESSIONS = "needs --enable-streaming-session, which VeriCache refuses by name"
 
 
@@ -37,7 +38,6 @@ class Row:
         kit: Module of ``sglang.test.kits``.
         mixin: Class in it.
         attributes: Class attributes it asks for, or that make it shorter.
-        server: Which server of ours it runs against.
         dropped: Method -> reason it does not run.
         plain_fails: Method -> reason plain SGLang fails it.
         needs_drafts: Methods only a speculative server can pass.
@@ -46,7 +46,6 @@ class Row:
     kit: str
     mixin: str
     attributes: dict = field(default_factory=dict)
-    server: str = "kits"
     dropped: dict = field(default_factory=dict)
     plain_fails: dict = field(default_factory=dict)
     needs_drafts: tuple = ()
@@ -97,17 +96,6 @@ _RUN = (
         kit="abort_timeout_kit",
         mixin="AbortAllMixin",
         attributes={"abort_all_num_requests": 24, "abort_all_sleep": 5},
-    ),
-    Row(
-        kit="abort_timeout_kit",
-        mixin="RunningTimeoutTwoWaveMixin",
-        server="timeouts",
-        attributes={
-            "running_timeout_num_wave1": 4,
-            "running_timeout_num_wave2": 4,
-            "running_timeout_sleep": 1,
-            "running_timeout_max_new_tokens": 9000,
-        },
     ),
     Row(kit="anthropic_messages_kit", mixin="AnthropicMessagesMixin"),
     Row(kit="basic_api_contract_kit", mixin="BasicAPIContractMixin"),
@@ -268,8 +256,9 @@ _CANNOT = (
     _not_run(
         "abort_timeout_kit",
         "WaitingTimeoutMixin",
-        "test_drain.py lets requests time out while they wait and while they run",
+        _TIMEOUTS,
     ),
+    _not_run("abort_timeout_kit", "RunningTimeoutTwoWaveMixin", _TIMEOUTS),
     _not_run("eval_accuracy_kit", "MMLUSanityMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "GSM8KMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "MMLUMixin", _DATA_SET),
