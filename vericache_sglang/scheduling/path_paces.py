@@ -15,7 +15,8 @@ or not measured: paces change."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
-"""It returns if it takes so many times what it would take at its verifier."""
+"""It returns if it takes so many times what it would take at its verifier: after
+``LEAST_TOKENS``, or the time that so many may take."""
 MOST_SLOWDOWN = 100.0
 """Largest one that is believed."""
 
@@ -67,5 +68,5 @@ class PathPaces:
 
         Args: See ``observe``.
         """
-        stayed = tokens * self.near.value
-        return tokens >= LEAST_TOKENS and seconds > SLOWER * stayed > 0.0
+        stayed = max(tokens, LEAST_TOKENS) * self.near.value
+        return seconds > SLOWER * stayed > 0.0
