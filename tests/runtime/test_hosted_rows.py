@@ -61,7 +61,7 @@ def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):
     hosting = Hosting.__new__(Hosting)
     hosting._most_drafts, hosting._guest_kv = most, guest_kv
     hosting._waiting, hosting._stateless = waiting, {}
-    hosting._queued_at, hosting._return_s = {}, Ewma(0.5, least=0.0, most=9.0)
+    hosting._return_s = Ewma(0.5, least=0.0, most=9.0)
     hosting._transport = SimpleNamespace(now=lambda: NOW)
     hosting._counters = Counters()
     hosting.draft_tokens = DraftTokenBuffer(2, most, "cpu")

@@ -143,8 +143,12 @@ class Drafter:
             complete: "r" if its residual KV has come.
         """
         self.record(all_but=1)
-        given = replace(GIVEN, complete=complete, arrived=self.arrived)
-        given = replace(given, proposals=self.proposals)
+        given = replace(
+            GIVEN,
+            complete=complete,
+            arrived=self.arrived,
+            proposals=self.proposals,
+        )
         plan = self.runtime.plan(given)
         self.arrived = tuple(each.rid for each in plan.stage_ins)
         launched = len(self.late)

@@ -63,6 +63,7 @@ class Guest:
         waits: Its owner drafts: it computes what ``asked`` asks for and no more.
         asked: (output tokens before them, drafts) to verify; None: nothing yet.
         expected: (output tokens before them, time in seconds) of announced drafts.
+        queued_at: When it was queued for another row, in seconds; 0.0: it has one.
         logprobs: Of the output tokens that were not committed; None: not wanted.
         opened: Committed output tokens when it began.
     """
@@ -78,6 +79,7 @@ class Guest:
     waits: bool = False
     asked: tuple[int, Sequence[int]] | None = None
     expected: tuple[int, float] = (-1, 0.0)
+    queued_at: float = 0.0
     logprobs: list[Logprobs] | None = None
     opened: int = field(init=False)
 

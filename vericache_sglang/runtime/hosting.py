@@ -84,7 +84,6 @@ class Hosting:
         self._committed: dict[str, Sequence[int] | None] = {}
         self._requests: dict[str, Req] = {}
         self._stateless: dict[str, Req] = {}
-        self._queued_at: dict[str, float] = {}
         self._return_s = Ewma(0.0, least=0.0, most=LONGEST_RETURN_S)
         self._counters = counters
         self._numbered = 0
@@ -142,6 +141,8 @@ class Hosting:
                 if not self._expects(guest, tokens):
                     continue
                 self._counters.remote_prepared += 1
+            if guest:
+                guest.queued_at = self._transport.now()
             self._enqueue(name)
 
     def _expects(self, guest: Guest, tokens: int) -> bool:
@@ -162,7 +163,6 @@ class Hosting:
     def _enqueue(self, name: str) -> None:
         self._scheduler._add_request_to_queue(self._stateless[name], is_retracted=True)
         del self._stateless[name]
-        self._queued_at[name] = self._transport.now()
 
     @staticmethod
     def _advance_grammar(req: Req) -> None:
@@ -216,7 +216,6 @@ class Hosting:
             self._guests.lose(guest)
         if lost or finished:
             self._requests.pop(guest.name, None)
-            self._queued_at.pop(guest.name, None)
 
     @property
     def busy(self) -> bool:
@@ -242,9 +241,9 @@ class Hosting:
         for name, guest in self._waiting.items():
             if name in rows:
                 at = rows[name]
-                if name in self._queued_at:
-                    queued_s = self._transport.now() - self._queued_at.pop(name)
-                    self._return_s.observe(queued_s)
+                if guest.queued_at:
+                    self._return_s.observe(self._transport.now() - guest.queued_at)
+                    guest.queued_at = 0.0
                 found[at] = self._action(guest, requests[at], may=left > 0)
                 left -= isinstance(found[at], Verify)
         self._release([requests[at] for at in found])
@@ -372,7 +371,6 @@ class Hosting:
         """Abort a guest's request."""
         if guest.name in self._stateless:
             self._enqueue(guest.name)  # where SGLang's abort finds it
-        self._queued_at.pop(guest.name, None)
         if self._requests.pop(guest.name, None) is None:
             self._committed[guest.name] = None
         self._scheduler.abort_request(AbortReq(rid=guest.name))

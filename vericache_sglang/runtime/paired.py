@@ -204,14 +204,15 @@ class PairedStarts(EarlyStarts):
         track = self._runtime.tracks.get(state.rid)
         if pair.asked or track is None:
             return
-        made, wanted = len(state.drafts), track.most - 1
-        count, most = max(wanted, made - 1), self._config.draft_length
+        made = len(state.drafts)
         if track.closed:
-            count = wanted = made
-        in_flight = state.drafted_max > made
-        if made >= wanted and not (track.closed and in_flight):
+            count, enough = made, state.drafted_max == made  # none is in flight
+        else:
+            count, enough = max(track.most, made) - 1, made >= track.most - 1
+        if enough:
+            count = min(count, self._config.draft_length)
             self._drafting_s.observe(self._relay.now() - pair.drafts_since)
-            self._relay.verify(pair, state.drafts[: min(count, most)])
+            self._relay.verify(pair, state.drafts[:count])
 
     def _deliver(
         self, pair: PairedRequest, state: RequestState, fresh: Sequence[int]
