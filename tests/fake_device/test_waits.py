@@ -3,7 +3,7 @@
 from fnmatch import fnmatch
 
 import asking_scenarios  # noqa: F401 (enters scenarios)
-import decoding_world  # noqa: F401 (enters scenarios)
+import decoding_world
 import method_scenarios  # noqa: F401
 import pytest
 from fake_cuda import open_device
@@ -54,3 +54,21 @@ def test_the_link_is_timed_on_the_device():
         link = made.placement._tp_sync.measured.link
         for way in DIRECTIONS:
             assert link.bytes_per_s(1, way) != START_LINK_BYTES_PER_S
+
+
+def test_an_iteration_that_compressed_a_prompt_says_nothing_about_forwards():
+    with (
+        open_device() as device,
+        decoding_world.server(device, residency="device", slots=400) as made,
+    ):
+        counters, observed, kinds = made.engine.placement.counters, [], set()
+        made.loop.tp_sync.measured.iteration.observe = lambda *works: observed.append(1)
+        made.admit("a", "b", "c")
+        compressed = 0
+        made.run(1)
+        for _ in range(decoding_world.SETTLED):
+            before, count = compressed, len(observed)
+            compressed = counters.compressions
+            made.run(1)  # observes the iteration before it
+            kinds.add((compressed > before, len(observed) > count))
+    assert kinds == {(True, False), (False, True)}

@@ -48,12 +48,15 @@ class RequestAdmission:
         self._ask_at: dict[str, int] = {}
         self._overlap = overlap
 
-    def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> None:
+    def pass_on(self, batch: ScheduleBatch, requests: dict[int, RequestState]) -> bool:
         """Admit every request that is ready; run forwards for at most one other.
 
         Args:
             batch: The decode batch.
             requests: Batch index -> request.
+
+        Returns:
+            Whether a forward ran.
         """
         probed = False
         for batch_index, state in requests.items():
@@ -77,6 +80,7 @@ class RequestAdmission:
                 probed = self._probing.step(state, batch_index, batch)
             elif not probed and state.stats.proposals:
                 self._arrive_whole(state)
+        return probed
 
     def _pays(self, state: RequestState, budget: Budget, batch: ScheduleBatch) -> bool:
         """Return whether a prompt's probes should run; asked again if they should not.

@@ -149,10 +149,10 @@ class Decoding:
         }
         states = list(requests.values())
         all_here = len(states) == len(batch.reqs)
-        self.request_admission.pass_on(batch, requests)
+        probed = self.request_admission.pass_on(batch, requests)
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         served = self.remote is not None and self.remote.busy
-        if as_sglang and not self.runtime.tracks and not served:
+        if as_sglang and not (self.runtime.tracks or served or probed):
             # Nothing to plan and nothing to draft: as fast as plain SGLang.
             self.reporter.begin(requests, None)
             result = self._run_plain(batch, states, last=self.overlap)
@@ -190,6 +190,8 @@ class Decoding:
             # at which SGLang considers them read. Without the event the scheduler's
             # stream waits for everything that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
+        if plan.moves or probed:
+            self._work = None  # their time is not the forward's
         if plan.moves or not plain:  # else one token more each, as returned
             self._publish(result, requests, len(batch.reqs))
         self.reporter.end(moves)
@@ -300,7 +302,7 @@ class Decoding:
         result.new_seq_lens = self.draft_tokens.verified(pool_indices) + further
 
     def _observe_last(self) -> None:
-        """Observe the time of the last iteration, launch to launch, if it decoded."""
+        """Observe the time of an iteration that only decoded, launch to launch."""
         now = time.perf_counter()
         # The inner drafter's time is not the forward's; it is priced by itself.
         drafter_s = 0.0 if self.proposer is None else self.proposer.spent_s
