@@ -307,7 +307,9 @@ def iterations(world, runtime, count, *, full=False):
     world.batch.batch_is_full, world.batch.reqs = full, [world.state.req]
     for _ in range(count):
         placement.counters.note_iteration(1)
-        admission.pass_on(world.batch, {0: world.state})
+        before = world.probing.forwards
+        ran = admission.pass_on(world.batch, {0: world.state})
+        assert ran == (world.probing.forwards > before)
     return world.probing.forwards
 
 

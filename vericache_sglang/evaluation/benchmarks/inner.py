@@ -8,7 +8,6 @@ drafter that learns from finished answers never knows the one it is asked for.
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,16 @@ from vericache_sglang.evaluation.benchmark import (
     Benchmark,
 )
 from vericache_sglang.evaluation.benchmarks.paired import engine_for
-from vericache_sglang.evaluation.figures import growth, per_token, per_verify
+from vericache_sglang.evaluation.client import answered
+from vericache_sglang.evaluation.figures import (
+    decode_rate,
+    growth,
+    mismatches,
+    per_token,
+    per_verify,
+)
 from vericache_sglang.evaluation.fleet import served
-from vericache_sglang.evaluation.lossless import answer, differing, greedy
+from vericache_sglang.evaluation.lossless import answer, bodies, greedy
 from vericache_sglang.evaluation.systems import (
     BUILT_IN,
     System,
@@ -99,27 +105,30 @@ def take_turns(
         servers: By role; the last one first answers ``learned`` waves, untimed.
 
     Returns:
-        Tokens per second by role (medians), the ratios to the others in every wave and
-        their medians, the requests that differ from plain SGLang's, and counters.
+        Tokens per second by role (medians), of whole waves and while all requests
+        decode (``decode_rate``), the ratios to the others in every wave and their
+        medians, the requests that differ from plain SGLang's, and counters.
     """
     for wave in waves[:learned]:
         answer(servers[OURS], wave)
     before = {role: servers[role].counters() for role in (ALONE, OURS)}
     speeds: dict[str, list[float]] = {role: [] for role in servers}
+    decoding: dict[str, list[float]] = {role: [] for role in servers}
     mismatched = tokens = 0
     for i, wave in enumerate(waves[learned:]):
-        roles, answers = [*servers], {}
+        roles, done = [*servers], {}
         for role in roles[i % len(roles) :] + roles[: i % len(roles)]:
-            began = time.perf_counter()
-            answers[role] = answer(servers[role], wave)
-            seconds = time.perf_counter() - began
-            emitted = sum(len(each["ids"]) for each in answers[role])
-            speeds[role].append(emitted / seconds)
+            asked = bodies(wave)
+            done[role] = answered(servers[role].url, asked, len(asked))
+            emitted = sum(len(each.ids) for each in done[role].answers)
+            speeds[role].append(emitted / done[role].seconds)
+            decoding[role].append(decode_rate(done[role].answers) or np.nan)
         tokens += emitted
         for role in (ALONE, OURS):
-            mismatched += differing(answers[PLAIN], answers[role])
+            mismatched += mismatches(done[PLAIN], done[role])
     ratios = {
-        f"over_{role}": np.divide(speeds[OURS], speeds[role]).tolist()
+        f"{kind}_{role}": np.divide(rates[OURS], rates[role]).tolist()
+        for kind, rates in (("over", speeds), ("decoding_over", decoding))
         for role in (PLAIN, ALONE)
     }
     grown = {
@@ -128,7 +137,8 @@ def take_turns(
     }
     rows = {role: per_token(counted, tokens) for role, counted in grown.items()}
     return {
-        "tokens_per_s": {role: float(np.median(each)) for role, each in speeds.items()},
+        "tokens_per_s": _medians(speeds),
+        "decode_tokens_per_s": _medians(decoding),
         **{name: float(np.median(each)) for name, each in ratios.items()},
         "ratios": ratios,
         "iterations_per_token": rows,
@@ -137,6 +147,10 @@ def take_turns(
         **per_verify(grown[OURS]),
         "counters": grown,
     }
+
+
+def _medians(rates: Mapping[str, list[float]]) -> dict[str, float]:
+    return {role: float(np.median(each)) for role, each in rates.items()}
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
