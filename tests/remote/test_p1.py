@@ -75,9 +75,9 @@ def test_answers_are_those_of_plain_sglang(pair, documents, params, path):
         assert drafted, paths
         assert after["remote_p1"] - before["remote_p1"] == len(drafted)
         assert after["drafted"] - before["drafted"] == sum(drafted) > 0
-        # What a grammar forces the model to write it drafts wrong; a slow pair of
-        # servers verifies so few drafts of it that none may be right.
-        assert after["accepted"] > before["accepted"] or "regex" in params
+        # Half of the drafts under a grammar are rejected: a few may all be.
+        few = "regex" in params and sum(drafted) < 16
+        assert few or after["accepted"] > before["accepted"]
     elif path:
         assert paths == {path}, pair.events()
 
