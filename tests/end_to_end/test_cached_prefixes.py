@@ -221,8 +221,6 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
     ("made", "served"),
     [
         ("split-planes", ["split-planes"]),
-        pytest.param("kivi", ["kivi"], marks=pytest.mark.extended),
-        pytest.param("kvzip", ["kvzip", "keynorm"], marks=pytest.mark.extended),
         pytest.param(
             "kvzip+kivi", ["kvzip+kivi", "keynorm+kivi"], marks=pytest.mark.extended
         ),
@@ -303,7 +301,7 @@ def test_two_ranks_find_prefixes_on_the_host_and_after_a_restart(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("compressor", ["keynorm", "split-planes", "keynorm+kivi"])
+@pytest.mark.parametrize("compressor", ["split-planes", "keynorm+kivi"])
 def test_a_server_that_starts_again_answers_from_the_store(
     tmp_path, plain, documents, compressor
 ):

@@ -239,6 +239,7 @@ def own_weights(pair):
         update(server, str(MODEL))
 
 
+@here
 @pytest.mark.extended
 @pytest.mark.usefixtures("own_weights")
 def test_new_weights_forget_all_kv(pair, prompts, wanted, models):
@@ -259,7 +260,7 @@ def test_new_weights_forget_all_kv(pair, prompts, wanted, models):
 @pytest.mark.usefixtures("own_weights")
 @pytest.mark.parametrize(
     "case",
-    [("retract", "all", True), ("retract", "norm", False), ("in_place", "norm", False)],
+    [("retract", "all", True), ("in_place", "norm", False)],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
 def test_weights_changed_while_requests_are_paused(pair, prompts, wanted, models, case):

@@ -34,27 +34,23 @@ def script(folder):
     return ("bash", str(folder / "scripts" / "test.sh"), *PYTEST[3:])
 
 
-def extended(*values):
-    return pytest.param(*values, marks=pytest.mark.extended)
-
-
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("what", "number", "started"),
     [
         ("pytest", signal.SIGKILL, "processes"),
-        extended("scripts/test.sh", signal.SIGINT, "servers"),
-        extended("pytest -n 1", signal.SIGTERM, "processes"),
+        pytest.param(
+            "scripts/test.sh", signal.SIGINT, "servers", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_an_ended_run_leaves_no_process(what, number, started, tmp_path):
     """What it has started are sessions of their own: its own group is not enough."""
     command = script(tmp_path) if what == "scripts/test.sh" else PYTEST
-    more = what.split()[1:]
     hangs, log = tmp_path / "hangs", tmp_path / "log"
     with log.open("w") as stream:
         run = subprocess.Popen(
-            [*command, *more, f"{HANGS}::test_with_{started}"],
+            [*command, f"{HANGS}::test_with_{started}"],
             env={**os.environ, "VERICACHE_TEST_HANGS": str(hangs)},
             stdout=stream,
             stderr=subprocess.STDOUT,

@@ -163,12 +163,11 @@ def test_what_fails_every_time_ends_no_server(server, prompts, wanted):
         # On one rank: in its choice of rows, before the forward; in its sampling, after
         # it; in what concerns one request, which the other rank knows nothing of.
         "sampling@1",
-        *extended("rows@1", "prefetch@1"),
+        *extended("rows@0", "prefetch@1"),
         *extended("plan"),  # on all ranks alike
-        *extended("compress@1", "move@1", "outcome@1", "arrival@1", "end@1"),
-        *extended("release@1", "rows@0"),
+        *extended("compress@1", "outcome@1", "arrival@1"),
         # A rank that matches less has chosen another batch by then.
-        *extended("look-up@1", "index@1", "ledger@1"),
+        *extended("look-up@1"),
     ],
 )
 def test_ranks_recover_together(ranks, prompts, wanted, row):
@@ -176,15 +175,8 @@ def test_ranks_recover_together(ranks, prompts, wanted, row):
 
 
 @EXTENDED
-@pytest.mark.parametrize(
-    "row",
-    [
-        # Before the forward, and after it; the others differ by the stage alone.
-        *("rows@1", "outcome@1"),
-    ],
-)
-def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted, row):
-    expect_recovery(ranks_in_turn, prompts, wanted, row, ALL)
+def test_ranks_recover_together_without_overlap(ranks_in_turn, prompts, wanted):
+    expect_recovery(ranks_in_turn, prompts, wanted, "outcome@1", ALL)
 
 
 @EXTENDED
@@ -203,17 +195,16 @@ def test_errors_at_any_time_cost_no_answer(which, request, prompts, wanted):
             return error.code
 
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(ask, range(60)))
+        told = list(pool.map(ask, range(40)))
     assert set(told) <= {True, 500}
-    assert told.count(True) > 20
-    assert grown(before, server.settle())[ALL] > 5
+    assert told.count(True) > 12
+    assert grown(before, server.settle())[ALL] > 3
     expect_sound(server, prompts, wanted)
 
 
 @EXTENDED
-@pytest.mark.parametrize("row", ["always", "always@1"])
-def test_what_fails_every_time_ends_no_rank(ranks, prompts, wanted, row):
-    before = inject(ranks, row)
+def test_what_fails_every_time_ends_no_rank(ranks, prompts, wanted):
+    before = inject(ranks, "always@1")
     for prompt, ids in zip(prompts, wanted, strict=True):
         assert ranks.generate(prompt, **LONG)["output_ids"] == ids
     assert grown(before, ranks.settle())[ALL] >= len(prompts)

@@ -30,6 +30,14 @@ a third party's. Dropping for one question is in test_matrix.py."""
 ALL = (*METHODS, "test-nan+test-nonsense", "test-nonsense")
 """The last two are a third party's, bad on purpose."""
 
+REPEATED = {
+    *("kivi:bits=4", "turboquant:bits=2"),
+    "split-planes:exponent_bits=3,mantissa_bits=0",
+    *(line for line in METHODS if "kvquant-4bit" in line),
+    *(line for line in METHODS if "rotatekv" in line and "bits=3" not in line),
+}
+"""Other bits of codecs that have a row: ``bench lossless --compressors`` runs them."""
+
 NONSENSE = ("random", "test-nan+test-nonsense", "test-nonsense")
 """Of these nobody expects that drafts are accepted."""
 
@@ -61,6 +69,8 @@ def rows():
     """Yield every method once, the places by turns."""
     assert set(USUAL) <= set(ALL)
     for i, method in enumerate(ALL):
+        if method in REPEATED:
+            continue
         served = methods(i % len(PLACES), ALL)[i]
         marks = () if method in USUAL else pytest.mark.extended
         yield pytest.param(served, id=served.name, marks=marks)

@@ -52,10 +52,10 @@ def waves():
     tokenizer = load_tokenizer(MODEL)
     texts = record_prompts(tokenizer, spread(5, 200, 1800), 11)
     texts += code_prompts(tokenizer, spread(2, 200, 1200), 11)
-    lengths = [60 + i % 3 * 20 for i in range(len(texts))]
+    lengths = [40 + i % 3 * 20 for i in range(len(texts))]
     return [
         {"prompts": texts, "params": [greedy(n, ignore_eos=True) for n in lengths]},
-        {"prompts": texts, "params": [greedy(64) for _ in texts]},
+        {"prompts": texts, "params": [greedy(48) for _ in texts]},
     ]
 
 
@@ -110,8 +110,7 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
     ("engine", "settings"),
     [
         ({"page_size": 16, "chunked_prefill_size": 256}, {}),
-        extended({}, {"residency": "device"}),
-        extended(SYNCHRONOUS, {}),
+        extended(SYNCHRONOUS, {"residency": "device"}),
         ({}, {"compressor": PAIR}),
         extended({"page_size": 16}, {"compressor": PAIR, "residency": "device"}),
         extended(SYNCHRONOUS, {"compressor": "kivi:bits=4"}),
@@ -131,8 +130,6 @@ def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, t
     ("drafter", "engine", "settings"),
     [
         ("oracle", {}, {}),
-        extended("oracle", SYNCHRONOUS, {}),
-        extended("itself", {}, WHOLE),
         extended("itself", SYNCHRONOUS, WHOLE),
     ],
 )
@@ -150,13 +147,15 @@ def test_an_oracle_serves_requests_that_are_never_compressed(
 @pytest.mark.parametrize(
     ("drafter", "engine", "settings"),
     [
-        extended("random", {"page_size": 16}, {"residency": "device"}),
         ("ngram", {}, {}),
         ("model", {"page_size": 16}, {}),
         ("eagle3", {"page_size": 16, "chunked_prefill_size": 256}, {}),
-        extended("random", {"chunked_prefill_size": 256}, {"pacing": "lockstep"}),
-        extended("ngram", {"page_size": 16}, {"residency": "device"}),
-        extended("ngram", SYNCHRONOUS, ALONE),
+        extended(
+            "random",
+            {"page_size": 16, "chunked_prefill_size": 256},
+            {"residency": "device", "pacing": "lockstep"},
+        ),
+        extended("ngram", {**SYNCHRONOUS, "page_size": 16}, ALONE),
         extended("model", SYNCHRONOUS, {"residency": "device"}),
         extended("eagle3", SYNCHRONOUS, ALONE),
         extended("eagle3", {}, {"compressor": PAIR}),
@@ -291,8 +290,8 @@ MOVES = {"VERICACHE_TEST_RESTLESS": "1"}
 def test_tokens_are_identical_while_everything_moves(
     drafter, engine, environment, waves, plain, texts
 ):
-    ours = serve(drafter, waves, texts, engine, environment)
-    assert compare(plain, ours) == []
+    ours = serve(drafter, waves[:1], texts, engine, environment)
+    assert compare({"waves": plain["waves"][:1]}, ours) == []
 
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
@@ -309,7 +308,7 @@ def seeded(waves):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("drafter", ["random", "ngram", "model", "eagle3"])
+@pytest.mark.parametrize("drafter", ["random", "model", "eagle3"])
 def test_seeded_requests_say_what_they_say_without_a_drafter(drafter, seeded, texts):
     wave, plain = seeded
     ours = serve(drafter, [wave], texts, DETERMINISTIC)

@@ -84,8 +84,10 @@ def extended(*values):
     ("name", "engine"),
     [
         ("radix cache, page 16", {"page_size": 16}),
-        extended("no radix cache", {"disable_radix_cache": True}),
-        extended("no overlap", {"disable_overlap_schedule": True}),
+        extended(
+            "no radix cache, no overlap",
+            {"disable_radix_cache": True, "disable_overlap_schedule": True},
+        ),
     ],
 )
 def test_tokens_are_identical_while_everything_moves(name, engine, requests, plain):

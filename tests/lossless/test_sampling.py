@@ -41,7 +41,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def waves():
-    return sampled_waves(load_tokenizer(MODEL), each=6, longest=700, tokens=20, seed=3)
+    return sampled_waves(load_tokenizer(MODEL), each=4, longest=700, tokens=20, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def ours(waves):
 
 def test_the_baseline_proves_something(waves, plain):
     """Sampled answers are not the greedy ones, and kinds differ from each other."""
-    assert sum(len(wave["prompts"]) for wave in waves) >= 120
+    assert sum(len(wave["prompts"]) for wave in waves) >= 90
     answers = {
         wave["kind"]: [tuple(answer["ids"]) for answer in answers]
         for wave, answers in zip(waves, plain["waves"], strict=True)
@@ -68,7 +68,7 @@ def test_the_baseline_proves_something(waves, plain):
         assert sum(a != b for a, b in pairs) >= 0.6 * len(greedy), kind
     first = [ids[0] for ids in answers.values()]
     assert len(set(first)) >= 0.6 * len(first)
-    assert logprob_entries(plain) >= 1800
+    assert logprob_entries(plain) >= 1200
 
 
 def test_tokens_are_identical(plain, ours):
@@ -77,7 +77,7 @@ def test_tokens_are_identical(plain, ours):
 
 def test_it_really_drafted(ours):
     state = ours["state"]
-    assert state["drafted"] >= 900
+    assert state["drafted"] >= 600
     assert 0.2 * state["drafted"] < state["accepted"] < 0.99 * state["drafted"]
     assert {name: state[name] for name in HELD} == dict.fromkeys(HELD, 0)
 
@@ -146,7 +146,7 @@ def without_determinism(waves):
     same = {
         **free,
         "prompts": [free["prompts"][0]] * 6,
-        "params": free["params"][:6],
+        "params": [free["params"][0]] * 6,
         "more": {"return_logprob": True},
     }
     cut = {**same, "params": [{**each, "top_p": 0.95} for each in same["params"]]}

@@ -76,6 +76,7 @@ def test_without_residual_kv_requests_stay_at_their_verifier(pair, fault, seed):
     assert "local" not in paths_of(answers), pair.events()
 
 
+@extended
 def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
     texts = [*documents, *documents]
     params = [MOVED[i % len(MOVED)] for i in range(len(texts))]
@@ -93,12 +94,8 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
 def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
     with servers(tmp_path, documents, path="auto") as pair:
         texts = [*documents, *documents]
-        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
-            pair.drafter.flush()
-            answers = pair.compare(
-                texts, max_new_tokens=TOKENS, ignore_eos=True, **params
-            )
-            assert {*paths_of(answers)} <= {"b1", "p1", "p2"}, pair.events()
+        answers = pair.compare(texts, max_new_tokens=TOKENS, **SEEDED)
+        assert {*paths_of(answers)} <= {"b1", "p1", "p2"}, pair.events()
         after = settled(pair.drafter)
         assert after["remote_returns"] == 0
         assert after["remote_p1"] > 0, "not measured before, so tried"
@@ -109,8 +106,7 @@ def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
 def test_a_request_that_is_better_off_at_its_verifier_returns(documents, tmp_path):
     own = {"path": "auto", "environment": faulty("impatient_paths")}
     with servers(tmp_path, documents, **own) as pair:
-        for params in ({}, {"temperature": 0.8, "sampling_seed": 7}):
-            pair.compare(documents, max_new_tokens=TOKENS, ignore_eos=True, **params)
+        pair.compare(documents, max_new_tokens=TOKENS, **SEEDED)
         counters = settled(pair.drafter)
         assert counters["remote_p1"] > 0
         assert counters["remote_p2"] == counters["remote_failovers"] == 0

@@ -36,7 +36,7 @@ def _quiet():
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(400), pytest.param(range(400, 2_500), marks=pytest.mark.extended)]
+    "seeds", [range(400), pytest.param(range(400, 1_500), marks=pytest.mark.extended)]
 )
 def test_random_histories_commit_the_right_tokens_and_leave_no_guest(seeds):
     """``python tests/remote/histories.py`` lives through more."""

@@ -154,6 +154,7 @@ def test_a_machine_that_stands_still_for_a_while_moves_no_request(pair, prompts)
     assert after["remote_b1"] == before["remote_b1"] + len(prompts)
 
 
+@extended
 def test_a_verifier_that_is_killed_costs_no_client_anything(pair, prompts):
     texts = [*prompts, *(prompt[: len(prompt) // 2] for prompt in prompts)]
     params = [MOVED[i % len(MOVED)] for i in range(len(texts))]

@@ -50,7 +50,7 @@ def system(
     return described(name, settings, engine, environment=environment or {})
 
 
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "24"}
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "48"}
 """Variables under which SGLang retracts every request that runs for long."""
 
 PLAIN = described("plain SGLang")

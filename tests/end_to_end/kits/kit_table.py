@@ -196,16 +196,6 @@ _RUN = (
         dropped={"test_regex_generate_complex_json": _CHANCE},
     ),
     Row(
-        kit="spec_decoding_kit",
-        mixin="SpecDecodingMixin",
-        attributes={
-            "bs_1_speed_thres": 0,
-            "accept_length_thres": 1.2,
-            "bs_1_speed_attempts": 1,
-        },
-        needs_drafts=("test_bs_1_speed",),
-    ),
-    Row(
         kit="spec_server_kits",
         mixin="SpecCorrectnessKit",
         attributes={"acc_length_thres": 1.2, "batch_accept_len_thres": 1.2},
@@ -259,6 +249,11 @@ _CANNOT = (
         _TIMEOUTS,
     ),
     _not_run("abort_timeout_kit", "RunningTimeoutTwoWaveMixin", _TIMEOUTS),
+    _not_run(
+        "spec_decoding_kit",
+        "SpecDecodingMixin",
+        "measures the speed of one long answer, which a benchmark does",
+    ),
     _not_run("eval_accuracy_kit", "MMLUSanityMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "GSM8KMixin", _DATA_SET),
     _not_run("eval_accuracy_kit", "MMLUMixin", _DATA_SET),
