@@ -293,9 +293,24 @@ def test_leaving_takes_a_worse_gain_than_entering():
     for entered, stays in [(True, True), (False, True), (False, False)]:
         gain = next(gains)
         best = SimpleNamespace(length=4, gain=gain)
-        chooser._throughput.best = lambda *args, choice=best: choice
+        chooser._throughput.best = lambda *args, choice=best, **more: choice
         assert bool(moves(chooser, track("a", split=False))) is entered
         assert chooser.drafting_pays(track("a"), 0.0, LEAVE) is stays
+
+
+@pytest.mark.parametrize(
+    ("cycles", "stays"),
+    [([(4, 0)], True), ([(4, 0)] * 2, False), ([(16, 16)] * 3 + [(16, 0)], True)],
+    ids=["one-rejection", "two", "one-after-many"],
+)
+def test_a_single_rejection_ends_no_drafting(cycles, stays):
+    asked, least = track("a"), 1.5
+    for drafted, accepted in cycles:
+        asked.acceptance.observe(drafted, accepted)
+    chooser = policy()
+    gain = chooser._throughput.best(asked, DEVICE).gain
+    assert (gain < least) is (len(cycles) < 3), gain
+    assert chooser.drafting_pays(asked, 0.0, least) is stays
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,17 @@ class Acceptance:
         weighted = self._accepted + PRIOR_TOKENS * self._prior.p
         return weighted / (self._trials + PRIOR_TOKENS)
 
+    @property
+    def lenient_p(self) -> float:
+        """The same with one rejection less, in [0, 1].
+
+        Of a request with few drafts one rejection says little, of one with many it
+        changes little.
+        """
+        rejected = self._trials - self._accepted
+        trials = self._trials - min(1.0, rejected)
+        return (self._accepted + PRIOR_TOKENS * self._prior.p) / (trials + PRIOR_TOKENS)
+
     def observe(self, drafted: int, accepted: int) -> None:
         """Count one verification.
 

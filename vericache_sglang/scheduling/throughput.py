@@ -118,12 +118,25 @@ class Throughput:
         return row.row_s / gain
 
     def best(
-        self, track: ScheduledRequest, residency: Residency, link_s: float = 0.0
+        self,
+        track: ScheduledRequest,
+        residency: Residency,
+        link_s: float = 0.0,
+        *,
+        lenient: bool = False,
     ) -> LengthChoice:
-        """Return the draft length with the highest gain, and the gain."""
+        """Return the draft length with the highest gain, and the gain.
+
+        Args:
+            residency: DEVICE or HOST.
+            link_s: As in ``cost``.
+            lenient: Leave one of its rejections out (``Acceptance.lenient_p``).
+        """
         cost = self.cost(track, residency, link_s)
         most = min(self._settings.draft_length, track.spec.longest)
-        return best_length(track.acceptance.p, cost, most)
+        acceptance = track.acceptance
+        p = acceptance.lenient_p if lenient else acceptance.p
+        return best_length(p, cost, most)
 
     def plain(self, track: ScheduledRequest) -> Share:
         """Return a request's share of an iteration when it decodes autoregressively."""
