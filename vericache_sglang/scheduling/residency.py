@@ -164,9 +164,9 @@ class ResidencyPolicy:
     ) -> bool:
         """Set the next cycle's draft length; return whether its gain is >= ``least``.
 
-        True for every gain if the residency is forced, and if the gain is too small for
-        a single rejection: to stop wrongly costs a request the drafting of 64 tokens,
-        another cycle about one.
+        True for every gain if the residency is forced, and where a single rejection
+        less would make it large enough: to stop wrongly costs a request the drafting
+        of 64 rows, one more cycle about a token.
 
         Args:
             track: The request; its ``length`` is set.
