@@ -35,14 +35,8 @@ def test_the_demo_shows_the_point(tmp_path):
 @pytest.mark.sglang
 @pytest.mark.server
 def test_two_pools_give_the_answers_of_plain_sglang():
-    command = [
-        ROOT / "scripts/serve_two_pools.sh",
-        "--once",
-        "--port",
-        "0",
-        "--requests",
-        "2",
-    ]
+    command = [ROOT / "scripts/serve_two_pools.sh", "--once", "--port", "0"]
+    command += ["--requests", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("equal to plain SGLang") == 2

@@ -86,11 +86,15 @@ def wanted(pair, prompts, tokens):
 
 
 def test_streams_grow_and_end_like_answers(pair, prompts):
-    before = pair.connected()["remote_b1"]
+    before = pair.connected()
     streams = Streams(pair.drafter, prompts, 240)
     assert streams.texts() == wanted(pair, prompts, 240)
-    # Where the verifier stood still for seconds, requests have returned from it.
-    assert pair.drafter.counters()["remote_b1"] == before + len(prompts)
+    after = pair.drafter.counters()
+    assert after["remote_b1"] == before["remote_b1"] + len(prompts)
+    lasts = [chunks[-1]["meta_info"]["vericache"]["path"] for chunks in streams.chunks]
+    # Requests return from a verifier that stands still for seconds.
+    returned = after["remote_returns"] - before["remote_returns"]
+    assert sorted(lasts) == ["b1"] * (len(lasts) - returned) + ["local"] * returned
     for chunks in streams.chunks:
         assert len(chunks) > 4
         texts = [chunk["text"] for chunk in chunks]

@@ -99,8 +99,7 @@ class Acceptance:
     @property
     def p(self) -> float:
         """Acceptance probability per token, in [0, 1]."""
-        weighted = self._accepted + PRIOR_TOKENS * self._prior.p
-        return weighted / (self._trials + PRIOR_TOKENS)
+        return self._mean(self._trials)
 
     @property
     def lenient_p(self) -> float:
@@ -110,8 +109,11 @@ class Acceptance:
         changes little.
         """
         rejected = self._trials - self._accepted
-        trials = self._trials - min(1.0, rejected)
-        return (self._accepted + PRIOR_TOKENS * self._prior.p) / (trials + PRIOR_TOKENS)
+        return self._mean(self._trials - min(1.0, rejected))
+
+    def _mean(self, trials: float) -> float:
+        weighted = self._accepted + PRIOR_TOKENS * self._prior.p
+        return weighted / (trials + PRIOR_TOKENS)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count one verification.
