@@ -64,6 +64,14 @@ WRITES: tuple[Write, ...] = (
         remove_when="SGLang lets a worker retract a request.",
     ),
     Write(
+        owner="sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend",
+        names=("speculative_num_draft_tokens",),
+        files=("graphs.py",),
+        reason="While a graph is captured it bounds the rows' queries, by which the "
+        "kernel chooses its tile.",
+        remove_when="SGLang bounds the rows of a ragged graph by the graph's tokens.",
+    ),
+    Write(
         owner="sglang.srt.disaggregation.decode.DecodePreallocQueue",
         names=(
             *("pd_rebootstrap_forced_output_id", "pd_rebootstrap_in_progress"),

@@ -16,6 +16,7 @@ from vericache_sglang.observability.counters import move_name
 from vericache_sglang.runtime.departure import last_action
 from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
 from vericache_sglang.runtime.forward.spec_input import hidden_mode, take_hidden
+from vericache_sglang.runtime.forward_times import ForwardTimes
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
     Complete,
@@ -104,13 +105,14 @@ class Decoding:
     proposer: InnerProposer | None = None
     early_starts: EarlyStarts | None = None
     remote: RemoteRows | None = None
-    _launched: float = field(default=0.0, init=False)
-    _work: Work | None = field(default=None, init=False)
-    _drafter_s: float = field(default=0.0, init=False)
+    _times: ForwardTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._times = ForwardTimes(self.draft_tokens.device)
 
     def interrupt(self) -> None:
-        """Discard the running time measurement, because a prefill comes between."""
-        self._work = None
+        """Do not time the next forward, because a prefill comes before it."""
+        self._times.interrupt()
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one iteration of SGLang's decode batch.
@@ -130,14 +132,15 @@ class Decoding:
             self.recovery.all_lost(error)
         self.in_flight.drop(launched)
         result = self.mixed.nothing(batch)
-        self._work = None
+        self._times.interrupt()
         # Unused: no request of the batch is decoded from these lengths.
         result.new_seq_lens = batch.seq_lens
         self.target_worker.model_runner.shared_read_done_event = None
         return result
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        self._observe_last()
+        for done, seconds in self._times.observed():
+            self.tp_sync.measured.iteration.observe(done, seconds)
         self.in_flight.record_all_but_newest()
         self.placement.counters.note_iteration(len(batch.reqs))
         # A batch with a grammar processes the last result between choosing the batch
@@ -150,6 +153,8 @@ class Decoding:
         states = list(requests.values())
         all_here = len(states) == len(batch.reqs)
         probed = self.request_admission.pass_on(batch, requests)
+        if probed:
+            self._times.interrupt()
         as_sglang = all_here and samples_as_sglang(states, batch.sampling_info)
         served = self.remote is not None and self.remote.busy
         if as_sglang and not (self.runtime.tracks or served or probed):
@@ -179,19 +184,21 @@ class Decoding:
             result = self._run_plain(batch, states, last=last)
         else:
             ready = self.tp_sync.forward(last=last)
-            result, self._work = self.mixed.run(
+            result, work = self.mixed.run(
                 batch, requests, actions, ready, self.proposer
             )
-            if self._work is None:
+            if work is None:
+                self._times.interrupt()
                 self._rest()
+            else:
+                self._time(work)
         moves = self._make_moves(plan, batch)
         if plan.moves:
             # Moves, also abandoned ones, edit rows and the free list after the event
             # at which SGLang considers them read. Without the event the scheduler's
             # stream waits for everything that was launched.
             self.target_worker.model_runner.shared_read_done_event = None
-        if plan.moves or probed:
-            self._work = None  # their time is not the forward's
+            self._times.interrupt()
         if plan.moves or not plain:  # else one token more each, as returned
             self._publish(result, requests, len(batch.reqs))
         self.reporter.end(moves)
@@ -301,25 +308,19 @@ class Decoding:
         further, pool_indices = upload(self.draft_tokens.device, lengths, own)
         result.new_seq_lens = self.draft_tokens.verified(pool_indices) + further
 
-    def _observe_last(self) -> None:
-        """Observe the time of an iteration that only decoded, launch to launch."""
-        now = time.perf_counter()
+    def _time(self, work: Work | None) -> None:
+        """Time the forward that was just launched; None: its time is not asked for."""
         # The inner drafter's time is not the forward's; it is priced by itself.
-        drafter_s = 0.0 if self.proposer is None else self.proposer.spent_s
-        if self._work is not None:
-            seconds = now - self._launched - (drafter_s - self._drafter_s)
-            self.tp_sync.measured.iteration.observe(self._work, seconds)
-            self._work = None
-        self._launched, self._drafter_s = now, drafter_s
+        self._times.end(work, 0.0 if self.proposer is None else self.proposer.spent_s)
 
     def _run_plain(
         self, batch: ScheduleBatch, states: list[RequestState], *, last: bool
     ) -> GenerationBatchResult:
         """Decode every request autoregressively; sample its time periodically."""
-        counted = self.placement.counters.iterations
+        counted, work = self.placement.counters.iterations, None
         if self.runtime.tracks or counted % OBSERVE_EVERY == 0:
             reads = sum(state.verified for state in states) + len(states)
-            self._work = Work(len(states), reads, reads)
+            work = Work(len(states), reads, reads)
         self.placement.counters.plain_rows += len(states)
         launched = run_plain(
             batch,
@@ -328,6 +329,7 @@ class Decoding:
             self.recorder,
             lambda batch: self._forward(batch, states, last=last),
         )
+        self._time(work)
         self.in_flight.launch(launched)
         if not all(state.asynchronous for state in states):
             self.in_flight.record_all()

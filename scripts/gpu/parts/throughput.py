@@ -1,8 +1,7 @@
 """Decode tokens per second of VeriCache and of plain SGLang, everything on one device.
 
-Weights are random, so acceptance is simulated, and everything written says so. The
-measuring is ``vericache_sglang.evaluation``'s: prompts are cached before the clock
-starts, and the first pass of each server warms it.
+Weights are random, so acceptance is simulated, and everything written says so. Prompts
+are cached before the clock starts, and the first wave of each load warms the server.
 """
 
 from __future__ import annotations
@@ -10,17 +9,21 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpu.check import ROOT, Check, backend_flags, shared_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import argparse
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gpu.check import Context
     from gpu.job import Job
+    from vericache_sglang.evaluation.server import Server
 
     Load = tuple[int, int, int]
     """Requests at once, tokens of a prompt, tokens of an answer."""
@@ -44,6 +47,9 @@ LOADS: Mapping[str, tuple[Load, ...]] = {
     "cuda": ((8, 32000, 320), (16, 32000, 320)),
     "cpu": ((2, 600, 24), (4, 600, 24)),
 }
+
+WAVES = 3
+"""Of each load that count; one more goes before them."""
 
 PLAIN = "plain"
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
@@ -75,10 +81,8 @@ def measured(job: Job, *, name: str) -> None:
     Raises:
         ServerError: The server did not boot, or a request failed.
     """
-    from vericache_sglang.evaluation.experiment import Experiment
     from vericache_sglang.evaluation.fleet import Fleet
-    from vericache_sglang.evaluation.options import check, draw_requests, parser
-    from vericache_sglang.evaluation.server import ServerError
+    from vericache_sglang.evaluation.options import check, parser
 
     context, folder = job.context, job.results.folder
     model = DEMO if context.on_cpu else random_model(folder / MODEL)
@@ -86,36 +90,65 @@ def measured(job: Job, *, name: str) -> None:
     fleet = None
     for load in LOADS[context.device]:
         options = parser().parse_args(words(context, folder, model, name, load))
-        systems = check(options)
+        (system,) = check(options)
         fleet = fleet or Fleet(options)
-        run = Experiment(options, systems, draw_requests(options), fleet)
-        run.run()
-        found = run.results()[name]
-        if wrong := found["skipped"] or "; ".join(found["errors"]):
-            raise ServerError(wrong)
-        job.attention = fleet.ready(systems[0])[0].info()["attention_backend"]
+        server, _ = fleet.ready(system)
+        job.attention = server.info()["attention_backend"]
         key = "{} x {} + {}".format(*load)
-        figures["points"][key] = found
+        found = figures["points"][key] = waves(server, options)
         plain = (job.found(PLAIN, "points") or {}).get(key)
-        base = (plain or found)["rounds"][0] if plain or name == PLAIN else None
-        figures["rows"].append({"load": key} | cells(found["rounds"][0], base))
+        base = plain or (found if name == PLAIN else None)
+        figures["rows"].append({"load": key} | cells(found, base))
 
 
-def cells(ours: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, str]:
+def waves(server: Server, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Answer all requests at once, some times over, their prompts cached before.
+
+    Raises:
+        ServerError: A request failed.
+    """
+    from vericache_sglang.evaluation.client import closed_loop
+    from vericache_sglang.evaluation.figures import pass_figures
+    from vericache_sglang.evaluation.options import draw_requests
+    from vericache_sglang.evaluation.server import ServerError
+
+    requests, found = draw_requests(options), []
+    bodies = [request.body(ends=False) for request in requests]
+    first = [replace(each, output_tokens=1).body(ends=False) for each in requests]
+    for sent, clients in ((first, 1), *[(bodies, len(bodies))] * (1 + WAVES)):
+        before = server.counters()
+        done = closed_loop(server.url, sent, clients, lambda: None, options.timeout)
+        one = pass_figures(done, before, server.counters(), options.memory_gbps)
+        if one["errors"]:
+            raise ServerError("; ".join(one["errors"]))
+        found.append(one)
+    return found[2:]
+
+
+def cells(
+    ours: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]] | None
+) -> dict[str, str]:
     """Return what the table says of a load.
 
     Args:
-        ours: Figures of a pass; see ``vericache_sglang.evaluation.figures``.
+        ours: Figures of its waves; see ``vericache_sglang.evaluation.figures``.
         plain: Plain SGLang's; None before they were measured.
     """
-    rate, base = (one and one["decode_tokens_per_s"] for one in (ours, plain))
-    accepted, counted = ours["accepted_per_verify"], ours["counters"]
-    rows = [counted.get(f"{kind}_rows", 0) for kind in ("plain", "draft", "verify")]
+
+    def rates(waves: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+        return [wave[name] for wave in waves if wave[name]]
+
+    decoding, whole = (rates(ours, f"{name}tokens_per_s") for name in ("decode_", ""))
+    base = rates(plain or (), "decode_tokens_per_s")
+    accepted = rates(ours, "accepted_per_verify")
+    counted = [wave["counters"] for wave in ours]
+    kinds = ("plain", "draft", "verify")
+    rows = [sum(one.get(f"{kind}_rows", 0) for one in counted) for kind in kinds]
     return {
-        "decode tokens/s": f"{rate:.0f}" if rate else "-",
-        "x plain": f"{rate / base:.2f}" if rate and base else "-",
-        "tokens/s": f"{ours['tokens_per_s']:.0f}",
-        "accepted a cycle": "-" if accepted is None else f"{accepted:.1f}",
+        "decode tokens/s": " ".join(f"{rate:.0f}" for rate in decoding) or "-",
+        "x plain": f"{median(decoding) / median(base):.2f}" if base else "-",
+        "tokens/s": f"{median(whole):.0f}",
+        "accepted a cycle": f"{median(accepted):.1f}" if accepted else "-",
         "rows drafting": f"{1 - rows[0] / sum(rows):.0%}" if sum(rows) else "-",
     }
 
@@ -135,8 +168,7 @@ def words(
         *("--systems", "", "--system", f"{name}={shlex.join(flags)}"),
         *(f"--engine={shlex.join(engine)}", "--simulated-acceptance", f"{ACCEPTANCE}"),
         *("--count", count, "--concurrency", count, "--context", prompt),
-        *("--output", output, "--repeats", "1", "--prefill", "cached"),
-        *("--timeout", "240"),
+        *("--output", output, "--timeout", "240"),
     ]
 
 

@@ -97,7 +97,8 @@ class MixedGraphRunner(DecodeCudaGraphRunner):
         """Capture a graph of ``size`` tokens, which SGLang passes as rows."""
         width, self.captured_req_width = self.captured_req_width, 1
         try:
-            super().capture_one_shape(size, *args, **kwargs)
+            with _longest_row(self.attn_backend, size):
+                super().capture_one_shape(size, *args, **kwargs)
         finally:
             self.captured_req_width = width
 
@@ -253,6 +254,24 @@ def _sizes(rows: int, width: int) -> tuple[int, ...]:
         return graph_tokens(rows, width - 1, 1)
     proposals = config.proposals
     return graph_tokens(rows, width - 1 - proposals, config.max_verifies, proposals)
+
+
+@contextmanager
+def _longest_row(backend: Any, tokens: int) -> Iterator[None]:
+    """Tell FlashAttention that no row of a graph has more queries than the graph.
+
+    It takes the longest draft for the bound, and by the bound its tile: one of 128
+    query heads computes twice what one of 64, which decoding has, does.
+    """
+    if not hasattr(backend, "fa_impl_ver"):
+        yield
+        return
+    bound = backend.speculative_num_draft_tokens
+    backend.speculative_num_draft_tokens = min(bound, tokens)
+    try:
+        yield
+    finally:
+        backend.speculative_num_draft_tokens = bound
 
 
 @contextmanager
