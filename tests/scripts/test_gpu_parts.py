@@ -170,17 +170,18 @@ def figures(rate, **counters):
 
 
 def test_a_row_has_the_ratio_to_plain_and_how_much_was_drafted():
-    plain = figures(400.0)
-    ours = figures(900.0, plain_rows=1, draft_rows=18, verify_rows=1)
+    plain = [figures(rate) for rate in (400.0, 390.0, 410.0)]
+    counted = {"plain_rows": 1, "draft_rows": 18, "verify_rows": 1}
+    ours = [figures(rate, **counted) for rate in (100.0, 900.0, 910.0)]
     assert throughput.cells(ours, plain) == {
-        "decode tokens/s": "900",
+        "decode tokens/s": "100 900 910",
         "x plain": "2.25",
         "tokens/s": "40",
         "accepted a cycle": "20.4",
         "rows drafting": "95%",
     }
     assert throughput.cells(plain, plain)["x plain"] == "1.00"
-    alone = throughput.cells(figures(None), None)
+    alone = throughput.cells([figures(None)], None)
     assert (alone["decode tokens/s"], alone["x plain"]) == ("-", "-")
 
 

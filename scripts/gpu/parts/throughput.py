@@ -146,7 +146,9 @@ def cells(
     rows = [sum(one.get(f"{kind}_rows", 0) for one in counted) for kind in kinds]
     return {
         "decode tokens/s": " ".join(f"{rate:.0f}" for rate in decoding) or "-",
-        "x plain": f"{median(decoding) / median(base):.2f}" if base else "-",
+        "x plain": f"{median(decoding) / median(base):.2f}"
+        if decoding and base
+        else "-",
         "tokens/s": f"{median(whole):.0f}",
         "accepted a cycle": f"{median(accepted):.1f}" if accepted else "-",
         "rows drafting": f"{1 - rows[0] / sum(rows):.0%}" if sum(rows) else "-",
