@@ -51,6 +51,8 @@ TESTS = f"{ROOT / 'tests'}/"
 HARNESS = f"{Path(__file__).parent}/fake_"
 
 LAUNCH_S = 5e-6
+HOST_LAUNCH_S = 2e-5
+"""What a launch takes on the device, and before it on the host."""
 BYTES_PER_S = 4e12
 """What the device's clock takes for a launch, and for what it touches."""
 
@@ -117,6 +119,7 @@ class Event:
 
     def record(self, stream=None):
         device = DeviceTensor.device_of_all
+        device.catch_up()
         self._at, self._waited = device.clock_s, len(device.reasons)
 
     def wait(self, stream=None):
@@ -158,7 +161,8 @@ class FakeDevice:
         waits: By place of ours, how often the thread that opened it waited.
         reasons: Why it waited, wherever, tests included.
         launches: Names of what was launched, by whichever thread.
-        clock_s: Seconds the device has worked.
+        clock_s: When the device has done what was launched, in seconds.
+        host_s: When the host has launched it.
         pinned: Which host memory is page-locked.
     """
 
@@ -166,7 +170,7 @@ class FakeDevice:
         self.waits = Counter()
         self.reasons = []
         self.launches = []
-        self.clock_s = 0.0
+        self.clock_s = self.host_s = 0.0
         self.pinned = PinnedMemory()
         self.mode = Dispatch(self)
         self._owner = threading.get_ident()
@@ -214,6 +218,7 @@ class FakeDevice:
     def wait(self, why):
         """Note that the host waits, unless a thread beside the scheduler does."""
         if self._is_owner:
+            self.host_s = max(self.host_s, self.clock_s)
             self.reasons.append(why)
             where, via = site()
             if where:
@@ -222,8 +227,19 @@ class FakeDevice:
     def launch(self, name, nbytes):
         """Note that something was launched that touches so many bytes."""
         self.launches.append(name)
+        self.host_s += HOST_LAUNCH_S
+        self.catch_up()
         self.clock_s += LAUNCH_S
         self.touch(nbytes)
+
+    def catch_up(self):
+        """Have an idle device begin what the host launches now."""
+        self.clock_s = max(self.clock_s, self.host_s)
+
+    def pause(self, cycles):
+        """Have the device do nothing, at 2 GHz."""
+        self.launch("_sleep", 0)
+        self.clock_s += cycles / 2e9
 
     def touch(self, nbytes):
         """Let pass the time that bytes take."""
@@ -416,6 +432,7 @@ def open_device():
         "_lazy_init": lambda: None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "_sleep": device.pause,
         "get_device_capability": lambda device=None: (9, 0),
         "is_current_stream_capturing": lambda: False,
     }

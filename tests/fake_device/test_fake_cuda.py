@@ -164,6 +164,12 @@ def test_events_tell_what_the_device_has_worked(device):
     begin.record()
     tensor += 1
     end.record()
+    # It was idle, and so waited for the host to launch.
+    assert begin.elapsed_time(end) > 20e-3
+    torch.cuda._sleep(1_000_000)
+    begin.record()
+    tensor += 1
+    end.record()
     assert begin.elapsed_time(end) == pytest.approx(6e-3, rel=0.01)
     with pytest.raises(ValueError, match="enabled"):
         begin.elapsed_time(torch.cuda.Event())

@@ -87,7 +87,8 @@ def measure(group, rank):
     measured = Estimates(iteration=IterationModel(start))
     measured.link.observe(10**7, 1e-3 * (rank + 1), "in")
     measured.link.observe(10**3, 1e-5 * (rank + 1), "out")
-    measured.split_s.observe(1e-5 * (rank + 1))
+    for _ in range(2):
+        measured.split_s.observe(1e-5 * (rank + 1))
     measured.drafter_s.observe(1e-3 * (rank + 1))
     measured.iteration.iteration_s.observe(0.02 * (rank + 1))
     tp_sync = agreed(group, measured)

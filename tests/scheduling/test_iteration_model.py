@@ -124,6 +124,29 @@ def test_outliers_hardly_move_the_prediction():
         assert model.iteration_s.value < 0.1
 
 
+@pytest.mark.parametrize("before", [0, 8, 500])
+def test_kernels_that_are_compiled_say_nothing_of_a_machine(before):
+    """Seen on an H200: the first mixed iterations took up to a second each."""
+    truth, rnd = MACHINES["near-the-start"], Random(0)
+    model = IterationModel(truth)
+    feed(model, truth, before, rnd)
+    known = model.coefficients
+    for stall in (0.6, 0.4, 0.1):
+        work = random_work(rnd)
+        model.observe(work, stall + 4 * model.predict(work))
+    assert model.coefficients == known
+
+
+def test_a_machine_that_has_become_a_hundred_times_slower_is_believed():
+    truth, rnd = MACHINES["near-the-start"], Random(0)
+    model = IterationModel(START)
+    feed(model, truth, 500, rnd)
+    slow = Coefficients(*(100 * value for value in astuple(truth)))
+    feed(model, slow, 300, rnd)
+    work = random_work(rnd)
+    assert model.predict(work) == pytest.approx(machine(slow, work), rel=0.3)
+
+
 def test_what_cannot_be_negative_is_made_up_for_by_the_others():
     # Tokens seem to save time here: cutting their part off would predict far too much.
     truth, rnd = Coefficients(3e-2, -2e-5, 3e-8, 2e-9), Random(0)

@@ -138,6 +138,20 @@ def test_drafting_that_does_not_pay_is_looked_at_later():
     assert moves(policy("device"), track("a", split=False, p=0.0)), "forced"
 
 
+def test_a_first_compression_that_compiles_does_not_end_compressing():
+    """Seen on an H200: 0.4 s for each of the first prompts, 0.05 s for the others."""
+    chooser = policy()
+    costs = chooser._throughput._estimates.split_s
+    for seconds in (5.0, 0.001, 5.0):
+        costs.observe(seconds / 20_000)
+        chooser._throughput.refresh(1)
+        (move,) = moves(chooser, track("a", split=False))
+        assert isinstance(move, Compress)
+    for _ in range(4):
+        costs.observe(20.0 / 20_000)
+    assert not moves(chooser, track("a", split=False)), "it is slow indeed"
+
+
 def test_few_prompts_are_split_at_once_and_share_the_room():
     plain = [track(rid, split=False) for rid in "abcd"]
     assert len(moves(policy(), *plain)) == MAX_COMPRESSIONS

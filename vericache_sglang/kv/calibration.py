@@ -37,6 +37,9 @@ TIMED_ROWS = 16
 REPEATS = 5
 LEAST_S = 1e-13
 
+PAUSE_CYCLES = 20_000_000
+"""Cycles a GPU pauses before it is timed, some 10 ms: it finds all launches queued."""
+
 
 def measure_link(handles: KVHandles, region: StagingBuffer, link: LinkEstimate) -> None:
     """Time a small and a large copy in each direction, for the first decisions.
@@ -91,7 +94,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
     Returns:
         Seconds per run: the least of ``REPEATS`` runs on a CPU, their mean between
-        two events on a GPU.
+        two events on a GPU, where the host's time to launch them does not count.
     """
     if device.type == "cpu":
         times = []
@@ -102,6 +105,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
         return min(times)
     run()  # compiles kernels, fills caches
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(PAUSE_CYCLES)
     first.record()
     for _ in range(REPEATS):
         run()
@@ -127,7 +131,7 @@ def starting_coefficients(
 
     Returns:
         Seconds per unit of work over all layers; ``START_COEFFICIENTS`` where the pool
-        is too small to measure.
+        is too small to measure, or a longer row takes no longer.
     """
     kv = pool.k_buffer[0], pool.v_buffer[0]
     long = min(LONG, len(kv[0]))
@@ -144,6 +148,9 @@ def starting_coefficients(
         return (seconds(queries, long) - seconds(queries, SHORT)) / (long - SHORT)
 
     one, many = slot_s(1), slot_s(most)
+    if one <= 0:
+        logger.warning("VeriCache: attention could not be timed: %.3g s a slot", one)
+        return START_COEFFICIENTS
     product = max(LEAST_S, (many - one) / max(1, draft_length))
     read = max(LEAST_S, one - product)
     return Coefficients(

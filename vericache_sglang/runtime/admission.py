@@ -135,6 +135,7 @@ class RequestAdmission:
             self._placement.observer.forget(state.rid)
             self._arrive_whole(state)
             return
+        self._tp_sync.measured.split_s.pass_over()
         spec = spec_of(state, budget, self._placement, overlap=self._overlap)
         self._runtime.arrive(spec)
 

@@ -8,6 +8,7 @@ from vericache_sglang.scheduling.acceptance import Prior
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
 from vericache_sglang.scheduling.link import LinkEstimate
+from vericache_sglang.scheduling.recent_median import RecentMedian
 
 START_LINK_BYTES_PER_S = 8e9
 """Initial link bandwidth, that of a modest PCIe link."""
@@ -55,7 +56,7 @@ class Estimates:
     prior: Prior = field(default_factory=Prior)
     proposal_prior: Prior = field(default_factory=proposal_prior)
     drafter_s: Ewma = field(default_factory=lambda: Ewma(0.0, least=0.0, most=1e-1))
-    split_s: Ewma = field(default_factory=lambda: Ewma(1e-6, least=0.0, most=1e-2))
+    split_s: RecentMedian = field(default_factory=lambda: RecentMedian(1e-6, most=1e-2))
 
     def report(self) -> dict[str, float]:
         """Return the estimates by name; the names state the units."""

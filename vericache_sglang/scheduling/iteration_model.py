@@ -17,6 +17,10 @@ SHORTEST_S = 1e-6
 LONGEST_S = 60.0
 """Upper bound of a plausible iteration time, in seconds."""
 
+STALLS = 4
+"""Times in a row far above the prediction that are ignored: at their first use kernels
+are compiled, for up to a second each."""
+
 WARM = 20
 """Iterations before times far from the prediction are treated as outliers."""
 
@@ -113,7 +117,7 @@ class IterationModel:
         # its entries are of order 1.
         self._information = (0.0,) * 10
         self._drift = Ewma(0.0, least=-1.0, most=1.0)
-        self._count = 0
+        self._count = self._stalls = 0
         self.iteration_s = Ewma(
             min(max(start.base_s, SHORTEST_S), LONGEST_S),
             least=SHORTEST_S,
@@ -139,6 +143,9 @@ class IterationModel:
         if not seconds > 0 or not isfinite(seconds):
             return
         expected = self.predict(work)
+        self._stalls = self._stalls + 1 if seconds > OUTLIER * expected else 0
+        if 0 < self._stalls <= STALLS:
+            return
         self._count += 1
         if self._count > WARM:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
