@@ -121,6 +121,8 @@ def environment(site: str) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",
+        # Or every process compiles what it imports, some 15 s.
+        "PYTHONDONTWRITEBYTECODE": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # What SGLang and Triton compile at first use; it outlasts the command.

@@ -108,10 +108,11 @@ def test_pools_are_two_numbers(run, pools):
 
 def test_plain_serving_is_recommended_and_not_saved(run, tmp_path):
     h200 = ["--model", "llama-3.1-8b", "--gpu", "h200"]
-    slow = [*h200, "--context", "24000", "--output", "512", "--accept", "0.9"]
+    slow = [*h200, "--context", "24000", "--output", "512", "--accept", "0.1"]
     status, out, _ = run(*slow)
     assert status == 0
     assert "Serve plainly" in out
+    assert "nothing is prefetched" in out
     assert "--disable-vericache" in out
     status, _, err = run(*slow, "--save", tmp_path / "x.yaml")
     assert status == 2

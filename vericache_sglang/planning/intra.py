@@ -224,16 +224,29 @@ def full_kv(server: ServerModel) -> Estimate:
 
 
 def resident_drafts(
-    server: ServerModel, keep: float, lengths: Iterable[int]
+    server: ServerModel, keep: float, lengths: Iterable[int], copied: float = 0.0
 ) -> Estimate:
-    """Return the best estimate of sparse drafts over resident KV, as in SparseSpec."""
-    count = full_kv(server).requests
+    """Return the best estimate of drafts over resident KV, as in SparseSpec.
+
+    Args:
+        copied: Part of its full KV that each request holds a second time, >= 0: ours
+            have their draft KV beside the full KV.
+    """
+    room = server.machine.memory_bytes - server.weight_bytes
+    most = server.fitting(room, 1.0 + copied)
+
+    def verified(x: int) -> int:
+        if server.most_verifies is None:
+            return most
+        cycle = server.inner.iterations(x) + 1
+        return min(most, int(server.most_verifies * cycle))
+
     return max(
         (
             estimate(
                 server,
                 IntraChoice(
-                    resident=count,
+                    resident=verified(x),
                     offloaded=0,
                     draft_length=x,
                     keep=keep,

@@ -15,7 +15,13 @@ from vericache_sglang.planning.acceptance import (
     MissByKeep,
 )
 from vericache_sglang.planning.bound import Roofline, roofline, speedup_bound
-from vericache_sglang.planning.intra import Estimate, ServerModel, full_kv, search
+from vericache_sglang.planning.intra import (
+    Estimate,
+    ServerModel,
+    full_kv,
+    resident_drafts,
+    search,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +87,8 @@ class Recommendation:
         plain: Estimate of the full-KV server on the same machine.
         bound: ``speedup_bound`` of ``best``, with the bonus token.
         ceilings: Throughput that each resource allows.
-        staging_bytes: Device memory of the staging buffer of ``best``.
+        staging_bytes: Device memory of the staging buffer of ``best``; 0 where every
+            residual KV stays on the device.
     """
 
     config: VeriCacheConfig | None
@@ -109,10 +116,10 @@ def recommend(
 ) -> Recommendation:
     """Search our settings for the highest throughput.
 
-    The modelled server offloads the residual KV of every drafting request, keeps the
-    full KV of decoded tokens, and has a staging buffer of one residual KV per
-    verification of an iteration and one that is arriving. Our server also leaves
-    residual KV on the device while memory is free, which can only be faster.
+    The modelled server leaves the residual KV of all its requests on the device, with
+    the draft KV beside it, or offloads that of all. The second keeps the full KV of
+    decoded tokens, and has a staging buffer of one residual KV per verification of an
+    iteration and one that is arriving. Ours mixes both, which can only be faster.
 
     Raises:
         ConfigError: Not one full KV fits beside the weights, and so no draft KV with
@@ -209,7 +216,10 @@ def _best(
     candidate: tuple[float, int],
     lengths: Sequence[int],
 ) -> tuple[Estimate, int]:
-    """Return the best estimate for one candidate, and its staging slots."""
+    """Return the best estimate for one candidate, and its staging slots.
+
+    The slots are 0 where every residual KV stays on the device.
+    """
     keep, verifies = candidate
     residual = _residual_tokens(keep, workload)
     staging = -(-(verifies + 1) * residual // STAGING_STEP) * STAGING_STEP
@@ -220,14 +230,21 @@ def _best(
     )
     # Only the prompt is compressed; every draft reads the KV of decoded tokens.
     moved = residual / workload.mean_tokens
-    best = search(
+    usable = [x for x in lengths if x <= max(1, workload.output_tokens)]
+    offloaded = search(
         limited,
         [1 - moved],
-        [x for x in lengths if x <= max(1, workload.output_tokens)],
+        usable,
         resident=[0],
         transfer_fraction=lambda _: moved,
     )
-    return best, staging
+    kept = workload.context_tokens - residual
+    whole = resident_drafts(
+        limited, 1 - moved, usable, copied=kept / workload.mean_tokens
+    )
+    if whole.tokens_per_s > offloaded.tokens_per_s:
+        return whole, 0
+    return offloaded, staging
 
 
 def _residual_tokens(keep: float, workload: ExpectedWorkload) -> int:
@@ -244,13 +261,17 @@ def _settings(
     residual = _residual_tokens(result.keep, workload) * model.kv_bytes_per_token
     host_bytes = max(1, result.best.requests) * residual
     default = VeriCacheConfig()
-    return VeriCacheConfig(
+    config = VeriCacheConfig(
         keep=result.keep,
         draft_length=result.best.choice.draft_length,
         max_verifies=verifies,
         min_prompt=min(default.min_prompt, workload.context_tokens),
-        staging_tokens=staging_tokens,
-        # Two residual KVs more than requests, so that a new request need not wait until
-        # those of a finished one are freed; whole GiB.
-        host_gb=float(ceil((host_bytes + 2 * residual) / GIB)),
+    )
+    if not staging_tokens:
+        return config
+    # Two residual KVs more than requests, so that a new request need not wait until
+    # those of a finished one are freed; whole GiB.
+    host_gb = float(ceil((host_bytes + 2 * residual) / GIB))
+    return config.model_copy(
+        update={"staging_tokens": staging_tokens, "host_gb": host_gb}
     )

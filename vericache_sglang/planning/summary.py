@@ -18,18 +18,22 @@ _BINDS = {
     "compute": "arithmetic",
 }
 
-_FLAGS = (
-    *("keep", "draft_length", "max_verifies", "min_prompt", "staging_tokens"),
-    "host_gb",
-)
+_HOST = ("staging_tokens", "host_gb")
+"""Settings that matter for residual KV in host memory."""
+
+_FLAGS = ("keep", "draft_length", "max_verifies", "min_prompt", *_HOST)
 
 
 def flags(config: VeriCacheConfig | None) -> str:
     """Return the launcher's flags, for the planned settings or no speculation."""
     if config is None:
         return "--disable-vericache"
-    values = config.model_dump()
-    return " ".join(f"{flag(name)} {values[name]:g}" for name in _FLAGS)
+    values, default = config.model_dump(), VeriCacheConfig().model_dump()
+    return " ".join(
+        f"{flag(name)} {values[name]:g}"
+        for name in _FLAGS
+        if name not in _HOST or values[name] != default[name]
+    )
 
 
 def summary(
@@ -75,15 +79,24 @@ def _round(result: Recommendation) -> list[str]:
     if not best.requests:
         return ["Not one draft KV with its staging buffer fits."]
     choice = best.choice
-    times = (
-        f"device memory {1e3 * best.hbm_s:.3g} ms, link {1e3 * best.link_s:.3g} ms, "
-        f"arithmetic {1e3 * best.compute_s:.3g} ms"
-    )
+    times = f"device memory {1e3 * best.hbm_s:.3g} ms"
+    if choice.transfer_fraction:
+        times += f", link {1e3 * best.link_s:.3g} ms"
+    times += f", arithmetic {1e3 * best.compute_s:.3g} ms"
     ceilings = result.ceilings
-    return [
+    lines = [
         f"keep {result.keep:g}: {best.accepted:.1f} of {choice.draft_length} drafts "
         "accepted a cycle, over whole answers",
         f"Binds: {_BINDS[best.binds]}",
+    ]
+    if not choice.transfer_fraction:
+        return [
+            *lines,
+            f"  an iteration: {times}; nothing is prefetched",
+            f"Bound: {ceilings.tokens_per_s:.0f} tokens/s by reads of KV",
+        ]
+    return [
+        *lines,
         f"  an iteration: {times}; a prefetch spans {best.cycles_per_load} iterations",
         f"Bound: {ceilings.tokens_per_s:.0f} tokens/s (prefetches allow "
         f"{ceilings.link_tokens_per_s:.0f}, reads of KV "
@@ -102,10 +115,20 @@ def _memory(
     kv = workload.mean_tokens * model.kv_bytes_per_token
     choice = result.best.choice
     full, ours = result.plain.requests, result.best.requests
-    return [
+    lines = [
         f"Memory: {machine.memory_bytes / GIB:.1f} GiB usable, weights "
         f"{model.weight_bytes / GIB:.1f} GiB",
         f"  full KV:   {full} requests of {kv / GIB:.2f} GiB",
+    ]
+    if not choice.transfer_fraction:
+        kept = result.keep * workload.context_tokens * model.kv_bytes_per_token
+        return [
+            *lines,
+            f"  VeriCache: {ours} requests of {(kv + kept) / GIB:.2f} GiB, all of it "
+            "on the device",
+        ]
+    return [
+        *lines,
         f"  VeriCache: {ours} requests of {choice.keep * kv / GIB:.2f} GiB, staging "
         f"{result.staging_bytes / GIB:.2f} GiB; "
         f"{choice.transfer_fraction * kv / GIB:.2f} GiB each on the host",

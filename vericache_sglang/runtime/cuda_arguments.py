@@ -30,7 +30,7 @@ RAGGED_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 """SGLang's environment variable; "compact" keys graphs by tokens instead of rows."""
 
 UNTRIED = (
-    "VeriCache: of GPUs one H200 has run this, for minutes and with small models "
+    "VeriCache: of GPUs only H200s have run this, for half an hour in all "
     "(docs/gpu.md); --vericache-consistency-check-rate 0.1 compares every tenth answer "
     "with plain decoding"
 )
