@@ -7,6 +7,7 @@ import torch
 from simulated_cuda import simulated
 
 from vericache_sglang.errors import TransferError
+from vericache_sglang.kv import calibration
 from vericache_sglang.kv.calibration import measure_link, starting_coefficients
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
@@ -97,3 +98,9 @@ def test_attention_is_timed_on_the_pool():
 @pytest.mark.parametrize("slots", [1, 511])
 def test_a_pool_too_small_to_time_keeps_the_assumed_costs(slots):
     assert starting_coefficients(pool(slots), LAYERS, 8) == START_COEFFICIENTS
+
+
+def test_rows_that_all_take_the_same_time_keep_the_assumed_costs(monkeypatch, caplog):
+    monkeypatch.setattr(calibration, "seconds_of", lambda run, device: 1e-3)
+    assert starting_coefficients(pool(6000), LAYERS, 8) == START_COEFFICIENTS
+    assert "could not be timed" in caplog.text

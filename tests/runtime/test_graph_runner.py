@@ -325,6 +325,18 @@ def test_graphs_are_captured_with_rows_of_our_own_kind(tokens):
     assert server.runner._captured_ragged_layouts[tokens] is layout
 
 
+def test_no_row_is_longer_than_the_graph_that_flash_attention_is_captured_for():
+    """By this bound it chooses its tile; afterwards it is the longest draft again."""
+    fa3 = SimpleNamespace(fa_impl_ver=3, speculative_num_draft_tokens=32)
+    for tokens, bound in ((8, 8), (32, 32), (96, 32)):
+        with graph_runner._longest_row(fa3, tokens):
+            assert fa3.speculative_num_draft_tokens == bound
+        assert fa3.speculative_num_draft_tokens == 32
+    other = SimpleNamespace(speculative_num_draft_tokens=32)
+    with graph_runner._longest_row(other, 8):
+        assert other.speculative_num_draft_tokens == 32
+
+
 def test_only_our_own_model_runner_captures_our_graphs():
     ours = SimpleNamespace(spec_algorithm=VeriCacheAlgorithm(NAME, None))
     theirs = SimpleNamespace(spec_algorithm=VeriCacheAlgorithm("DSPARK", None))

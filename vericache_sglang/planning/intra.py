@@ -64,7 +64,7 @@ class ServerModel:
         flops_per_token: Operations of a forward without attention; 0 ignores compute.
         staging_bytes: Device memory of the staging buffer; None: the mean in use, as in
             the paper.
-        most_verifies: Most offloaded requests verified per iteration; None: no limit.
+        most_verifies: Most requests verified per iteration; None: no limit.
         printed_transfer: Whether to compute t_xfer as printed; see the module.
         inner: Proposes tokens to every row.
     """
@@ -92,6 +92,13 @@ class ServerModel:
         if self.concurrency is not None:
             count = min(count, self.concurrency - skip)
         return max(0, count)
+
+    def verified(self, count: int, draft_length: int) -> int:
+        """Return how many of ``count`` requests ``most_verifies`` lets draft."""
+        if self.most_verifies is None:
+            return count
+        cycle = self.inner.iterations(draft_length) + 1
+        return min(count, int(self.most_verifies * cycle))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,19 +241,12 @@ def resident_drafts(
     """
     room = server.machine.memory_bytes - server.weight_bytes
     most = server.fitting(room, 1.0 + copied)
-
-    def verified(x: int) -> int:
-        if server.most_verifies is None:
-            return most
-        cycle = server.inner.iterations(x) + 1
-        return min(most, int(server.most_verifies * cycle))
-
     return max(
         (
             estimate(
                 server,
                 IntraChoice(
-                    resident=verified(x),
+                    resident=server.verified(most, x),
                     offloaded=0,
                     draft_length=x,
                     keep=keep,
@@ -305,10 +305,7 @@ def most_offloaded(
     staging, share = _footprint(server, keep, draft_length)
     taken = server.weight_bytes + held * server.kv_bytes
     room = server.machine.memory_bytes - taken - staging
-    count = server.fitting(room, share, skip=held)
-    if server.most_verifies is not None:
-        cycle = server.inner.iterations(draft_length) + 1
-        count = min(count, int(server.most_verifies * cycle))
+    count = server.verified(server.fitting(room, share, skip=held), draft_length)
     if server.printed_transfer:  # load_constraint at its smallest l, 1
         count = min(count, draft_length + 1)
     return count

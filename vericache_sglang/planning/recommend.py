@@ -258,20 +258,20 @@ def _settings(
     verifies: int,
     staging_tokens: int,
 ) -> VeriCacheConfig:
-    residual = _residual_tokens(result.keep, workload) * model.kv_bytes_per_token
-    host_bytes = max(1, result.best.requests) * residual
-    default = VeriCacheConfig()
-    config = VeriCacheConfig(
+    default, host = VeriCacheConfig(), {}
+    if staging_tokens:
+        residual = _residual_tokens(result.keep, workload) * model.kv_bytes_per_token
+        # Two residual KVs more than requests, so that a new request need not wait until
+        # those of a finished one are freed; whole GiB.
+        host_bytes = (max(1, result.best.requests) + 2) * residual
+        host = {
+            "staging_tokens": staging_tokens,
+            "host_gb": float(ceil(host_bytes / GIB)),
+        }
+    return VeriCacheConfig(
         keep=result.keep,
         draft_length=result.best.choice.draft_length,
         max_verifies=verifies,
         min_prompt=min(default.min_prompt, workload.context_tokens),
-    )
-    if not staging_tokens:
-        return config
-    # Two residual KVs more than requests, so that a new request need not wait until
-    # those of a finished one are freed; whole GiB.
-    host_gb = float(ceil((host_bytes + 2 * residual) / GIB))
-    return config.model_copy(
-        update={"staging_tokens": staging_tokens, "host_gb": host_gb}
+        **host,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,12 @@ class End(NamedTuple):
     """The end of a forward.
 
     Attributes:
-        at: In seconds, or an event behind it on the device.
+        at: Seconds; on a GPU an event behind it.
         work: None: its time is not asked for.
         apart_s: Seconds up to then that are no forward's.
     """
 
-    at: float | torch.cuda.Event
+    at: Any
     work: Work | None
     apart_s: float
 
@@ -50,27 +50,27 @@ class ForwardTimes:
 
     def end(self, work: Work | None, apart_s: float) -> None:
         """Mark the end of a forward that was just launched; see ``End``."""
-        at: float | torch.cuda.Event = time.perf_counter()
+        at: Any
         if self._on_gpu:
             at = torch.cuda.Event(enable_timing=True)
             at.record()
+        else:
+            at = time.perf_counter()
         self._ends.append(End(at, work if self._follows else None, apart_s))
         self._follows = True
 
     def observed(self) -> Iterator[tuple[Work, float]]:
         """Yield the work and seconds of every forward that has ended, once."""
-        while len(self._ends) > 1 and _passed(self._ends[1]):
-            begin, end = self._ends.popleft(), self._ends[0]
+        while len(self._ends) > 1:
+            begin, end = self._ends[0], self._ends[1]
+            if self._on_gpu and not end.at.query():
+                return
+            self._ends.popleft()
             if end.work is not None:
                 apart_s = end.apart_s - begin.apart_s
-                yield end.work, _seconds(begin, end) - apart_s
+                yield end.work, self._seconds(begin.at, end.at) - apart_s
 
-
-def _passed(end: End) -> bool:
-    return isinstance(end.at, float) or bool(end.at.query())
-
-
-def _seconds(begin: End, end: End) -> float:
-    if isinstance(begin.at, float) or isinstance(end.at, float):
-        return float(end.at) - float(begin.at)  # type: ignore[arg-type]
-    return float(begin.at.elapsed_time(end.at)) / 1e3
+    def _seconds(self, begin: Any, end: Any) -> float:
+        if self._on_gpu:
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)
