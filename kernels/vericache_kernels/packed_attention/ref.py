@@ -72,7 +72,7 @@ def _part(rows: torch.Tensor, segment: Segment, scaling: float) -> Part | None:
     """Compute attention over one segment; frees its decoded KV before returning.
 
     Args:
-        rows: [H, n * G, D], the folded queries.
+        rows: [1, H, n * G, D], the folded queries.
         segment: See ``attend_packed``.
         scaling: Factor on the scores.
 
@@ -83,7 +83,7 @@ def _part(rows: torch.Tensor, segment: Segment, scaling: float) -> Part | None:
         ValueError: The segment does not fit the queries.
     """
     keys, values = segment()
-    heads, _, dim = rows.shape
+    _, heads, _, dim = rows.shape
     tokens = keys.shape[1] if keys.dim() == 3 else -1
     for name, entries in (("keys", keys), ("values", values)):
         if entries.shape != (heads, tokens, dim) or entries.dtype != rows.dtype:

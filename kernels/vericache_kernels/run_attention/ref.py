@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vericache_kernels.run_attention.runs import RowPlan, plan_row
+from vericache_kernels.run_attention.runs import (
+    MOST_MASKED_QUERIES,
+    MOST_SLOTS_A_PART,
+    RowPlan,
+    plan_row,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Up to this many queries the causal square is one call with a mask; above it, one
-# causal call per query head of a group, which skips the masked half.
-MOST_MASKED_QUERIES = 160
-
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Attention over some of a row's keys: output [Hkv, n * G, D], and the log-sum-exp of
-its scores [Hkv, n * G, 1] float32. Row ``i * G + g`` is query i of a group's head g."""
+"""Attention over some of a row's keys: output [1, Hkv, n * G, D], and the log-sum-exp
+of its scores [1, Hkv, n * G] float32. Row ``i * G + g`` is query i of a group's head g.
+"""
 
 
 def attend_row(
@@ -46,35 +48,37 @@ def attend_row(
         ValueError: q does not fit the plan or the KV buffers.
     """
     _check(q, k_buffer, v_buffer, plan)
-    n = plan.query_len
-    blocks = [0]
-    if n > 1:
-        blocks = _blocks_apart(_tail(k_buffer, plan), _tail(v_buffer, plan))
+    whole = _attend(q, k_buffer, v_buffer, plan, scaling, seen)
+    # A masked entry has weight zero, and zero times NaN is NaN.
+    if plan.query_len == 1 or isfinite(whole.sum().item()):
+        return whole
+    blocks = _blocks_apart(_last(k_buffer, plan), _last(v_buffer, plan), plan)
     if len(blocks) == 1:
-        return _attend(q, k_buffer, v_buffer, plan, scaling, seen)
+        return whole
+    n = plan.query_len
     before, group = plan.slots.numel() - n, q.shape[1] // k_buffer.shape[1]
     outs = []
     for start, stop in zip(blocks, [*blocks[1:], n], strict=True):
         # The block's queries, and the row up to the last of them.
         part = plan_row(plan.slots[: before + stop], stop - start)
         rows = slice(start * group, stop * group)
-        own = [(out[:, rows], lse[:, rows]) for out, lse in seen]
+        own = [(out[:, :, rows], lse[:, :, rows]) for out, lse in seen]
         outs.append(_attend(q[start:stop], k_buffer, v_buffer, part, scaling, own))
     return torch.cat(outs)
 
 
 def fold_queries(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Reshape q [n, Hq, D] to rows [Hkv, n * G, D], to read K and V once per group."""
+    """Reshape q [n, Hq, D] to [1, Hkv, n * G, D], to read K and V once per group."""
     n, heads, dim = q.shape
     group = heads // kv_heads
     rows = q.reshape(n, kv_heads, group, dim).transpose(0, 1)
-    return rows.reshape(kv_heads, n * group, dim)
+    return rows.reshape(1, kv_heads, n * group, dim)
 
 
 def unfold_queries(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Reshape rows [Hkv, n * G, D] back to ``shape`` [n, Hq, D]."""
+    """Reshape rows [1, Hkv, n * G, D] back to ``shape`` [n, Hq, D], contiguous."""
     n, heads, dim = shape
-    kv_heads = rows.shape[0]
+    kv_heads = rows.shape[1]
     apart = rows.view(kv_heads, n, heads // kv_heads, dim)
     return apart.transpose(0, 1).reshape(shape)
 
@@ -92,9 +96,9 @@ def _attend(
     parts = list(seen)
     for k, v in _seen_by_all(k_buffer, v_buffer, plan):
         parts.append(part_of(rows, k, v, scaling))
-    if plan.query_len > 1:
-        tail_k, tail_v = _tail(k_buffer, plan), _tail(v_buffer, plan)
-        parts.append(_causal(rows, tail_k, tail_v, scaling))
+    if plan.last is not None:
+        last_k, last_v = _last(k_buffer, plan), _last(v_buffer, plan)
+        parts.append(_causal(rows, last_k, last_v, scaling, plan))
     return unfold_queries(merge(parts), q.shape)
 
 
@@ -108,11 +112,12 @@ def _seen_by_all(
         yield k_buffer.index_select(0, slots), v_buffer.index_select(0, slots)
 
 
-def _tail(buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """Return K or V [n, Hkv, D] of the query tokens themselves."""
-    if plan.tail is not None:
-        return buffer.index_select(0, plan.tail)
-    return buffer[plan.tail_start : plan.tail_start + plan.query_len]
+def _last(buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+    """Return K or V [seen + n, Hkv, D] of the piece that ends with the queries."""
+    if isinstance(plan.last, torch.Tensor):
+        return buffer.index_select(0, plan.last)
+    start, length = plan.last
+    return buffer[start : start + length]
 
 
 def part_of(
@@ -124,13 +129,13 @@ def part_of(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> Part:
-    """Compute attention of rows [Hkv, R, D] over keys [len, Hkv, D] without copies.
+    """Compute attention of rows [1, Hkv, R, D] over keys [len, Hkv, D] without copies.
 
     Returns:
-        Output [Hkv, R, D] and log-sum-exp [Hkv, R, 1] float32.
+        Output [1, Hkv, R, D], strided, and log-sum-exp [1, Hkv, R] float32.
     """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows.unsqueeze(0),
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows,
         k.transpose(0, 1).unsqueeze(0),
         v.transpose(0, 1).unsqueeze(0),
         0.0,
@@ -138,53 +143,59 @@ def part_of(
         attn_mask=mask,
         scale=scaling,
     )
-    return out[0], lse[0].unsqueeze(-1)
 
 
 def _causal(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, plan: RowPlan
 ) -> Part:
-    """Compute causal attention of folded rows [Hkv, n * G, D] over their n keys."""
-    kv_heads, folded, dim = rows.shape
-    n = k.shape[0]
-    group = folded // n
+    """Compute causal attention of rows [1, Hkv, n * G, D] over the last piece."""
+    _, kv_heads, folded, dim = rows.shape
+    n, group = plan.query_len, folded // plan.query_len
     if n <= MOST_MASKED_QUERIES:
-        return part_of(rows, k, v, scaling, mask=_mask(n, group, rows.dtype))
-    by_group = rows.view(kv_heads, n, group, dim)
+        first = MOST_SLOTS_A_PART - plan.seen
+        mask = _mask(group, rows.dtype)[:, :, :folded, first : first + len(k)]
+        return part_of(rows, k, v, scaling, mask=mask)
+    by_group = rows.view(1, kv_heads, n, group, dim)
     parts = [
-        part_of(by_group[:, :, g], k, v, scaling, causal=True) for g in range(group)
+        part_of(by_group[:, :, :, g], k, v, scaling, causal=True) for g in range(group)
     ]
-    out = torch.stack([out for out, _ in parts], dim=2)
-    lse = torch.stack([lse for _, lse in parts], dim=2)
-    return out.view(kv_heads, folded, dim), lse.view(kv_heads, folded, 1)
+    out = torch.stack([out for out, _ in parts], dim=3)
+    lse = torch.stack([lse for _, lse in parts], dim=3)
+    return out.view(rows.shape), lse.view(rows.shape[:3])
 
 
-@lru_cache(maxsize=64)
-def _mask(n: int, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask [1, 1, n * G, n] of n queries over their own keys."""
-    hidden = torch.full((n, n), float("-inf"), dtype=dtype).triu_(1)
-    return hidden.repeat_interleave(group, dim=0).view(1, 1, n * group, n)
+@lru_cache(maxsize=4)
+def _mask(group: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask of the most queries behind the most entries that all see.
+
+    Returns:
+        [1, 1, MOST_MASKED_QUERIES * G, MOST_SLOTS_A_PART + MOST_MASKED_QUERIES]; the
+        mask of fewer queries or entries is a part of it.
+    """
+    size = (MOST_MASKED_QUERIES, MOST_SLOTS_A_PART + MOST_MASKED_QUERIES)
+    hidden = torch.full(size, float("-inf"), dtype=dtype).triu_(MOST_SLOTS_A_PART + 1)
+    return hidden.repeat_interleave(group, dim=0)[None, None]
 
 
 def merge(parts: Sequence[Part]) -> torch.Tensor:
-    """Merge partial outputs [Hkv, n * G, D] by their share of the softmax mass."""
+    """Merge outputs [1, Hkv, n * G, D] of parts by their share of the softmax mass."""
+    first = parts[0][0]
     if len(parts) == 1:
-        return parts[0][0].contiguous()
-    weight = torch.stack([lse for _, lse in parts]).softmax(0)
-    out = parts[0][0] * weight[0]
+        return first
+    weight = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    out = first * weight[0]
     for (more, _), share in zip(parts[1:], weight[1:], strict=True):
         out.addcmul_(more, share)
-    return out.to(parts[0][0].dtype)
+    return out.to(first.dtype)
 
 
-def _blocks_apart(k: torch.Tensor, v: torch.Tensor) -> list[int]:
+def _blocks_apart(k: torch.Tensor, v: torch.Tensor, plan: RowPlan) -> list[int]:
     """Return the queries at which the row must be cut, starting with 0.
 
-    A masked entry has weight zero, and zero times NaN is NaN. Cutting before every
-    entry that is not finite keeps it out of the blocks of queries that must not see it.
+    Cutting before every entry that is not finite keeps it out of the blocks of queries
+    that must not see it.
     """
-    if isfinite((k.sum() + v.sum()).item()):
-        return [0]
+    k, v = k[plan.seen :], v[plan.seen :]
     finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
     return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
 

@@ -24,6 +24,11 @@ LEAST_VIEW_SLOTS = 128
 MOST_SLOTS_A_PART = 2048
 
 
+# Up to this many queries one call with a mask computes what they see of each other and
+# of the entries before them; above it, causal calls skip the masked half.
+MOST_MASKED_QUERIES = 160
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """Read plan of one row; built once per forward, the same for every layer.
@@ -33,17 +38,19 @@ class RowPlan:
         query_len: n, in tokens; L >= n >= 1.
         views: (start, length) of pieces that every query sees fully; read in place.
         gathered: [S] slots of short runs that every query sees fully, in pieces.
-        tail: [n] slots of the query tokens, which are masked causally; None for n = 1
-            (a single query sees its whole row) and if they are one run.
-        tail_start: First slot of the query tokens if they are one run, else -1.
+        last: The piece that ends with the query tokens, which are masked causally:
+            (start, length), read in place, or its slots; None for n = 1 (a single
+            query sees its whole row).
+        seen: Entries of ``last`` that every query sees; 0 above
+            ``MOST_MASKED_QUERIES``.
     """
 
     slots: torch.Tensor
     query_len: int
     views: tuple[tuple[int, int], ...]
     gathered: tuple[torch.Tensor, ...]
-    tail: torch.Tensor | None
-    tail_start: int
+    last: tuple[int, int] | torch.Tensor | None
+    seen: int
 
 
 def slot_runs(slots: torch.Tensor) -> list[tuple[int, int]]:
@@ -84,22 +91,38 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
     if not 1 <= query_len <= row.size:
         raise ValueError(f"{query_len} queries do not fit a row of {row.size} entries")
     # One query sees its whole row, so its own entry needs no causal part.
-    seen_by_all = row.size if query_len == 1 else row.size - query_len
-    prefix, tail = row[:seen_by_all], row[seen_by_all:]
+    before = row.size if query_len == 1 else row.size - query_len
+    prefix, own = row[:before], row[before:]
     first, lengths = _runs(prefix)
     short = lengths < LEAST_VIEW_SLOTS
     if np.count_nonzero(short) == 1:  # a single short run is read in place
         short[:] = False
-    views = zip(first[~short].tolist(), lengths[~short].tolist(), strict=True)
-    gathered = torch.from_numpy(prefix[np.repeat(short, lengths)])
-    one_run = tail.size > 0 and bool((tail[1:] - tail[:-1] == 1).all())
+    in_place = list(zip(first[~short].tolist(), lengths[~short].tolist(), strict=True))
+    views = [piece for run in in_place for piece in _pieces(*run)]
+    gathered = prefix[np.repeat(short, lengths)]
+    copied = [
+        gathered[i : i + MOST_SLOTS_A_PART]
+        for i in range(0, gathered.size, MOST_SLOTS_A_PART)
+    ]
+    last, seen = None, 0
+    if query_len > 1:
+        masked = query_len <= MOST_MASKED_QUERIES
+        in_run = bool((own[1:] - own[:-1] == 1).all())
+        if in_run and masked and views and sum(views[-1]) == own[0]:
+            start, seen = views.pop()
+            last = (start, seen + query_len)
+        elif masked and copied:
+            seen = copied[-1].size
+            last = torch.from_numpy(np.concatenate((copied.pop(), own)))
+        else:
+            last = (int(own[0]), query_len) if in_run else torch.from_numpy(own)
     return RowPlan(
         slots=torch.from_numpy(row),
         query_len=query_len,
-        views=tuple(piece for run in views for piece in _pieces(*run)),
-        gathered=torch.split(gathered, MOST_SLOTS_A_PART) if short.any() else (),
-        tail=None if one_run or tail.size == 0 else torch.from_numpy(tail),
-        tail_start=int(tail[0]) if one_run else -1,
+        views=tuple(views),
+        gathered=tuple(map(torch.from_numpy, copied)),
+        last=last,
+        seen=seen,
     )
 
 

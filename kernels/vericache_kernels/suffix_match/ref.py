@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vericache_kernels.suffix_match.rows import LONGEST, NONE
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vericache_kernels.suffix_match.rows import Corpus, TextRows
 
 
@@ -29,9 +32,9 @@ def match_rows(rows: TextRows, corpus: Corpus, depth: int) -> torch.Tensor:
     ):
         own = rows.text[pool_idx, :length]
         tail = own[-LONGEST:].tolist()[::-1]
-        end, most = _best(own[:-1], tail)
+        end, most = _best(own[:-1].numpy(), tail)
         if shared:
-            other, longer = _best(documents, tail)
+            other, longer = _best(documents.numpy(), tail)
             if longer > most:
                 after = documents[other + 1 : other + 1 + depth]
                 ended = (after == NONE).long().cumsum(0) > 0
@@ -42,7 +45,7 @@ def match_rows(rows: TextRows, corpus: Corpus, depth: int) -> torch.Tensor:
     return found
 
 
-def _best(tokens: torch.Tensor, tail: list[int]) -> tuple[int, int]:
+def _best(tokens: NDArray[np.int32], tail: list[int]) -> tuple[int, int]:
     """Return the place of the last token of the best match, and its length.
 
     Args:
@@ -52,7 +55,7 @@ def _best(tokens: torch.Tensor, tail: list[int]) -> tuple[int, int]:
     if not tail:
         return 0, 0
     # Few places end with the last token, and only these are looked at again.
-    ends = (tokens == tail[0]).nonzero()[:, 0]
+    ends = np.flatnonzero(tokens == tail[0])
     best, length = 0, 0
     for length, token in enumerate(tail):
         if length:
