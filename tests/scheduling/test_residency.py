@@ -20,6 +20,7 @@ from vericache_sglang.scheduling.plan import (
     SwapIn,
     SwapOut,
 )
+from vericache_sglang.scheduling.proposals import Proposals
 from vericache_sglang.scheduling.residency import (
     ENTER,
     LEAVE,
@@ -136,6 +137,13 @@ def test_drafting_that_does_not_pay_is_looked_at_later():
     assert moves(policy(), hopeless) == ()
     assert hopeless.look_at == NOW + 64
     assert moves(policy("device"), track("a", split=False, p=0.0)), "forced"
+
+
+def test_rows_that_emit_several_tokens_wait_fewer_iterations():
+    proposals = Proposals(Acceptance(Prior(1.0)), most=3, count=3)
+    hopeless = track("a", split=False, p=0.0, proposals=proposals)
+    assert moves(policy(), hopeless) == ()
+    assert hopeless.look_at == NOW + 64 / 4
 
 
 def test_a_first_compression_that_compiles_does_not_end_compressing():

@@ -242,7 +242,7 @@ class ResidencyPolicy:
         choice = self._throughput.best(track, where, others_s)
         if self._pays_back(track, choice.gain):
             return Compress(track.rid, where)
-        track.look_at = now + track.patience.wait()
+        track.put_off(now)
         return None
 
     def _fits_host(self, track: ScheduledRequest, given: SchedulerInput) -> bool:

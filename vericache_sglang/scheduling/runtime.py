@@ -266,7 +266,7 @@ class Runtime:
     def refused(self, move: Move) -> None:
         """Record a move for which the executor had no memory; it may be retried."""
         track = self.tracks[move.rid]
-        track.look_at = self.now + track.patience.wait()
+        track.put_off(self.now)
         self._leaving.pop(move.rid, None)
 
     @property
@@ -460,7 +460,7 @@ class Runtime:
         self._end(track)
         track.split = False
         track.drafts, track.pending, track.closed, track.most = 0, 0, False, -1
-        track.look_at = self.now + track.patience.wait()
+        track.put_off(self.now)
         # A later retry starts from the prior: acceptance changes along a text.
         track.acceptance = Acceptance(self.estimates.prior)
         self.disabled_speculations += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.acceptance import FIRST_DRAFTS
@@ -123,6 +124,14 @@ class ScheduledRequest:
     def load_slots(self) -> int:
         """Device slots that loading takes: the full KV goes beside the draft KV."""
         return self.spec.dropped + self.spec.kept
+
+    def put_off(self, now: int) -> None:
+        """Let ``patience.wait`` tokens pass before compressing it is considered again.
+
+        Args:
+            now: Current iteration.
+        """
+        self.look_at = now + ceil(self.patience.wait() / self.proposals.pace)
 
     def furthest(self, draft_length: int, proposals: int) -> int:
         """Return the most drafts that its rows may reach, whatever was accepted.
