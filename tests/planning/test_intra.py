@@ -206,6 +206,13 @@ def test_resident_drafts_hold_as_many_as_full_kv():
     assert found.tokens_per_s == pytest.approx(7 / 7.5)
 
 
+def test_draft_kv_beside_the_full_kv_takes_memory():
+    found = resident_drafts(HAND, 0.5, [3], copied=0.5)
+    assert found.requests == 5
+    assert found.used_bytes == 40 + 5 * (8 + 4)
+    assert found.binds == "memory", "a sixth request does not fit"
+
+
 def test_nothing_fits_beside_too_large_weights():
     server = replace(HAND, weight_bytes=200)
     assert search(server, [0.1], [4]).tokens_per_s == 0

@@ -112,6 +112,8 @@ class IntraChoice:
         keep: c, in (0, 1].
         transfer_fraction: Part of the full KV prefetched per verification, >= 0: 1 - c
             for residual KV beside draft KV, 1 for a lossy codec.
+        copied: Part of its full KV that each resident request holds a second time,
+            >= 0: ours have their draft KV beside the full KV.
     """
 
     resident: int
@@ -119,6 +121,7 @@ class IntraChoice:
     draft_length: int
     keep: float
     transfer_fraction: float
+    copied: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +179,7 @@ def used_bytes(server: ServerModel, choice: IntraChoice) -> float:
     staging, share = _footprint(server, choice.keep, choice.draft_length)
     if not choice.offloaded:
         staging = 0.0
-    whole = choice.resident + choice.offloaded * share
+    whole = choice.resident * (1.0 + choice.copied) + choice.offloaded * share
     return server.weight_bytes + staging + whole * server.kv_bytes
 
 
@@ -236,8 +239,7 @@ def resident_drafts(
     """Return the best estimate of drafts over resident KV, as in SparseSpec.
 
     Args:
-        copied: Part of its full KV that each request holds a second time, >= 0: ours
-            have their draft KV beside the full KV.
+        copied: As in ``IntraChoice``.
     """
     room = server.machine.memory_bytes - server.weight_bytes
     most = server.fitting(room, 1.0 + copied)
@@ -251,6 +253,7 @@ def resident_drafts(
                     draft_length=x,
                     keep=keep,
                     transfer_fraction=0.0,
+                    copied=copied,
                 ),
             )
             for x in lengths
