@@ -9,7 +9,16 @@ from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from live_server import MODEL
+from live_pair import BOTH
+from live_server import MODEL, LiveServer
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """Return plain SGLang's server."""
+    server = LiveServer(tmp_path_factory.mktemp("plain"), "--disable-vericache", *BOTH)
+    yield server.wait()
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ def store(folder, **link):
 
 
 @contextmanager
-def servers(folder, documents, *flags, path="p1", of_drafter=(), **others):
+def servers(folder, plain, documents, *flags, path="p1", of_drafter=(), **others):
     """Start servers whose store has the KV of the documents."""
     slow = (FLAGS[-1], store(folder, read_mb_per_s=40, latency_ms=1))
     own = ("--vericache-remote-path", path, *slow, *of_drafter)
-    found = Pair(folder, (*FLAGS, store(folder), *flags), own, **others)
+    found = Pair(folder, plain, (*FLAGS, store(folder), *flags), own, **others)
     with found.started():
         found.keep(documents)
         yield found

@@ -30,9 +30,9 @@ PENALISED = {"ignore_eos": True, "presence_penalty": 0.4, "repetition_penalty": 
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, documents):
+def shared(tmp_path_factory, plain, documents):
     """Return the servers of most tests."""
-    with servers(tmp_path_factory.mktemp("p1"), documents) as found:
+    with servers(tmp_path_factory.mktemp("p1"), plain, documents) as found:
         yield found
 
 
@@ -162,10 +162,10 @@ def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):
 
 
 @extended
-def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
+def test_drafting_goes_on_at_another_verifier(plain, documents, tmp_path):
     """Penalties count what the first verifier has decided."""
     port, asked = free_port(), (documents[:1], 450, [PENALISED])
-    with servers(tmp_path, documents, other=port) as pair:
+    with servers(tmp_path, plain, documents, other=port) as pair:
         expected = Streams(pair.plain, *asked).texts()
         assert Streams(pair.plain, *asked[:2]).texts() != expected
         other = pair.start_verifier(port)
@@ -200,13 +200,15 @@ def test_drafting_goes_on_at_another_verifier(documents, tmp_path):
         "p2, codes, stateless, retracted",
     ],
 )
-def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_path):
+def test_other_servers_answer_the_same(
+    path, flags, environment, plain, documents, tmp_path
+):
     own = {"path": path, "environment": environment}
     tokens, kinds = TOKENS, [{"ignore_eos": True, **OF_OUTPUT}, REGEX, SEEDED]
     if not set(flags).isdisjoint((*KIVI, *PLANES)):
         # Torch decodes a prompt's codes anew in every draft.
         tokens, kinds = TOKENS // 3, kinds[:2]
-    with servers(tmp_path, documents, *flags, **own) as pair:
+    with servers(tmp_path, plain, documents, *flags, **own) as pair:
         for params in kinds:
             pair.drafter.flush()
             pair.compare(documents, max_new_tokens=tokens, **params)
@@ -222,9 +224,11 @@ def test_other_servers_answer_the_same(path, flags, environment, documents, tmp_
 
 
 @extended
-def test_guests_take_turns_in_memory_that_is_too_small_for_all(documents, tmp_path):
+def test_guests_take_turns_in_memory_that_is_too_small_for_all(
+    plain, documents, tmp_path
+):
     small, large = (("--max-total-tokens", each) for each in ("6000", "30000"))
-    with servers(tmp_path, documents, *small, of_drafter=large) as pair:
+    with servers(tmp_path, plain, documents, *small, of_drafter=large) as pair:
         pair.compare(documents, max_new_tokens=TOKENS, **SEEDED)
         assert settled(pair.drafter)["remote_p1"] > 0
         assert pair.verifier.settle()["remote_stateless"] > 0, pair.events()

@@ -16,9 +16,9 @@ extended = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, documents):
+def shared(tmp_path_factory, plain, documents):
     """Return the servers of most tests."""
-    with servers(tmp_path_factory.mktemp("p2"), documents, path="p2") as found:
+    with servers(tmp_path_factory.mktemp("p2"), plain, documents, path="p2") as found:
         yield found
 
 
@@ -91,8 +91,8 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
 
 
 @extended
-def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
-    with servers(tmp_path, documents, path="auto") as pair:
+def test_paths_are_chosen_by_what_they_cost(plain, documents, tmp_path):
+    with servers(tmp_path, plain, documents, path="auto") as pair:
         texts = [*documents, *documents]
         answers = pair.compare(texts, max_new_tokens=TOKENS, **SEEDED)
         assert {*paths_of(answers)} <= {"b1", "p1", "p2"}, pair.events()
@@ -103,9 +103,11 @@ def test_paths_are_chosen_by_what_they_cost(documents, tmp_path):
 
 
 @extended
-def test_a_request_that_is_better_off_at_its_verifier_returns(documents, tmp_path):
+def test_a_request_that_is_better_off_at_its_verifier_returns(
+    plain, documents, tmp_path
+):
     own = {"path": "auto", "environment": faulty("impatient_paths")}
-    with servers(tmp_path, documents, **own) as pair:
+    with servers(tmp_path, plain, documents, **own) as pair:
         pair.compare(documents, max_new_tokens=TOKENS, **SEEDED)
         counters = settled(pair.drafter)
         assert counters["remote_p1"] > 0
@@ -117,10 +119,10 @@ def test_a_request_that_is_better_off_at_its_verifier_returns(documents, tmp_pat
 
 @extended
 def test_tokens_over_draft_kv_that_are_not_computed_again_would_be_seen(
-    documents, tmp_path
+    plain, documents, tmp_path
 ):
     own = {"path": "p2", "environment": faulty("approximate_end")}
-    with servers(tmp_path, documents, **own) as pair:
+    with servers(tmp_path, plain, documents, **own) as pair:
         told = pair.drafter.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
         plain = pair.plain.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
         assert "p2" in paths_of(told), pair.events()

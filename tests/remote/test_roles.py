@@ -33,8 +33,8 @@ extended = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    with Pair(tmp_path_factory.mktemp("roles")).started() as found:
+def pair(tmp_path_factory, plain):
+    with Pair(tmp_path_factory.mktemp("roles"), plain).started() as found:
         yield found
 
 

@@ -200,6 +200,14 @@ def test_impossible_costs_and_lengths_are_refused(make):
         make()
 
 
+def test_the_rest_of_an_answer_is_expected_to_be_more_like_others():
+    acceptance = Acceptance(Prior(0.5, 8.0))
+    acceptance.observe(8, 8)
+    of_all = (8 + 4) / (8 + 8)
+    assert acceptance.p == (8 + 4 * of_all) / (8 + 4)
+    assert acceptance.rest_p == (8 + 16 * of_all) / (8 + 16)
+
+
 def test_patience_doubles_and_starts_over():
     patience = Patience()
     assert [patience.wait() for _ in range(7)] == [64, 128, 256, 512, 1024, 1024, 1024]

@@ -17,6 +17,10 @@ whose first drafts are all rejected end the drafting of those that follow."""
 PRIOR_TOKENS = 4.0
 """Weight of the prior in a request's own estimate, in tokens."""
 
+REST_TOKENS = 16.0
+"""The same for the rest of its answer: proposals are accepted in stretches, and two
+rows of eight accepted ones say little about what follows."""
+
 CYCLE_KEEP = 1.0 - 1.0 / 8.0
 """Decay of a request's counts per draft-verify cycle: about the last 8 cycles count."""
 
@@ -102,6 +106,11 @@ class Acceptance:
         return self._mean(self._trials)
 
     @property
+    def rest_p(self) -> float:
+        """Acceptance probability per token in the rest of the answer, in [0, 1]."""
+        return self._mean(self._trials, REST_TOKENS)
+
+    @property
     def lenient_p(self) -> float:
         """The same with one rejection less, in [0, 1].
 
@@ -111,9 +120,9 @@ class Acceptance:
         rejected = self._trials - self._accepted
         return self._mean(self._trials - min(1.0, rejected))
 
-    def _mean(self, trials: float) -> float:
-        weighted = self._accepted + PRIOR_TOKENS * self._prior.p
-        return weighted / (trials + PRIOR_TOKENS)
+    def _mean(self, trials: float, weight: float = PRIOR_TOKENS) -> float:
+        weighted = self._accepted + weight * self._prior.p
+        return weighted / (trials + weight)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count one verification.

@@ -110,11 +110,11 @@ class Throughput:
         )
 
     def _token_s(self, track: ScheduledRequest, base: float, slots: int) -> float:
-        """Return the time of a token, with the proposals that pay."""
+        """Return the time of a token to come, with the proposals that pay."""
         row, proposals = self._row(base, slots), track.proposals
         if not proposals.most:
             return row.row_s
-        _, gain = best_count(proposals.acceptance.p, row, proposals.most)
+        _, gain = best_count(proposals.acceptance.rest_p, row, proposals.most)
         return row.row_s / gain
 
     def best(

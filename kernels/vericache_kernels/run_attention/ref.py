@@ -11,12 +11,13 @@ import torch
 from vericache_kernels.run_attention.runs import (
     MOST_MASKED_QUERIES,
     MOST_SLOTS_A_PART,
+    Piece,
     RowPlan,
     plan_row,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some of a row's keys: output [1, Hkv, n * G, D], and the log-sum-exp
@@ -50,9 +51,9 @@ def attend_row(
     _check(q, k_buffer, v_buffer, plan)
     whole = _attend(q, k_buffer, v_buffer, plan, scaling, seen)
     # A masked entry has weight zero, and zero times NaN is NaN.
-    if plan.query_len == 1 or isfinite(whole.sum().item()):
+    if plan.last is None or isfinite(whole.sum().item()):
         return whole
-    blocks = _blocks_apart(_last(k_buffer, plan), _last(v_buffer, plan), plan)
+    blocks = _blocks_apart(k_buffer, v_buffer, plan.last, plan.seen)
     if len(blocks) == 1:
         return whole
     n = plan.query_len
@@ -94,29 +95,20 @@ def _attend(
     """Compute ``attend_row`` if all masked entries are finite."""
     rows = fold_queries(q, k_buffer.shape[1])
     parts = list(seen)
-    for k, v in _seen_by_all(k_buffer, v_buffer, plan):
+    for piece in plan.pieces:
+        k, v = _entries(k_buffer, piece), _entries(v_buffer, piece)
         parts.append(part_of(rows, k, v, scaling))
     if plan.last is not None:
-        last_k, last_v = _last(k_buffer, plan), _last(v_buffer, plan)
-        parts.append(_causal(rows, last_k, last_v, scaling, plan))
+        k, v = _entries(k_buffer, plan.last), _entries(v_buffer, plan.last)
+        parts.append(_causal(rows, k, v, scaling, plan))
     return unfold_queries(merge(parts), q.shape)
 
 
-def _seen_by_all(
-    k_buffer: torch.Tensor, v_buffer: torch.Tensor, plan: RowPlan
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield K and V [len, Hkv, D] of the entries that every query of the row sees."""
-    for start, length in plan.views:
-        yield k_buffer[start : start + length], v_buffer[start : start + length]
-    for slots in plan.gathered:
-        yield k_buffer.index_select(0, slots), v_buffer.index_select(0, slots)
-
-
-def _last(buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """Return K or V [seen + n, Hkv, D] of the piece that ends with the queries."""
-    if isinstance(plan.last, torch.Tensor):
-        return buffer.index_select(0, plan.last)
-    start, length = plan.last
+def _entries(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return K or V [len, Hkv, D] of a piece."""
+    if isinstance(piece, torch.Tensor):
+        return buffer.index_select(0, piece)
+    start, length = piece
     return buffer[start : start + length]
 
 
@@ -134,7 +126,7 @@ def part_of(
     Returns:
         Output [1, Hkv, R, D], strided, and log-sum-exp [1, Hkv, R] float32.
     """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows,
         k.transpose(0, 1).unsqueeze(0),
         v.transpose(0, 1).unsqueeze(0),
@@ -143,6 +135,7 @@ def part_of(
         attn_mask=mask,
         scale=scaling,
     )
+    return out, lse
 
 
 def _causal(
@@ -189,13 +182,15 @@ def merge(parts: Sequence[Part]) -> torch.Tensor:
     return out.to(first.dtype)
 
 
-def _blocks_apart(k: torch.Tensor, v: torch.Tensor, plan: RowPlan) -> list[int]:
+def _blocks_apart(
+    k_buffer: torch.Tensor, v_buffer: torch.Tensor, last: Piece, seen: int
+) -> list[int]:
     """Return the queries at which the row must be cut, starting with 0.
 
     Cutting before every entry that is not finite keeps it out of the blocks of queries
     that must not see it.
     """
-    k, v = k[plan.seen :], v[plan.seen :]
+    k, v = _entries(k_buffer, last)[seen:], _entries(v_buffer, last)[seen:]
     finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
     return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
 

@@ -29,6 +29,10 @@ MOST_SLOTS_A_PART = 2048
 MOST_MASKED_QUERIES = 160
 
 
+Piece = tuple[int, int] | torch.Tensor
+"""Entries of a row: (start, length) of a run, read in place, or slots to be copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """Read plan of one row; built once per forward, the same for every layer.
@@ -36,20 +40,17 @@ class RowPlan:
     Attributes:
         slots: [L] int32 or int64 slot ids in row order; the last n are the queries.
         query_len: n, in tokens; L >= n >= 1.
-        views: (start, length) of pieces that every query sees fully; read in place.
-        gathered: [S] slots of short runs that every query sees fully, in pieces.
-        last: The piece that ends with the query tokens, which are masked causally:
-            (start, length), read in place, or its slots; None for n = 1 (a single
-            query sees its whole row).
+        pieces: What every query sees fully.
+        last: The piece that ends with the query tokens, which are masked causally; None
+            for n = 1 (a single query sees its whole row).
         seen: Entries of ``last`` that every query sees; 0 above
             ``MOST_MASKED_QUERIES``.
     """
 
     slots: torch.Tensor
     query_len: int
-    views: tuple[tuple[int, int], ...]
-    gathered: tuple[torch.Tensor, ...]
-    last: tuple[int, int] | torch.Tensor | None
+    pieces: tuple[Piece, ...]
+    last: Piece | None
     seen: int
 
 
@@ -104,7 +105,8 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
         gathered[i : i + MOST_SLOTS_A_PART]
         for i in range(0, gathered.size, MOST_SLOTS_A_PART)
     ]
-    last, seen = None, 0
+    last: Piece | None = None
+    seen = 0
     if query_len > 1:
         masked = query_len <= MOST_MASKED_QUERIES
         in_run = bool((own[1:] - own[:-1] == 1).all())
@@ -119,8 +121,7 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
     return RowPlan(
         slots=torch.from_numpy(row),
         query_len=query_len,
-        views=tuple(views),
-        gathered=tuple(map(torch.from_numpy, copied)),
+        pieces=(*views, *map(torch.from_numpy, copied)),
         last=last,
         seen=seen,
     )
