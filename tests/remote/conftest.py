@@ -17,8 +17,10 @@ from live_server import MODEL, LiveServer
 def plain(tmp_path_factory):
     """Return plain SGLang's server."""
     server = LiveServer(tmp_path_factory.mktemp("plain"), "--disable-vericache", *BOTH)
-    yield server.wait()
-    server.close()
+    try:
+        yield server.wait()
+    finally:
+        server.close()
 
 
 @pytest.fixture(scope="session")

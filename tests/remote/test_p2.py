@@ -124,7 +124,7 @@ def test_tokens_over_draft_kv_that_are_not_computed_again_would_be_seen(
     own = {"path": "p2", "environment": faulty("approximate_end")}
     with servers(tmp_path, plain, documents, **own) as pair:
         told = pair.drafter.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
-        plain = pair.plain.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
+        wanted = pair.plain.generate(documents, max_new_tokens=TOKENS, ignore_eos=True)
         assert "p2" in paths_of(told), pair.events()
-        tokens = [each["output_ids"] for each in plain]
+        tokens = [each["output_ids"] for each in wanted]
         assert [each["output_ids"] for each in told] != tokens

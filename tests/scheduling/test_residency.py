@@ -146,6 +146,19 @@ def test_rows_that_emit_several_tokens_wait_fewer_iterations():
     assert hopeless.look_at == NOW + 64 / 4
 
 
+@pytest.mark.parametrize(
+    ("of_others", "expected"), [(0.5, (Compress("a", DEVICE),)), (0.95, ())]
+)
+def test_lucky_first_rows_do_not_keep_a_prompt_from_being_compressed(
+    of_others, expected
+):
+    proposals = Proposals(Acceptance(Prior(of_others, 64.0)), most=8)
+    for _ in range(2):
+        proposals.acceptance.observe(8, 8)
+    lucky = track("a", split=False, p=0.93, proposals=proposals)
+    assert moves(policy(), lucky) == expected
+
+
 def test_a_first_compression_that_compiles_does_not_end_compressing():
     """Seen on an H200: 0.4 s for each of the first prompts, 0.05 s for the others."""
     chooser = policy()

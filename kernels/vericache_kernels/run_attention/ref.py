@@ -53,10 +53,10 @@ def attend_row(
     # A masked entry has weight zero, and zero times NaN is NaN.
     if plan.last is None or isfinite(whole.sum().item()):
         return whole
-    blocks = _blocks_apart(k_buffer, v_buffer, plan.last, plan.seen)
+    n = plan.query_len
+    blocks = _blocks_apart(k_buffer, v_buffer, plan.last, n)
     if len(blocks) == 1:
         return whole
-    n = plan.query_len
     before, group = plan.slots.numel() - n, q.shape[1] // k_buffer.shape[1]
     outs = []
     for start, stop in zip(blocks, [*blocks[1:], n], strict=True):
@@ -100,7 +100,7 @@ def _attend(
         parts.append(part_of(rows, k, v, scaling))
     if plan.last is not None:
         k, v = _entries(k_buffer, plan.last), _entries(v_buffer, plan.last)
-        parts.append(_causal(rows, k, v, scaling, plan))
+        parts.append(_causal(rows, k, v, scaling, plan.query_len))
     return unfold_queries(merge(parts), q.shape)
 
 
@@ -139,14 +139,14 @@ def part_of(
 
 
 def _causal(
-    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, plan: RowPlan
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, n: int
 ) -> Part:
     """Compute causal attention of rows [1, Hkv, n * G, D] over the last piece."""
     _, kv_heads, folded, dim = rows.shape
-    n, group = plan.query_len, folded // plan.query_len
+    group = folded // n
     if n <= MOST_MASKED_QUERIES:
-        first = MOST_SLOTS_A_PART - plan.seen
-        mask = _mask(group, rows.dtype)[:, :, :folded, first : first + len(k)]
+        stop = MOST_SLOTS_A_PART + n
+        mask = _mask(group, rows.dtype)[:, :, :folded, stop - len(k) : stop]
         return part_of(rows, k, v, scaling, mask=mask)
     by_group = rows.view(1, kv_heads, n, group, dim)
     parts = [
@@ -183,14 +183,14 @@ def merge(parts: Sequence[Part]) -> torch.Tensor:
 
 
 def _blocks_apart(
-    k_buffer: torch.Tensor, v_buffer: torch.Tensor, last: Piece, seen: int
+    k_buffer: torch.Tensor, v_buffer: torch.Tensor, last: Piece, n: int
 ) -> list[int]:
     """Return the queries at which the row must be cut, starting with 0.
 
     Cutting before every entry that is not finite keeps it out of the blocks of queries
     that must not see it.
     """
-    k, v = _entries(k_buffer, last)[seen:], _entries(v_buffer, last)[seen:]
+    k, v = _entries(k_buffer, last)[-n:], _entries(v_buffer, last)[-n:]
     finite = torch.isfinite(k).all(-1).all(-1) & torch.isfinite(v).all(-1).all(-1)
     return sorted({0, *torch.nonzero(~finite).flatten().tolist()})
 

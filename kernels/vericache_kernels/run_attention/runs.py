@@ -38,17 +38,15 @@ class RowPlan:
         slots: [L] int32 or int64 slot ids in row order; the last n are the queries.
         query_len: n, in tokens; L >= n >= 1.
         pieces: What every query sees fully.
-        last: The piece that ends with the query tokens, which are masked causally; None
-            for n = 1 (a single query sees its whole row).
-        seen: Entries of ``last`` that every query sees; 0 above
-            ``MOST_MASKED_QUERIES``.
+        last: The piece that ends with the query tokens, which are masked causally, and
+            begins with others only up to ``MOST_MASKED_QUERIES``; None for n = 1 (a
+            single query sees its whole row).
     """
 
     slots: torch.Tensor
     query_len: int
     pieces: tuple[Piece, ...]
     last: Piece | None
-    seen: int
 
 
 def slot_runs(slots: torch.Tensor) -> list[tuple[int, int]]:
@@ -103,15 +101,13 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
         for i in range(0, gathered.size, MOST_SLOTS_A_PART)
     ]
     last: Piece | None = None
-    seen = 0
     if query_len > 1:
         masked = query_len <= MOST_MASKED_QUERIES
         in_run = bool((own[1:] - own[:-1] == 1).all())
         if in_run and masked and views and sum(views[-1]) == own[0]:
-            start, seen = views.pop()
-            last = (start, seen + query_len)
+            start, length = views.pop()
+            last = (start, length + query_len)
         elif masked and copied:
-            seen = copied[-1].size
             last = torch.from_numpy(np.concatenate((copied.pop(), own)))
         else:
             last = (int(own[0]), query_len) if in_run else torch.from_numpy(own)
@@ -120,7 +116,6 @@ def plan_row(slots: torch.Tensor, query_len: int) -> RowPlan:
         query_len=query_len,
         pieces=(*views, *map(torch.from_numpy, copied)),
         last=last,
-        seen=seen,
     )
 
 
