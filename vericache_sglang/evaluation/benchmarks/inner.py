@@ -8,6 +8,7 @@ drafter that learns from finished answers never knows the one it is asked for.
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from vericache_sglang.config.schema import flag
 from vericache_sglang.demo_records import multi_request, prompt_text
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.altered import GUESSES
 from vericache_sglang.evaluation.benchmark import (
     DEMO,
@@ -23,7 +25,7 @@ from vericache_sglang.evaluation.benchmark import (
     DEMO_LONG,
     Benchmark,
 )
-from vericache_sglang.evaluation.benchmarks.paired import engine_for
+from vericache_sglang.evaluation.benchmarks.paired import engine_for, points_of
 from vericache_sglang.evaluation.client import answered
 from vericache_sglang.evaluation.figures import (
     decode_rate,
@@ -48,42 +50,45 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vericache_sglang.evaluation.benchmark import Results
+    from vericache_sglang.evaluation.benchmarks.paired import Point
     from vericache_sglang.evaluation.server import Server
 
 PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
-"""The servers of a row, by their role."""
+DRAFTER = "drafter alone"
+"""The servers of a row, by their role; a drafter of random tokens is never alone."""
 
-
-DRAFTER_ALONE = "ngram-alone"
+WITH_NGRAM, NGRAM = BUILT_IN["vericache-ngram"], BUILT_IN["ngram-alone"]
 WITH_HEAD = "vericache+eagle3"
-WITH_NGRAM = BUILT_IN["vericache-ngram"]
 
 
-def _weighted(inner: str, folder: Path) -> System:
-    return weighted(BUILT_IN[f"vericache-{inner}"], None, str(folder))
+def _with_weights(inner: str, folder: Path) -> tuple[System, System]:
+    over, alone = BUILT_IN[f"vericache-{inner}"], BUILT_IN[f"{inner}-alone"]
+    weights = str(folder)
+    return weighted(over, None, weights), weighted(alone, None, weights)
 
 
-VARIANTS: Mapping[str, System] = {
-    "vericache+ngram": WITH_NGRAM,
-    "vericache+ngram-own": replace(
-        WITH_NGRAM, flags=(*WITH_NGRAM.flags, flag("inner_corpus"), "0")
-    ),
-    DRAFTER_ALONE: BUILT_IN[DRAFTER_ALONE],
-    "vericache+model": _weighted("model", DEMO_DRAFT),
-    WITH_HEAD: _weighted("eagle3", DEMO_HEAD),
-    "vericache+random": replace(WITH_NGRAM, alteration=GUESSES),
+def _own_text(system: System) -> System:
+    return replace(system, flags=(*system.flags, flag("inner_corpus"), "0"))
+
+
+VARIANTS: Mapping[str, tuple[System, System | None]] = {
+    "vericache+ngram": (WITH_NGRAM, NGRAM),
+    "vericache+ngram-own": (_own_text(WITH_NGRAM), _own_text(NGRAM)),
+    "vericache+model": _with_weights("model", DEMO_DRAFT),
+    WITH_HEAD: _with_weights("eagle3", DEMO_HEAD),
+    "vericache+random": (replace(WITH_NGRAM, alteration=GUESSES), None),
 }
-"""Servers with an inner drafter by the name of the row, with the flags in which they
+"""Servers with an inner drafter, over VeriCache and alone, with the flags in which they
 differ from VeriCache alone; ``own`` searches each request's own text only."""
 
 
-def waves_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+def waves_of(options: argparse.Namespace, point: Point) -> list[dict[str, Any]]:
     """Draw the waves, the same for all systems: further questions about documents."""
-    calls = min(6, max(1, options.context // 100))
-    lengths, rng = [options.context] * options.requests, random.Random(options.seed)
+    context, requests = point
+    calls, rng = min(6, max(1, context // 100)), random.Random(options.seed)
     tokenizer = load_tokenizer(options.model)
-    documents = tool_call_prompts(tokenizer, lengths, options.seed, calls)
-    params = [greedy(options.tokens, ignore_eos=True)] * options.requests
+    documents = tool_call_prompts(tokenizer, [context] * requests, options.seed, calls)
+    params = [greedy(options.tokens, ignore_eos=True)] * requests
     return [
         {
             "prompts": [
@@ -102,16 +107,20 @@ def take_turns(
     """Have servers answer waves by turns, each time beginning with another one.
 
     Args:
-        servers: By role; the last one first answers ``learned`` waves, untimed.
+        servers: By role.
+        learned: Waves that those with a drafter answer before, untimed.
 
     Returns:
         Tokens per second by role (medians), of whole waves and while all requests
         decode (``decode_rate``), the ratios to the others in every wave and their
         medians, the requests that differ from plain SGLang's, and counters.
     """
-    for wave in waves[:learned]:
-        answer(servers[OURS], wave)
-    before = {role: servers[role].counters() for role in (ALONE, OURS)}
+    drafting = [role for role in servers if role != PLAIN]
+    for role, server in servers.items():
+        server.flush()
+        for wave in waves[: learned if role in (DRAFTER, OURS) else 1]:
+            answer(server, wave)
+    before = {role: servers[role].counters() for role in drafting}
     speeds: dict[str, list[float]] = {role: [] for role in servers}
     decoding: dict[str, list[float]] = {role: [] for role in servers}
     mismatched = tokens = 0
@@ -124,12 +133,13 @@ def take_turns(
             speeds[role].append(emitted / done[role].seconds)
             decoding[role].append(decode_rate(done[role].answers) or np.nan)
         tokens += emitted
-        for role in (ALONE, OURS):
+        for role in drafting:
             mismatched += mismatches(done[PLAIN], done[role])
     ratios = {
-        f"{kind}_{role}": np.divide(rates[OURS], rates[role]).tolist()
+        f"{kind}_{role.replace(' ', '_')}": np.divide(rates[OURS], rates[role]).tolist()
         for kind, rates in (("over", speeds), ("decoding_over", decoding))
-        for role in (PLAIN, ALONE)
+        for role in servers
+        if role != OURS
     }
     grown = {
         role: growth(counted, servers[role].counters())
@@ -154,28 +164,40 @@ def _medians(rates: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
-    engine = engine_for([(options.context, options.requests)], options.tokens)
+    unknown = sorted({*options.systems} - {*VARIANTS})
+    if unknown:
+        raise ConfigError(f"--systems {unknown[0]}; known: {', '.join(VARIANTS)}")
+    points = points_of(options)
+    waves = {point: waves_of(options, point) for point in points}
+    engine = engine_for(points, options.tokens)
     # Every wave's questions and answers stay in the prefix cache beside the documents.
-    waves = waves_of(options)
-    engine["max_total_tokens"] += len(waves) * options.requests * (options.tokens + 300)
+    engine["max_total_tokens"] += max(
+        len(waves[point]) * point[1] * (options.tokens + 300) for point in points
+    )
     names = ("compressor", "keep", "draft_length", "max_verifies")
     settings = {name: getattr(options, name) for name in names} | {"host_gb": 8.0}
-    inner_length = options.inner_length
-    plain_system = described(PLAIN, None, engine)
-    alone_system = described(ALONE, settings, engine)
-    with (
-        served(plain_system, options.model) as plain,
-        served(alone_system, options.model) as alone,
-    ):
-        for server in (plain, alone):
-            answer(server, waves[0])
+    proposing = {**settings, "inner_length": options.inner_length}
+    with ExitStack() as lasting:
+
+        def serve(stack: ExitStack, system: System) -> Server:
+            return stack.enter_context(served(system, options.model))
+
+        common = {
+            PLAIN: serve(lasting, described(PLAIN, None, engine)),
+            ALONE: serve(lasting, described(ALONE, settings, engine)),
+        }
         for name in options.systems:
-            variant = VARIANTS[name]
-            base = described(name, {**settings, "inner_length": inner_length}, engine)
-            system = replace(variant, name=name, flags=(*base.flags, *variant.flags))
-            with served(system, options.model) as ours:
-                servers = {PLAIN: plain, ALONE: alone, OURS: ours}
-                results.row(name, take_turns, servers, waves, options.learned)
+            with ExitStack() as stack:
+                servers = dict(common)
+                for role, variant in zip((OURS, DRAFTER), VARIANTS[name], strict=True):
+                    if variant is not None:
+                        flags = described(role, proposing, engine).flags
+                        system = replace(variant, flags=(*flags, *variant.flags))
+                        servers[role] = serve(stack, system)
+                for point in points:
+                    row = f"{name}, {point[0]}x{point[1]}"
+                    asked = waves[point]
+                    results.row(row, take_turns, servers, asked, options.learned)
     _check(options, results)
 
 
@@ -185,13 +207,9 @@ def _check(options: argparse.Namespace, results: Results) -> None:
     differ = sum(row["mismatched_requests"] for row in rows.values())
     results.figures["mismatched_requests"] = differ
     results.require(differ == 0, f"{differ} requests differ from plain SGLang's")
-    drafter = rows[DRAFTER_ALONE]["over_vericache"] if DRAFTER_ALONE in rows else 0.0
     for name, row in rows.items():
-        if name == DRAFTER_ALONE:
-            continue
-        best = max(1.0, drafter) if name == "vericache+ngram" else 1.0
-        ratio = row["over_vericache"] / best
-        row["over_the_better_part"] = ratio
+        alone = row.get("over_drafter_alone", row["over_vericache"])
+        ratio = row["over_the_better_part"] = min(row["over_vericache"], alone)
         results.require(ratio >= options.floor, f"{name} is too slow: {ratio:.3f}")
 
 
@@ -204,11 +222,10 @@ INNER = Benchmark(
     seed=1,
     options={
         "systems": (
-            ["vericache+ngram", DRAFTER_ALONE, "vericache+random"],
-            f"rows: {', '.join(VARIANTS)}; {WITH_HEAD} needs the model {DEMO.name}",
+            ["vericache+ngram", "vericache+random"],
+            f"of {', '.join(VARIANTS)}; {WITH_HEAD} needs the model {DEMO.name}",
         ),
-        "context": (15800, "prompt tokens"),
-        "requests": (8, "at once"),
+        "points": (["15800x8"], "prompt tokens x requests at once"),
         "tokens": (256, "output tokens each"),
         "learned": (2, "waves answered before, of which ngram may know the answers"),
         "rounds": (5, "timed waves"),
@@ -220,5 +237,5 @@ INNER = Benchmark(
         "floor": (0.97, "least ratio that does not fail"),
     },
     measure=_measure,
-    selecting=("systems",),
+    selecting=("systems", "points"),
 )

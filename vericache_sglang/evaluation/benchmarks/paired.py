@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.figures import growth, per_verify
 from vericache_sglang.evaluation.fleet import served
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 
     Point = tuple[int, int]
     """Prompt tokens, and requests at once."""
+
+
+def points_of(options: argparse.Namespace) -> list[Point]:
+    """Return the points of ``--points``.
+
+    Raises:
+        ConfigError: One is not two positive numbers.
+    """
+    points = []
+    for given in options.points:
+        context, sign, requests = given.partition("x")
+        if not (sign and context.isdecimal() and requests.isdecimal()):
+            raise ConfigError(f"--points {given}: must be TOKENSxREQUESTS, as 6000x4")
+        points.append((int(context), int(requests)))
+    return points
 
 
 def engine_for(points: Sequence[Point], tokens: int) -> dict[str, Any]:
@@ -126,7 +142,6 @@ def _decode(options: argparse.Namespace, results: Results) -> None:
 
 
 def _sweep(options: argparse.Namespace, results: Results) -> None:
-    points = [tuple(map(int, point.split("x"))) for point in options.points]
     same = {"residency": options.residency, "min_prompt": options.min_prompt}
     variants = [
         {"keep": keep, "link_gbps": link, **same}
@@ -135,7 +150,7 @@ def _sweep(options: argparse.Namespace, results: Results) -> None:
     ]
     if options.plot:
         require_matplotlib()
-    _measure(options, results, [(a, b) for a, b in points], variants)
+    _measure(options, results, points_of(options), variants)
     if options.plot:
         draw_sweep(results.rows.values(), options.plot)
 
