@@ -38,6 +38,19 @@ def test_an_unknown_name_is_told_with_the_known_ones(capsys):
     assert "no benchmark decoding" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["sweep", "--points", "6000x4", "6000"], "--points 6000: must be"),
+        (["inner", "--points", "0x4"], "--points 0x4: must be"),
+        (["inner", "--systems", "magic"], "--systems magic; known: vericache+ngram,"),
+    ],
+)
+def test_a_wrong_option_is_named_before_a_server_starts(words, named, capsys):
+    assert main(words) == 2
+    assert named in capsys.readouterr().err
+
+
 @pytest.fixture
 def bench(tmp_path, monkeypatch, capsys):
     """Return a function that runs a benchmark of names; it returns the status.

@@ -7,7 +7,13 @@ import time
 import pytest
 
 from vericache_sglang.errors import InvariantError
-from vericache_sglang.evaluation.fork_server import ForkedProcess, ForkServer
+from vericache_sglang.evaluation.fleet import ONE_THREAD
+from vericache_sglang.evaluation.fork_server import (
+    SCHEDULER,
+    ForkedProcess,
+    ForkServer,
+    forks_with,
+)
 from vericache_sglang.evaluation.server import OwnServer, ServerError, free_port
 
 ECHO = """
@@ -88,6 +94,21 @@ def test_a_variable_that_imports_read_starts_a_fresh_process(forked):
     server = forked("import sys; print('wave' in sys.modules)", SGLANG_READ_EARLY="1")
     assert server.process.wait(60) == 0
     assert server.output() == "False\n"
+
+
+@pytest.mark.sglang
+def test_what_sglangs_scheduler_reads_while_imported_is_set_in_a_fork(tmp_path):
+    program = f"from {SCHEDULER} import *; print(TEST_RETRACT, TEST_RETRACT_INTERVAL)"
+    (tmp_path / "forked_program.py").write_text(program)
+    given = {"PYTHONPATH": str(tmp_path)}
+    wanted = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    for more, printed in ((wanted, "True 7\n"), ({}, "False 3\n")):
+        log = tmp_path / "log"
+        command = [sys.executable, "-m", "forked_program"]
+        ended = forks_with(**ONE_THREAD).start(command, given | more, log)
+        assert isinstance(ended, ForkedProcess)
+        assert ended.wait(60) == 0
+        assert log.read_text() == printed
 
 
 def test_a_server_that_ends_tells_how_its_log_ends(forked):

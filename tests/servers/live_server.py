@@ -30,8 +30,8 @@ SERVERS = {**ONE_THREAD, **CHECKED}
 
 def fork(command, environment, log):
     """Start ``python -m ...`` off the fork server."""
-    forks = forks_with(**SERVERS, PYTHONPATH=PATHS)
-    return forks.start(command, {"PYTHONPATH": PATHS, **environment}, log)
+    forks = forks_with(**ONE_THREAD)
+    return forks.start(command, {**CHECKED, "PYTHONPATH": PATHS, **environment}, log)
 
 
 def run(system, model, waves):

@@ -52,8 +52,19 @@ PREPARED = (
 )
 """Modules that the processes of a server import, and functions that all would call."""
 
-AFTER_IMPORT = ("VERICACHE_", "PYTHONPATH", "SGLANG_ENABLE_STRICT_MEM_CHECK_")
-"""Beginnings of environment variables that SGLang does not read while imported."""
+SCHEDULER = "sglang.srt.managers.scheduler"
+CONSTANTS = {
+    f"SGLANG_{name}": name for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL")
+}
+"""Environment variables that this module reads while imported, into constants that a
+child sets anew."""
+
+AFTER_IMPORT = (
+    *("VERICACHE_", "PYTHONPATH", "SGLANG_ENABLE_STRICT_MEM_CHECK_", "SGLANG_REQ_"),
+    *("SGLANG_DISAGGREGATION_WAITING_", "SGLANG_TEST_DISAGG_", *CONSTANTS),
+)
+"""Beginnings of those with which a child can be forked: SGLang reads no others of these
+names while it is imported."""
 
 DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): what a child gets when the fork server has ended."""
@@ -233,6 +244,11 @@ def _become(
             os.dup2(stream, descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(environment)
+        for name in CONSTANTS.keys() & environment.keys():
+            value = getattr(pkgutil.resolve_name("sglang.srt.environ:envs"), name).get()
+            # A constant of another name would be set without an effect.
+            assert CONSTANTS[name] in vars(sys.modules[SCHEDULER]), name
+            setattr(sys.modules[SCHEDULER], CONSTANTS[name], value)
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = filter(None, paths)
         multiprocessing.set_start_method("fork", force=True)

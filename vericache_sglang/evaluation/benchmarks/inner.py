@@ -126,7 +126,9 @@ def take_turns(
     mismatched = tokens = 0
     for i, wave in enumerate(waves[learned:]):
         roles, done = [*servers], {}
-        for role in roles[i % len(roles) :] + roles[: i % len(roles)]:
+        order = roles[i % len(roles) :] + roles[: i % len(roles)]
+        # What a server does behind its answers slows the next one: backward by turns.
+        for role in order[:: -1 if i % 2 else 1]:
             asked = bodies(wave)
             done[role] = answered(servers[role].url, asked, len(asked))
             emitted = sum(len(each.ids) for each in done[role].answers)

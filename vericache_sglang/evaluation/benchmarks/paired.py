@@ -40,10 +40,10 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     """
     points = []
     for given in options.points:
-        context, sign, requests = given.partition("x")
-        if not (sign and context.isdecimal() and requests.isdecimal()):
+        parts = given.split("x")
+        if len(parts) != 2 or not all(each.isdecimal() and int(each) for each in parts):
             raise ConfigError(f"--points {given}: must be TOKENSxREQUESTS, as 6000x4")
-        points.append((int(context), int(requests)))
+        points.append((int(parts[0]), int(parts[1])))
     return points
 
 
