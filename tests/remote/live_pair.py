@@ -7,7 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from live_server import LiveServer
@@ -101,24 +101,38 @@ class Pair:
 
     def compare(self, texts, path=None, **params):
         """Assert equal answers; return those of the drafter."""
-        got = self.drafter.generate(texts, **params)
-        wanted = _answers(self.plain, json.dumps([texts, params]))
-        for one, other in zip(got, wanted, strict=True):
-            assert one["output_ids"] == other["output_ids"]
-            assert one["text"] == other["text"]
-            told, expected = one["meta_info"], other["meta_info"]
-            assert told["finish_reason"] == expected["finish_reason"]
-            assert logprobs(told) == pytest.approx(logprobs(expected), abs=1e-4)
-            if path:
-                assert told["vericache"]["path"] == path, self.events()
-        return got
+        return self.compare_kinds({"": params}, texts, path)[""]
+
+    def compare_kinds(self, kinds, texts, path=None, **shared):
+        """Assert equal answers of texts under each of several parameters, all at once.
+
+        Returns:
+            The drafter's answers to all texts, by kind.
+        """
+        asked = [json.dumps([texts, {**shared, **params}]) for params in kinds.values()]
+        with ThreadPoolExecutor(len(asked)) as clients:
+            got = [*clients.map(partial(answers_of, self.drafter), asked)]
+            wanted = [*clients.map(partial(plain_answers, self.plain), asked)]
+        for kind, ours, plain in zip(kinds, got, wanted, strict=True):
+            for one, other in zip(ours, plain, strict=True):
+                assert one["output_ids"] == other["output_ids"], kind
+                assert one["text"] == other["text"], kind
+                told, expected = one["meta_info"], other["meta_info"]
+                assert told["finish_reason"] == expected["finish_reason"], kind
+                close = pytest.approx(logprobs(expected), abs=1e-4)
+                assert logprobs(told) == close, kind
+                if path:
+                    assert told["vericache"]["path"] == path, (kind, self.events())
+        return dict(zip(kinds, got, strict=True))
 
 
-@cache
-def _answers(plain, asked):
-    """Return plain SGLang's answers, which are the same every time."""
+def answers_of(server, asked):
     texts, params = json.loads(asked)
-    return plain.generate(texts, **params)
+    return server.generate(texts, **params)
+
+
+plain_answers = cache(answers_of)
+"""What plain SGLang answers is the same every time."""
 
 
 def logprobs(info):

@@ -33,28 +33,28 @@ def paths_of(answers):
     return [each["meta_info"]["vericache"]["path"] for each in answers]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        pytest.param({"ignore_eos": True}, id="greedy"),
-        pytest.param(SEEDED, id="seeded", marks=extended),
-        pytest.param(
-            {"ignore_eos": True, **LOGPROBS}, id="log-probabilities", marks=extended
-        ),
-        pytest.param({"regex": "[a-z0-9 ]{700}"}, id="grammar", marks=extended),
-    ],
-)
-def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents, params):
+KINDS = {
+    "greedy": {"ignore_eos": True},
+    "seeded": SEEDED,
+    "log-probabilities": {"ignore_eos": True, **LOGPROBS},
+    "grammar": {"regex": "[a-z0-9 ]{700}"},
+}
+
+
+def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents):
+    asked = (KINDS, documents[2:])
     before = pair.drafter.counters()
-    answers = pair.compare(documents, max_new_tokens=TOKENS, **params)
+    answers = pair.compare_kinds(*asked, max_new_tokens=TOKENS)
     after = settled(pair.drafter)
-    left = paths_of(answers).count("p2")
-    assert after["remote_p2"] - before["remote_p2"] == left > 0, pair.events()
-    assert after["remote_p1"] - before["remote_p1"] >= left
+    left = {kind: paths_of(found).count("p2") for kind, found in answers.items()}
+    assert all(left.values()), pair.events()
+    assert after["remote_p2"] - before["remote_p2"] == sum(left.values())
+    assert after["remote_p1"] - before["remote_p1"] >= sum(left.values())
     assert pair.until(pair.verifier, lambda c: c["remote_guests"] == 0)
     # What they have brought here stays, and is used here.
-    answers = pair.compare(documents, max_new_tokens=TOKENS, **params)
-    assert paths_of(answers).count("local") >= left
+    answers = pair.compare_kinds(*asked, max_new_tokens=TOKENS)
+    for kind, found in answers.items():
+        assert paths_of(found).count("local") >= left[kind]
 
 
 @extended
