@@ -127,7 +127,7 @@ def take_turns(
     for i, wave in enumerate(waves[learned:]):
         roles, done = [*servers], {}
         order = roles[i % len(roles) :] + roles[: i % len(roles)]
-        # What a server does behind its answers slows the next one: backward by turns.
+        # Backward by turns: no server always follows the same one.
         for role in order[:: -1 if i % 2 else 1]:
             asked = bodies(wave)
             done[role] = answered(servers[role].url, asked, len(asked))
