@@ -98,11 +98,16 @@ def test_a_variable_that_imports_read_starts_a_fresh_process(forked):
 
 @pytest.mark.sglang
 def test_what_sglangs_scheduler_reads_while_imported_is_set_in_a_fork(tmp_path):
-    program = f"from {SCHEDULER} import *; print(TEST_RETRACT, TEST_RETRACT_INTERVAL)"
+    names = "TEST_RETRACT, TEST_RETRACT_INTERVAL, TEST_RETRACT_NO_PREFILL_BS"
+    program = f"from {SCHEDULER} import *; print({names})"
     (tmp_path / "forked_program.py").write_text(program)
     given = {"PYTHONPATH": str(tmp_path)}
-    wanted = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    for more, printed in ((wanted, "True 7\n"), ({}, "False 3\n")):
+    wanted = {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "7",
+        "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "5",
+    }
+    for more, printed in ((wanted, "True 7 5\n"), ({}, f"False 3 {2**31}\n")):
         log = tmp_path / "log"
         command = [sys.executable, "-m", "forked_program"]
         ended = forks_with(**ONE_THREAD).start(command, given | more, log)

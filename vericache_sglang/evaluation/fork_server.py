@@ -54,7 +54,8 @@ PREPARED = (
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 CONSTANTS = {
-    f"SGLANG_{name}": name for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL")
+    f"SGLANG_TEST_RETRACT{end}": f"TEST_RETRACT{end}"
+    for end in ("", "_INTERVAL", "_NO_PREFILL_BS")
 }
 """Environment variables that this module reads while imported, into constants that a
 child sets anew."""
