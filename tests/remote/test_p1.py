@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from live_pair import LOGPROBS, MOVED, OF_OUTPUT, Streams, begin, kill
 from live_server import MODEL, flip_a_bit
-from stored_pair import RETRACTED, SEEDED, TOKENS, servers, settled
+from stored_pair import FILTERED, RETRACTED, SEEDED, TOKENS, servers, settled
 
 from vericache_sglang.evaluation.server import free_port
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
@@ -45,35 +45,45 @@ def pair(shared):
 
 KINDS = {
     "greedy": {"ignore_eos": True},
-    "seeded": SEEDED,
+    "seeded and filtered": FILTERED,
     "grammar": {"regex": "[a-z0-9 ]{150}"},
     "grammar, end token ignored": {"regex": "[a-z0-9 ]{150}", "ignore_eos": True},
     "log-probabilities": {"ignore_eos": True, **LOGPROBS},
     "stop strings": {"stop": ["0", " the"]},
     "biased": {"logit_bias": {"20": 5.0}},
 }
-SHORT = ("stop strings", "biased")
+SHORT = {"stop strings", "biased"}
 """Kinds whose answers may end before draft KV is there."""
 
 
-def test_answers_of_every_kind_are_those_of_plain_sglang(pair, documents):
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(KINDS, id="at once"),
+        pytest.param({"seeded": SEEDED}, id="seeded", marks=extended),
+        # Plain SGLang counts otherwise beside the prefills of others.
+        pytest.param({"penalties": PENALISED}, id="penalties", marks=extended),
+    ],
+)
+def test_answers_of_every_kind_are_those_of_plain_sglang(pair, documents, kinds):
+    texts = documents[2:3] if len(kinds) > 1 else documents
     before = pair.drafter.counters()
-    asked = {"texts": documents[2:3], "max_new_tokens": TOKENS}
-    answers = pair.compare_kinds(KINDS, **asked)
-    # Plain SGLang counts otherwise beside the prefills of others.
-    answers["penalties"] = pair.compare(**asked, **PENALISED)
+    answers = pair.compare_kinds(kinds, texts, max_new_tokens=TOKENS)
     after = settled(pair.drafter)
     assert pair.until(pair.verifier, lambda c: c["remote_guests"] == 0)
-    drafted = {
-        kind: [told["drafted"] for told in map(told_of, found) if told["path"] == "p1"]
+    told = {
+        kind: [one for one in map(told_of, found) if one["path"] == "p1"]
         for kind, found in answers.items()
     }
-    for kind, counts in drafted.items():
-        assert counts or kind in SHORT, pair.events()
-    moved = [count for counts in drafted.values() for count in counts]
+    for kind in kinds.keys() - SHORT:
+        drafted = sum(one["drafted"] for one in told[kind])
+        assert drafted, (kind, pair.events())
+        # Half of the drafts under a grammar are rejected: a few may all be.
+        few = "regex" in kinds[kind] and drafted < 16
+        assert few or any(one["accepted"] for one in told[kind]), kind
+    moved = [one["drafted"] for found in told.values() for one in found]
     assert after["remote_p1"] - before["remote_p1"] == len(moved)
-    assert after["drafted"] - before["drafted"] == sum(moved) > 0
-    assert after["accepted"] > before["accepted"]
+    assert after["drafted"] - before["drafted"] == sum(moved)
 
 
 def told_of(answer):
@@ -202,15 +212,14 @@ def test_other_servers_answer_the_same(
     path, flags, environment, plain, documents, tmp_path
 ):
     own = {"path": path, "environment": environment}
-    greedy = {"ignore_eos": True, **OF_OUTPUT}
-    tokens, kinds = TOKENS, {"greedy": greedy, "grammar": REGEX, "seeded": SEEDED}
+    tokens, kinds = TOKENS, [{"ignore_eos": True, **OF_OUTPUT}, REGEX, SEEDED]
     if not set(flags).isdisjoint((*KIVI, *PLANES)):
         # Torch decodes a prompt's codes anew in every draft.
-        tokens = TOKENS // 3
-        kinds.pop("seeded")
+        tokens, kinds = TOKENS // 3, kinds[:2]
     with servers(tmp_path, plain, documents, *flags, **own) as pair:
-        pair.drafter.flush()
-        pair.compare_kinds(kinds, documents, max_new_tokens=tokens)
+        for params in kinds:
+            pair.drafter.flush()
+            pair.compare(documents, max_new_tokens=tokens, **params)
         counters = settled(pair.drafter)
         assert counters[f"remote_{path}"] > 0
         assert counters["accepted"] > counters["drafted"] / 3

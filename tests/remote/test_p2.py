@@ -7,7 +7,7 @@ share servers and run in order: the last one kills the verifier.
 import pytest
 from live_pair import LOGPROBS, MOVED, Streams, kill
 from live_server import MODEL, faulty, flip_a_bit
-from stored_pair import SEEDED, TOKENS, servers, settled
+from stored_pair import FILTERED, SEEDED, TOKENS, servers, settled
 
 from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
@@ -35,14 +35,21 @@ def paths_of(answers):
 
 KINDS = {
     "greedy": {"ignore_eos": True},
-    "seeded": SEEDED,
+    "seeded and filtered": FILTERED,
     "log-probabilities": {"ignore_eos": True, **LOGPROBS},
     "grammar": {"regex": "[a-z0-9 ]{700}"},
 }
 
 
-def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents):
-    asked = (KINDS, documents[2:])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(KINDS, id="at once"),
+        pytest.param({"seeded": SEEDED}, id="seeded", marks=extended),
+    ],
+)
+def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents, kinds):
+    asked = (kinds, documents[2:] if len(kinds) > 1 else documents)
     before = pair.drafter.counters()
     answers = pair.compare_kinds(*asked, max_new_tokens=TOKENS)
     after = settled(pair.drafter)
