@@ -16,8 +16,8 @@ from proxy import Proxy
 from vericache_sglang.evaluation.server import free_port
 
 BOTH = ("--max-total-tokens", "30000", "--enable-deterministic-inference")
-LEASE_S = 20
-"""A machine that stalls for seconds is no silent verifier in these tests."""
+LEASE_S = 40
+"""A process that stalls for some seconds is no silent verifier in these tests."""
 OURS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-lease-s", str(LEASE_S)),
