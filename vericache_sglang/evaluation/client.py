@@ -73,13 +73,23 @@ def closed_loop(
     return asyncio.run(_closed(_Asker(url, answered, timeout), requests, clients))
 
 
-def answered(url: str, requests: Sequence[dict[str, Any]], clients: int) -> Pass:
+def answered(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    clients: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pass:
     """Answer ``requests`` as ``closed_loop`` does, within an hour each.
+
+    Args:
+        url: See ``closed_loop``, also for the other arguments.
+        clock: Tells the seconds that answers are timed in.
 
     Raises:
         RuntimeError: A request failed.
     """
-    done = closed_loop(url, requests, clients, lambda: None, 3600.0)
+    asker = _Asker(url, lambda: None, 3600.0, clock)
+    done = asyncio.run(_closed(asker, requests, clients))
     failed = [answer.error for answer in done.answers if answer.error]
     if failed:
         raise RuntimeError(f"a request failed: {failed[0]}")
@@ -127,17 +137,28 @@ def replay(
 
 
 class _Asker:
-    def __init__(self, url: str, answered: Callable[[], None], timeout: float) -> None:
-        self.began = 0.0
+    def __init__(
+        self,
+        url: str,
+        answered: Callable[[], None],
+        timeout: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._url = f"{url}/generate"
         self._answered = answered
         self._timeout = timeout
+        self._clock = clock
+        self._began = clock()
+
+    def begin(self) -> None:
+        """Count time from now on."""
+        self._began = self._clock()
 
     def session(self) -> aiohttp.ClientSession:
         return open_session(self._timeout)
 
     def now(self) -> float:
-        return time.perf_counter() - self.began
+        return self._clock() - self._began
 
     async def ask(
         self, session: aiohttp.ClientSession, body: dict[str, Any], sent: float
@@ -222,7 +243,7 @@ async def _closed(
             answers[i] = await asker.ask(session, body, asker.now())
 
     async with asker.session() as session:
-        asker.began = time.perf_counter()
+        asker.begin()
         await asyncio.gather(*(client(session) for _ in range(clients)))
     return _pass([answers[i] for i in range(len(requests))])
 
@@ -238,7 +259,7 @@ async def _open(
         return await asker.ask(session, body, at)
 
     async with asker.session() as session:
-        asker.began = time.perf_counter()
+        asker.begin()
         pairs = zip(requests, arrivals, strict=True)
         asked = [arrive(session, body, at) for body, at in pairs]
         return _pass(await asyncio.gather(*asked))
@@ -262,7 +283,7 @@ async def _replay(
             at = answers[i].ended
 
     async with asker.session() as session:
-        asker.began = time.perf_counter()
+        asker.begin()
         pairs = zip(sessions, starts, strict=True)
         await asyncio.gather(*(play(session, turns, at) for turns, at in pairs))
     return _pass([answers[i] for i in range(len(requests))])

@@ -230,6 +230,14 @@ class OwnServer(Server):
                     with suppress(ProcessLookupError):
                         os.sched_setaffinity(thread.id, cores)
 
+    def hold(self) -> None:
+        """Have its processes stand still until ``go_on``."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have its processes run again; nothing if they do."""
+        self._signal(signal.SIGCONT)
+
     def last_error(self) -> str:
         """Return the last line of its log that names an error, or the last line."""
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]

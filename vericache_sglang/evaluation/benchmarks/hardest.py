@@ -7,11 +7,7 @@ timed apart.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +24,7 @@ from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import bodies, greedy
 from vericache_sglang.evaluation.server import halves
 from vericache_sglang.evaluation.systems import described
+from vericache_sglang.evaluation.time_slices import Clock, in_slices
 from vericache_sglang.evaluation.workload import (
     code_prompts,
     load_tokenizer,
@@ -38,7 +35,8 @@ if TYPE_CHECKING:
     import argparse
 
     from vericache_sglang.evaluation.benchmark import Results
-    from vericache_sglang.evaluation.server import OwnServer, Server
+    from vericache_sglang.evaluation.client import Pass
+    from vericache_sglang.evaluation.server import OwnServer
 
 WRONG_KIND = "wrong drafts"
 WRONG = {"compressor": "random", "keep": 0.02}
@@ -102,55 +100,45 @@ def requests_of(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]
 
 
 def compare(
-    plain: OwnServer, ours: OwnServer, asked: list[dict[str, Any]], seconds: float
+    plain: OwnServer, ours: OwnServer, asked: list[dict[str, Any]], pairs: int
 ) -> dict[str, Any]:
-    """Have two servers answer the same requests at once, without cached prefixes.
+    """Have two servers answer the same requests in slices, without cached prefixes.
 
-    Each has half of the cores, and they change places after every pass: what other
-    work a machine has varies more from one second to the next than the systems differ.
-    Every pass begins its prompts with another number, so nothing has to be flushed.
+    Every pass begins its prompts with another number, so nothing has to be flushed, and
+    what a server learns about a kind of requests, it learns in these passes.
 
     Args:
         asked: Requests of a pass, sent at once.
-        seconds: Pairs of passes are begun until so much time is over.
+        pairs: Passes of each.
 
     Returns:
-        Ratios of plain SGLang's time to ours: of whole passes, to the first token, and
-        per later token where there are any.
+        Ratios of plain SGLang's time to ours in every pass: of the whole pass, to the
+        first token, and per later token where there are any.
     """
     both = (plain, ours)
     for server in both:
         server.flush()  # other points have the same prompts
     different, before = 0, ours.counters()
-    spent: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    parts = halves()
-    end = time.monotonic() + seconds
-    with ThreadPoolExecutor(2) as pool:
-        for number in count(1):
-            for server, cores in zip(both, parts, strict=True):
-                server.pin(cores)
-            parts = parts[::-1]
-            done = list(pool.map(_pass, both, repeat(asked), repeat(number)))
-            different += mismatches(*done)
-            for total, each in zip(spent, done, strict=True):
-                total.update(_times(each))
-            if number % 2 == 0 and time.monotonic() > end:
-                break
-    theirs, own = spent
+    ratios: dict[str, list[float]] = {}
+    for number in range(pairs):
+        fresh = [{**body, "text": f"{number} {body['text']}"} for body in asked]
+
+        def ask(i: int, clock: Clock, fresh: list[dict[str, Any]] = fresh) -> Pass:
+            return answered(both[i].url, fresh, len(fresh), clock.now)
+
+        done = in_slices(both, ask)
+        different += mismatches(*done)
+        theirs, own = map(_times, done)
+        for key, seconds in own.items():
+            ratios.setdefault(key, []).append(theirs[key] / seconds)
     return {
-        "ratios": {key: theirs[key] / own[key] for key in own if own[key]},
+        "ratios": ratios,
         "mismatched_requests": different,
         "counters": growth(before, ours.counters()),
     }
 
 
-def _pass(server: Server, asked: list[dict[str, Any]], number: int) -> Any:
-    fresh = [{**body, "text": f"{number} {body['text']}"} for body in asked]
-    return answered(server.url, fresh, len(fresh))
-
-
-def _times(done: Any) -> dict[str, float]:
-    spreads = latencies(done.answers)
+def _times(done: Pass) -> dict[str, float]:
     later = [
         (answer.times[-1][0] - answer.times[0][0]) / (len(answer.ids) - 1)
         for answer in done.answers
@@ -158,71 +146,48 @@ def _times(done: Any) -> dict[str, float]:
     ]
     return {
         "seconds": done.seconds,
-        "ttft_s": spreads["ttft_s"]["mean"],
-        "tpot_s": float(np.mean(later)) if later else 0.0,
+        "ttft_s": latencies(done.answers)["ttft_s"]["mean"],
+        **({"tpot_s": float(np.mean(later))} if later else {}),
     }
 
 
 def _hardest(options: argparse.Namespace, results: Results) -> None:
-    for i in range(options.pairs):
-        results.row(f"servers {i + 1}", _fresh_servers, options, i % 2 == 1)
-    _summarise(options, results)
-
-
-def _fresh_servers(options: argparse.Namespace, ours_first: bool) -> dict[str, Any]:
-    """Measure every point, on servers of their own.
-
-    A process is up to 10 % faster or slower than another of the same kind as long as it
-    lives, and the one that started first is faster more often. What a server learns
-    about a kind of requests, it learns in the timed passes.
-    """
     cases = [case for case in CASES if not options.kinds or case.kind in options.kinds]
     slots = max(2 * case.requests * (case.context + 700) for case in cases)
     engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
-    settings = {"ours": {}, WRONG_KIND: WRONG}
-    system_of = {case: case.kind if case.kind in settings else "ours" for case in cases}
-    names = ["plain", *dict.fromkeys(system_of.values())]
-    if ours_first:
-        names.reverse()
-    points: dict[str, dict[str, Any]] = {}
+    settings = {"plain": None, "ours": {}, WRONG_KIND: WRONG}
+    own, _ = halves()
     with ExitStack() as running:
-        servers = {
-            name: running.enter_context(
-                served(described(name, settings.get(name), engine), options.model)
-            )
-            for name in names
-        }
-        asked = {case: requests_of(options, case) for case in cases}
+        servers = {}
+        for name, of_system in settings.items():
+            system = described(name, of_system, engine)
+            servers[name] = running.enter_context(served(system, options.model))
+            servers[name].pin(own)
+        warm = bodies({"prompts": ["0"], "params": [greedy(8)]})
         for server in servers.values():
-            _pass(server, asked[cases[0]], 0)
-        for case, requests in asked.items():
-            points[case.name] = compare(
-                servers["plain"], servers[system_of[case]], requests, options.seconds
+            answered(server.url, warm, 1)
+        for case in cases:
+            ours = servers[case.kind if case.kind in servers else "ours"]
+            asked = requests_of(options, case)
+            results.row(
+                case.name, compare, servers["plain"], ours, asked, options.pairs
             )
-    return {"points": points}
+    _summarise(options, results)
 
 
 def _summarise(options: argparse.Namespace, results: Results) -> None:
     """Report each point's medians and intervals, and check the worst."""
-    points: dict[str, dict[str, list[float]]] = {}
-    differ = 0
-    for row in results.rows.values():
-        for name, point in row["points"].items():
-            differ += point["mismatched_requests"]
-            for key, ratio in point["ratios"].items():
-                points.setdefault(name, {}).setdefault(key, []).append(ratio)
+    differ = sum(row["mismatched_requests"] for row in results.rows.values())
     results.figures["mismatched_requests"] = differ
     results.require(differ == 0, f"{differ} requests differ from plain SGLang's")
-    medians = results.figures["median_ratios"] = {}
-    for name, found in points.items():
+    medians: dict[str, dict[str, Any]] = {}
+    results.figures["median_ratios"] = medians
+    for name, row in results.rows.items():
         medians[name] = {}
-        for key, ratios in found.items():
+        for key, ratios in row["ratios"].items():
             median = float(np.median(ratios))
-            medians[name][key] = {
-                "median": median,
-                "interval": median_interval(ratios),
-                "ratios": ratios,
-            }
+            interval = median_interval(ratios)
+            medians[name][key] = {"median": median, "interval": interval}
             told = f"{key} of {name}: {median:.3f}"
             results.require(median >= options.floor, f"too slow, {told}")
 
@@ -235,10 +200,9 @@ HARDEST = Benchmark(
     seed=3,
     options={
         "kinds": ([str], "kinds of requests; by default all"),
-        "pairs": (7, "pairs of fresh servers"),
-        "seconds": (8.0, "time of the passes at a point; two passes at least"),
+        "pairs": (7, "passes of both systems at a point"),
         "floor": (0.97, "least median ratio that does not fail"),
     },
     measure=_hardest,
-    selecting=("pairs",),
+    selecting=("kinds",),
 )
