@@ -36,7 +36,7 @@ class Stoppable(Protocol):
         """Let them run."""
 
 
-class Clock:
+class SliceClock:
     """Counts the seconds in which its server runs."""
 
     def __init__(self) -> None:
@@ -57,7 +57,9 @@ class Clock:
         return before if since is None else before + time.perf_counter() - since
 
 
-def in_slices(servers: Sequence[Stoppable], ask: Callable[[int, Clock], T]) -> list[T]:
+def in_slices(
+    servers: Sequence[Stoppable], ask: Callable[[int, SliceClock], T]
+) -> list[T]:
     """Ask all servers at once, and let one of them run at a time.
 
     Args:
@@ -70,7 +72,7 @@ def in_slices(servers: Sequence[Stoppable], ask: Callable[[int, Clock], T]) -> l
     Raises:
         Exception: That of the first ``ask`` that failed.
     """
-    clocks = [Clock() for _ in servers]
+    clocks = [SliceClock() for _ in servers]
     with ThreadPoolExecutor(len(servers)) as pool:
         try:
             for server in servers:

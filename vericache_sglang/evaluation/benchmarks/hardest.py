@@ -24,7 +24,7 @@ from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import bodies, greedy
 from vericache_sglang.evaluation.server import halves
 from vericache_sglang.evaluation.systems import described
-from vericache_sglang.evaluation.time_slices import Clock, in_slices
+from vericache_sglang.evaluation.time_slices import SliceClock, in_slices
 from vericache_sglang.evaluation.workload import (
     code_prompts,
     load_tokenizer,
@@ -123,7 +123,7 @@ def compare(
     for number in range(pairs):
         fresh = [{**body, "text": f"{number} {body['text']}"} for body in asked]
 
-        def ask(i: int, clock: Clock, fresh: list[dict[str, Any]] = fresh) -> Pass:
+        def ask(i: int, clock: SliceClock, fresh: list[dict[str, Any]] = fresh) -> Pass:
             return answered(both[i].url, fresh, len(fresh), clock.now)
 
         done = in_slices(both, ask)
@@ -156,7 +156,7 @@ def _hardest(options: argparse.Namespace, results: Results) -> None:
     slots = max(2 * case.requests * (case.context + 700) for case in cases)
     engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
     settings = {"plain": None, "ours": {}, WRONG_KIND: WRONG}
-    own, _ = halves()
+    _, own = halves()
     with ExitStack() as running:
         servers = {}
         for name, of_system in settings.items():
