@@ -1,6 +1,6 @@
 """VeriCache with an inner drafter, without one, the drafter alone, and plain SGLang.
 
-All systems answer the same waves of questions about the same documents, in slices. The
+All systems answer the same waves of questions about the same documents, by turns. The
 documents are in every prefix cache before, and no question is asked twice, so an inner
 drafter that learns from finished answers never knows the one it is asked for.
 """
@@ -36,14 +36,12 @@ from vericache_sglang.evaluation.figures import (
 )
 from vericache_sglang.evaluation.fleet import served
 from vericache_sglang.evaluation.lossless import answer, bodies, greedy
-from vericache_sglang.evaluation.server import halves
 from vericache_sglang.evaluation.systems import (
     BUILT_IN,
     System,
     described,
     weighted,
 )
-from vericache_sglang.evaluation.time_slices import SliceClock, in_slices
 from vericache_sglang.evaluation.workload import load_tokenizer, tool_call_prompts
 
 if TYPE_CHECKING:
@@ -53,8 +51,7 @@ if TYPE_CHECKING:
 
     from vericache_sglang.evaluation.benchmark import Results
     from vericache_sglang.evaluation.benchmarks.paired import Point
-    from vericache_sglang.evaluation.client import Pass
-    from vericache_sglang.evaluation.server import OwnServer
+    from vericache_sglang.evaluation.server import Server
 
 PLAIN, ALONE, OURS = "plain", "vericache", "with the drafter"
 DRAFTER = "drafter alone"
@@ -104,10 +101,10 @@ def waves_of(options: argparse.Namespace, point: Point) -> list[dict[str, Any]]:
     ]
 
 
-def compare_in_slices(
-    servers: Mapping[str, OwnServer], waves: Sequence[dict[str, Any]], learned: int
+def take_turns(
+    servers: Mapping[str, Server], waves: Sequence[dict[str, Any]], learned: int
 ) -> dict[str, Any]:
-    """Have servers answer waves at once, in slices (``in_slices``).
+    """Have servers answer waves by turns, each time beginning with another one.
 
     Args:
         servers: By role.
@@ -119,9 +116,6 @@ def compare_in_slices(
         medians, the requests that differ from plain SGLang's, and counters.
     """
     drafting = [role for role in servers if role != PLAIN]
-    running, (_, own) = [*servers.values()], halves()
-    for server in running:
-        server.pin(own)
     for role, server in servers.items():
         server.flush()
         for wave in waves[: learned if role in (DRAFTER, OURS) else 1]:
@@ -130,17 +124,16 @@ def compare_in_slices(
     speeds: dict[str, list[float]] = {role: [] for role in servers}
     decoding: dict[str, list[float]] = {role: [] for role in servers}
     mismatched = tokens = 0
-    for wave in waves[learned:]:
-        asked = bodies(wave)
-
-        def ask(i: int, clock: SliceClock, asked: list[dict[str, Any]] = asked) -> Pass:
-            return answered(running[i].url, asked, len(asked), clock.now)
-
-        done = dict(zip(servers, in_slices(running, ask), strict=True))
-        for role, each in done.items():
-            emitted = sum(len(answer.ids) for answer in each.answers)
-            speeds[role].append(emitted / each.seconds)
-            decoding[role].append(decode_rate(each.answers) or np.nan)
+    for i, wave in enumerate(waves[learned:]):
+        roles, done = [*servers], {}
+        order = roles[i % len(roles) :] + roles[: i % len(roles)]
+        # Backward by turns: no server always follows the same one.
+        for role in order[:: -1 if i % 2 else 1]:
+            asked = bodies(wave)
+            done[role] = answered(servers[role].url, asked, len(asked))
+            emitted = sum(len(each.ids) for each in done[role].answers)
+            speeds[role].append(emitted / done[role].seconds)
+            decoding[role].append(decode_rate(done[role].answers) or np.nan)
         tokens += emitted
         for role in drafting:
             mismatched += mismatches(done[PLAIN], done[role])
@@ -188,7 +181,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
     proposing = {**settings, "inner_length": options.inner_length}
     with ExitStack() as lasting:
 
-        def serve(stack: ExitStack, system: System) -> OwnServer:
+        def serve(stack: ExitStack, system: System) -> Server:
             return stack.enter_context(served(system, options.model))
 
         common = {
@@ -206,7 +199,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
                 for point in points:
                     row = f"{name}, {point[0]}x{point[1]}"
                     asked = waves[point]
-                    results.row(row, compare_in_slices, servers, asked, options.learned)
+                    results.row(row, take_turns, servers, asked, options.learned)
     _check(options, results)
 
 
@@ -224,9 +217,9 @@ def _check(options: argparse.Namespace, results: Results) -> None:
 
 INNER = Benchmark(
     about="What an inner drafter adds to VeriCache: with and without one, the drafter "
-    "alone, plain SGLang, and a drafter that proposes random tokens, in slices of "
-    "time, on questions that no server has been asked before. Fails where an answer "
-    "differs or a drafter makes VeriCache slower.",
+    "alone, plain SGLang, and a drafter that proposes random tokens, by turns on "
+    "questions that no server has been asked before. Fails where an answer differs or "
+    "a drafter makes VeriCache slower.",
     model=DEMO_LONG,
     seed=1,
     options={
