@@ -6,8 +6,8 @@ from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.path_paces import EXPLORE, LEAST_TOKENS, PathPaces
 
 
-def paces(near=0.0, far=0.0):
-    found = PathPaces(Ewma(near, least=0.0, most=10.0))
+def paces(near=0.0, far=0.0, first=0.0):
+    found = PathPaces(*(Ewma(each, least=0.0, most=10.0) for each in (near, first)))
     if far:
         found.observe(50 * far, 50)
     return found
@@ -51,3 +51,35 @@ def test_a_request_returns_if_its_own_drafts_made_it_slow():
         assert known.returns(0.13 * LEAST_TOKENS, few)
     assert not known.returns(0.24 * LEAST_TOKENS, 2 * LEAST_TOKENS)
     assert not paces(0.0, 0.1).returns(100.0, LEAST_TOKENS)
+
+
+EXPLORED = ([True] + [False] * (EXPLORE - 1)) * 3
+
+
+@pytest.mark.parametrize(
+    ("near", "first", "load_s", "expected"),
+    [
+        (0.1, 5.0, 4.9, [True] * len(EXPLORED)),
+        (0.1, 5.0, 5.1, EXPLORED),
+        (0.1, 5.0, 11.5, [False] * len(EXPLORED)),
+        (0.1, 5.0, float("inf"), [False] * len(EXPLORED)),
+        (0.0, 5.0, 0.0, [False] * len(EXPLORED)),
+    ],
+    ids=["sooner", "perhaps", "later", "no link was measured", "no pace was"],
+)
+def test_requests_are_read_whole_that_end_sooner_so(near, first, load_s, expected):
+    known = paces(near, first=first)
+    assert [known.reads_whole(load_s, 64) for _ in EXPLORED] == expected
+
+
+def test_what_was_read_whole_and_slow_is_tried_again_now_and_then():
+    known = paces(0.1, first=5.0)
+    known.observe_whole(23.0, 2.0, 70)
+    assert [known.reads_whole(1.0, 64) for _ in EXPLORED] == EXPLORED
+    known.observe_whole(5.0, 2.0, 0)  # aborted: nothing is learned
+    assert known.whole.value == pytest.approx(0.3)
+    for _ in range(100):
+        known.observe_whole(5.5, 2.0, 70)
+    assert known.reads_whole(8.0, 64), "with the pace here, which is a half"
+    assert known.reads_whole(8.4, 64), "one of many"
+    assert not known.reads_whole(8.4, 64)

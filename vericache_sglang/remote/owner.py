@@ -12,6 +12,7 @@ SGLang, no sockets, no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import MessageError
@@ -50,6 +51,8 @@ MOST_EPOCHS = 6
 """Attempts of a request; then it returns to the drafter."""
 TOKEN_WEIGHT = 0.03
 """Share of a new token in the mean time per token."""
+FIRST_WEIGHT = 0.25
+"""Share of a new request in the mean time to the first token."""
 KEY_BYTES = 4 * 512
 """Beginning of a prompt that chooses its verifier: one segment."""
 
@@ -68,7 +71,8 @@ class OwnedRequest:
         epoch: Attempt; 0: none yet.
         verifier: Index of the verifier.
         refused: Verifiers that were busy or failed in this request.
-        answered: When the verifier last answered, in seconds.
+        opened: When it was opened, in seconds.
+        answered: When the verifier last answered.
         asked: When it was last asked.
         pause: Time after which it is asked again, in seconds.
         finished: The verifier says that these are all tokens.
@@ -86,6 +90,7 @@ class OwnedRequest:
     epoch: int = 0
     verifier: int = -1
     refused: set[int] = field(default_factory=set)
+    opened: float = 0.0
     answered: float = 0.0
     asked: float = 0.0
     pause: float = LEAST_PAUSE_S
@@ -131,6 +136,7 @@ class Owner:
         returned: Requests that the drafter must compute; the caller empties it.
         token_s: Seconds per token of a request that a verifier decodes, its prefill not
             counted; 0.0 before the first one.
+        first_s: Seconds from the opening of a request to its first token.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class Owner:
         self._requests: dict[int, OwnedRequest] = {}
         self._between = Ewma(0.0, least=0.0, most=lease_s)
         self.token_s = Ewma(0.0, least=0.0, most=lease_s, weight=TOKEN_WEIGHT)
+        self.first_s = Ewma(0.0, least=0.0, most=inf, weight=FIRST_WEIGHT)
         self.outbox: list[tuple[int, Message]] = []
         self.committed: dict[int, int] = {}
         self.returned: list[int] = []
@@ -155,6 +162,7 @@ class Owner:
     def open(self, request: OwnedRequest, now: float) -> bool:
         """Send a new request to a verifier; return whether one takes requests."""
         self._requests[request.rid] = request
+        request.opened = now
         if self._try_next(request, now):
             return True
         del self._requests[request.rid]
@@ -273,6 +281,8 @@ class Owner:
         if request.decodes and fresh:
             self.token_s.observe(waited / len(fresh), len(fresh))
         request.decodes = request.verify is None
+        if fresh and not have:
+            self.first_s.observe(at - request.opened)
         if fresh:
             request.tokens.extend(fresh)
             request.logprobs.extend(verdict.logprobs[have - verdict.base :])

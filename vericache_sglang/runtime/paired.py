@@ -9,13 +9,17 @@ inner drafter proposes in these rows as in others.
 
 On path P1 the residual KV is never read. On P2 it follows; when all of it is here the
 request leaves its verifier and goes on as an early start does. With ``auto`` requests
-draft here where that is faster, and return to their verifier where it was not.
+draft here where that is faster, and return to their verifier where it was not; those
+whose full KV is read before a verifier would have their first token stay here (B2).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.prefix_cache.store.manifest import Recent
+from vericache_sglang.prefix_cache.store.stored_segments import MOST_FETCHES
 from vericache_sglang.runtime.early_starts import EarlyStarts, longest_suffix
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.scheduling.ewma import Ewma
@@ -57,7 +61,9 @@ class PairedStarts(EarlyStarts):
         self._relay, self._runtime, self._states = relay, runtime, states
         self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
         self._drafting_s = Ewma(0.0, least=0.0, most=LONGEST_S)
-        self._paces = PathPaces(relay.token_s)
+        self._paces = PathPaces(relay.token_s, relay.first_s)
+        # Those read whole: when they came, and how long the read was predicted to take.
+        self._whole: Recent[tuple[float, float]] = Recent(MOST_FETCHES)
         self._delivers = False
         relay.starts = self
 
@@ -84,13 +90,25 @@ class PairedStarts(EarlyStarts):
         return fits and (not self._chooses or self._paces.drafts())
 
     def here(self, scheduler: Any, req: Req) -> bool:
-        """See ``Starts``: P2 brings whole prefixes here."""
+        """See ``Starts``: P2 and B2 bring whole prefixes here."""
         if not self._completes:
             return False
         req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
         tokens = len(req.origin_input_ids)
         missing: int = tokens - len(req.prefix_indices) - req.host_hit_length
-        return missing <= longest_suffix(tokens)
+        return missing <= longest_suffix(tokens) or self._reads_whole(req, missing)
+
+    def _reads_whole(self, req: Req, missing: int) -> bool:
+        """Return whether a request waits for ``missing`` tokens of full KV (B2)."""
+        stored = self._segments.stored
+        if stored is None or not self._chooses:
+            return False
+        load_s = stored.whole_s(missing // SEGMENT)
+        if not self._paces.reads_whole(load_s, req.sampling_params.max_new_tokens):
+            return False
+        stored.await_whole(req.rid, load_s)
+        self._whole[req.rid] = self._relay.now(), load_s
+        return True
 
     def read(self, scheduler: Any, req: Req) -> None:
         """See ``Starts``."""
@@ -104,6 +122,11 @@ class PairedStarts(EarlyStarts):
 
     def forget(self, rid: str) -> None:
         """See ``Starts``, and ``EarlyStarts``."""
+        state = self._states.get(rid)
+        if state is not None and rid in self._whole:
+            came, load_s = self._whole.pop(rid)
+            seconds = self._relay.now() - came
+            self._paces.observe_whole(seconds, load_s, len(state.outputs))
         self._rests.pop(rid, None)
         if self._segments.stored is not None:
             self._segments.stored.pop(rid)

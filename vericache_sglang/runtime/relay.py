@@ -86,7 +86,7 @@ class Starts(Protocol):
         """Return whether a new request would draft here if its prefix is stored."""
 
     def here(self, scheduler: Any, req: Req) -> bool:
-        """Return whether so much of a request's prompt is cached that it stays here."""
+        """Return whether a request stays here: as its prompt is cached, or comes."""
 
     def read(self, scheduler: Any, req: Req) -> None:
         """Have the draft KV of a request read that is open at a verifier."""
@@ -232,6 +232,11 @@ class Relay:
     def token_s(self) -> Ewma:
         """Seconds per token of a request that a verifier decodes, see ``Owner``."""
         return self._owner.token_s
+
+    @property
+    def first_s(self) -> Ewma:
+        """Seconds to the first token of a request at a verifier, see ``Owner``."""
+        return self._owner.first_s
 
     def now(self) -> float:
         """Return the time of the connections' clock, in seconds."""

@@ -1,17 +1,20 @@
-"""Whether a drafter's requests draft here or are decoded at their verifier.
+"""Whether a drafter's requests draft here, are decoded here or at their verifier.
 
-By measured seconds per token, in place of the linear program of arXiv:2605.17613,
-appendix A.2: every request is opened at a verifier and begins there, so what it would
-cost to stay is measured right before it drafts, the load of both pools included.
+By measured times, in place of the linear program of arXiv:2605.17613, appendix A.2.
+Every request that is not read whole is opened at a verifier and begins there, so what
+it would cost to stay is measured right before it drafts, the load of both pools
+included.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from vericache_sglang.scheduling.ewma import Ewma
 
 EXPLORE = 16
 """One of so many requests drafts here, the first one among them, while that is slower
-or not measured: paces change."""
+or not measured: paces change. As many of those that might end first are read whole."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
@@ -26,16 +29,47 @@ class PathPaces:
 
     Args:
         near: Seconds per token of requests that verifiers decode; 0: not measured.
+        first: Seconds to the first token there.
 
     Attributes:
+        whole: Seconds per token of a request that is read whole and decoded here,
+            behind the time predicted for its load; 0: not measured.
         slowdown: Time of a request that drafts here, per token, as a multiple of the
             time at its verifier under the same load; 0: not measured.
     """
 
-    def __init__(self, near: Ewma) -> None:
-        self.near = near
+    def __init__(self, near: Ewma, first: Ewma) -> None:
+        self.near, self.first = near, first
         self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
-        self._declined = -1
+        self.whole = Ewma(0.0, least=0.0, most=inf)
+        self._declined = self._not_whole = -1
+
+    def reads_whole(self, load_s: float, tokens: int) -> bool:
+        """Return whether the next request ends first if its full KV is read (B2).
+
+        Args:
+            load_s: Time until all of it is here, in seconds.
+            tokens: Tokens that the request may emit.
+        """
+        near = self.near.value
+        near_s = self.first.value + tokens * near
+        if not near or load_s >= near_s:
+            return False
+        if load_s + tokens * (self.whole.value or near) < near_s:
+            return True
+        self._not_whole = (self._not_whole + 1) % EXPLORE
+        return not self._not_whole
+
+    def observe_whole(self, seconds: float, load_s: float, tokens: int) -> None:
+        """Record the time of a request that was read whole.
+
+        Args:
+            seconds: Since it came.
+            load_s: What its load was predicted to take.
+            tokens: What it has emitted.
+        """
+        if tokens:
+            self.whole.observe((seconds - load_s) / tokens)
 
     def drafts(self) -> bool:
         """Return whether the next request is to draft here."""

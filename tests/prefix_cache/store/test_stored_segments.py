@@ -186,6 +186,26 @@ def test_no_request_waits_past_the_deadline(monkeypatch):
     assert taken == []
 
 
+def test_a_request_that_is_to_be_read_whole_waits_longer(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stored_segments, "time", clock)
+    stored, store, _ = opened()
+    written(store, "abc")
+    alone_s = stored.whole_s(1)
+    assert 0.0 < alone_s == stored.whole_s(2) / 2
+    stored.await_whole("r", 2 * stored_segments.LONGEST_S)
+    stored.fetch("r", ["a", "b"], 0)
+    assert stored.whole_s(1) == pytest.approx(3 * alone_s), "behind two others"
+    stored.fetch("other", ["c"], 0)
+    clock.now += stored_segments.LONGEST_S + 0.1
+    assert finish(stored, "other")
+    assert not finish(stored)
+    store.arrive()
+    assert finish(stored)
+    assert stored.pop("r") == (2 * TOKENS, 0)
+    assert stored.whole_s(1) == stored.whole_s(2) / 2, "behind none"
+
+
 def test_what_came_before_the_deadline_is_taken_in(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(stored_segments, "time", clock)

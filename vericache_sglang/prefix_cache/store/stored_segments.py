@@ -198,10 +198,13 @@ class StoredSegments:
         self._keep = keep
         self._segment = segment
         fields = layout(store.fingerprint, "whole", segment, 0).values()
-        most = AHEAD_BYTES // sum(field.nbytes for field in fields)
+        self._segment_bytes = sum(field.nbytes for field in fields)
+        most = AHEAD_BYTES // self._segment_bytes
         self._ahead = min(max(1, most), MOST_AT_ONCE)
         self._fetches: dict[str, Fetch] = {}
         self._rests: dict[str, Rest] = {}
+        # Most seconds that a request waits for its next fetch.
+        self._waits: Recent[float] = Recent(MOST_FETCHES)
         # Name -> whether it is stored in two parts.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
         self._writing: list[
@@ -378,7 +381,7 @@ class StoredSegments:
             names=names[first:],
             parent=names[first - 1] if first else None,
             start=first * self._segment,
-            deadline=time.monotonic() + LONGEST_S,
+            deadline=time.monotonic() + self._waits.pop(rid, LONGEST_S),
             reading=self._read_drafts(names) if drafts else self._read(names[first:]),
             drafts=drafts,
         )
@@ -412,8 +415,33 @@ class StoredSegments:
         Args:
             drafts: Its segments.
         """
-        queued = sum(rest.nbytes for rest in self._rests.values())
-        return (queued + _residual_bytes(drafts)) * self.s_per_byte
+        return (self._queued_bytes + _residual_bytes(drafts)) * self.s_per_byte
+
+    def whole_s(self, segments: int) -> float:
+        """Return when full KV would be here that is read from now on, in seconds.
+
+        Args:
+            segments: Stored segments that are not here, >= 0.
+        """
+        nbytes = self._queued_bytes + segments * self._segment_bytes
+        return nbytes * self.s_per_byte
+
+    def await_whole(self, rid: str, seconds: float) -> None:
+        """Have a request wait for its next ``fetch`` until long after it is to end.
+
+        Args:
+            seconds: Time that it is predicted to take.
+        """
+        self._waits[rid] = max(LONGEST_S, 2.0 * seconds)
+
+    @property
+    def _queued_bytes(self) -> int:
+        """Bytes of reads of residual and full KV that have not ended."""
+        fetches = self._fetches.values()
+        reading = (each for each in fetches if each.reading and not each.drafts)
+        segments = sum(len(each.names) for each in reading)
+        rests = sum(rest.nbytes for rest in self._rests.values())
+        return rests + segments * self._segment_bytes
 
     def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
         """Read the residual KV of a request that drafts from now on.
