@@ -197,10 +197,10 @@ def kill(server):
 def pause(*servers, seconds):
     """Have all processes of servers stand still; the first goes on a little earlier."""
     for server in servers:
-        os.killpg(server.process.pid, signal.SIGSTOP)
+        server.hold()
     time.sleep(seconds)
     for server in servers:
-        os.killpg(server.process.pid, signal.SIGCONT)
+        server.go_on()
         time.sleep(0.1)
 
 

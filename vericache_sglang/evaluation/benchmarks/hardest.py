@@ -180,8 +180,7 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
     differ = sum(row["mismatched_requests"] for row in results.rows.values())
     results.figures["mismatched_requests"] = differ
     results.require(differ == 0, f"{differ} requests differ from plain SGLang's")
-    medians: dict[str, dict[str, Any]] = {}
-    results.figures["median_ratios"] = medians
+    medians = results.figures["median_ratios"] = {}
     for name, row in results.rows.items():
         medians[name] = {}
         for key, ratios in row["ratios"].items():
