@@ -15,6 +15,8 @@ from vericache_sglang.scheduling.ewma import Ewma
 EXPLORE = 16
 """One of so many requests drafts here, the first one among them, while that is slower
 or not measured: paces change. As many of those that might end first are read whole."""
+PROMISING = 0.5
+"""They might, if their load takes less than this share of the time at a verifier."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
@@ -53,10 +55,12 @@ class PathPaces:
         """
         near = self.near.value
         near_s = self.first.value + tokens * near
-        if not near or load_s >= near_s:
+        if not near:
             return False
         if load_s + tokens * (self.whole.value or near) < near_s:
             return True
+        if load_s >= PROMISING * near_s:
+            return False
         self._not_whole = (self._not_whole + 1) % EXPLORE
         return not self._not_whole
 
