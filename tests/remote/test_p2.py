@@ -101,8 +101,12 @@ def test_without_its_verifier_a_request_awaits_its_residual_kv(pair, documents):
 def test_paths_are_chosen_by_what_they_cost(plain, documents, tmp_path):
     with servers(tmp_path, plain, documents, path="auto") as pair:
         texts = [*documents, *documents]
-        pair.compare(texts, max_new_tokens=TOKENS, **SEEDED)
+        before = settled(pair.drafter)
+        paths = paths_of(pair.compare(texts, max_new_tokens=TOKENS, **SEEDED))
+        assert {*paths} <= {"b1", "p1", "p2", "local"}, pair.events()
         after = settled(pair.drafter)
+        read_whole = after["remote_local"] - before["remote_local"]
+        assert paths.count("local") == read_whole, "none is lost by its verifier"
         assert after["remote_returns"] == 0
         assert after["remote_p1"] > 0, "not measured before, so tried"
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)

@@ -281,9 +281,9 @@ class Owner:
         if request.decodes and fresh:
             self.token_s.observe(waited / len(fresh), len(fresh))
         request.decodes = request.verify is None
-        if fresh and not have:
-            self.first_s.observe(at - request.opened)
         if fresh:
+            if not have:
+                self.first_s.observe(at - request.opened)
             request.tokens.extend(fresh)
             request.logprobs.extend(verdict.logprobs[have - verdict.base :])
             done = self.committed.get(request.rid, 0)

@@ -10,7 +10,7 @@ inner drafter proposes in these rows as in others.
 On path P1 the residual KV is never read. On P2 it follows; when all of it is here the
 request leaves its verifier and goes on as an early start does. With ``auto`` requests
 draft here where that is faster, and return to their verifier where it was not; those
-whose full KV is read before a verifier would have their first token stay here (B2).
+that are predicted to end sooner if their full KV is read stay here (B2).
 """
 
 from __future__ import annotations

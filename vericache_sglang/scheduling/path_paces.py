@@ -8,9 +8,14 @@ included.
 
 from __future__ import annotations
 
+from itertools import cycle
 from math import inf
+from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.ewma import Ewma
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 EXPLORE = 16
 """One of so many requests drafts here, the first one among them, while that is slower
@@ -44,7 +49,8 @@ class PathPaces:
         self.near, self.first = near, first
         self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
         self.whole = Ewma(0.0, least=0.0, most=inf)
-        self._declined = self._not_whole = -1
+        # Which of those that look slower are tried all the same, by path.
+        self._drafts, self._wholes = _tries(), _tries()
 
     def reads_whole(self, load_s: float, tokens: int) -> bool:
         """Return whether the next request ends first if its full KV is read (B2).
@@ -59,10 +65,7 @@ class PathPaces:
             return False
         if load_s + tokens * (self.whole.value or near) < near_s:
             return True
-        if load_s >= PROMISING * near_s:
-            return False
-        self._not_whole = (self._not_whole + 1) % EXPLORE
-        return not self._not_whole
+        return load_s < PROMISING * near_s and next(self._wholes)
 
     def observe_whole(self, seconds: float, load_s: float, tokens: int) -> None:
         """Record the time of a request that was read whole.
@@ -79,8 +82,7 @@ class PathPaces:
         """Return whether the next request is to draft here."""
         if 0.0 < self.slowdown.value <= 1.0:
             return True
-        self._declined = (self._declined + 1) % EXPLORE
-        return not self._declined
+        return next(self._drafts)
 
     def completes(self, rest_s: float, tokens: int) -> bool:
         """Return whether residual KV comes while drafts are needed (section 5.3).
@@ -108,3 +110,8 @@ class PathPaces:
         """
         stayed = max(tokens, LEAST_TOKENS) * self.near.value
         return seconds > SLOWER * stayed > 0.0
+
+
+def _tries() -> Iterator[bool]:
+    """Yield True for the first of every ``EXPLORE``, for ever."""
+    return cycle((True, *(False,) * (EXPLORE - 1)))

@@ -207,9 +207,8 @@ class StoredSegments:
         self._waits: Recent[float] = Recent(MOST_FETCHES)
         # Name -> whether it is stored in two parts.
         self._there: Recent[bool] = Recent(MOST_KNOWN)
-        self._writing: list[
-            PendingWrite
-        ] = []  # in order, which is also that of their ends
+        # In order, which is also that of their ends.
+        self._writing: list[PendingWrite] = []
         self._changes: deque[tuple[str, bool]] = deque(maxlen=MOST_KNOWN)
 
     # -- what ranks agree on ----------------------------------------------------
@@ -423,16 +422,11 @@ class StoredSegments:
         Args:
             segments: Stored segments that are not here, >= 0.
         """
-        nbytes = self._queued_bytes + segments * self._segment_bytes
-        return nbytes * self.s_per_byte
+        return (self._queued_bytes + segments * self._segment_bytes) * self.s_per_byte
 
     def await_whole(self, rid: str, seconds: float) -> None:
-        """Have a request wait for its next ``fetch`` until long after it is to end.
-
-        Args:
-            seconds: Time that it is predicted to take.
-        """
-        self._waits[rid] = max(LONGEST_S, 2.0 * seconds)
+        """Let a request's next ``fetch`` take twice ``seconds``, or ``LONGEST_S``."""
+        self._waits[rid] = _longest_wait(seconds)
 
     @property
     def _queued_bytes(self) -> int:
@@ -458,7 +452,7 @@ class StoredSegments:
         names = fetch.names[: len(drafts)]
         for name in names:
             self._note(name, True)
-        wait_s = max(LONGEST_S, 2.0 * self.rest_s(drafts))
+        wait_s = _longest_wait(self.rest_s(drafts))
         rest = Rest(names, self._store.follow_up(drafts), nbytes, wait_s)
         self._rests[rid] = rest
         return rest
@@ -581,6 +575,10 @@ class StoredSegments:
             return False
         self._note(name, self.usable(found))
         return kept
+
+
+def _longest_wait(predicted_s: float) -> float:
+    return max(LONGEST_S, 2.0 * predicted_s)
 
 
 def _residual_bytes(drafts: Sequence[Found]) -> int:
