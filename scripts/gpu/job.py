@@ -53,12 +53,13 @@ class Job:
         Raises:
             ServerError: It does not start; says how its log ends.
         """
+        from vericache_sglang.evaluation.fleet import starter
         from vericache_sglang.evaluation.server import OwnServer, free_port
         from vericache_sglang.evaluation.systems import System, command
 
         port, system = free_port(), System(name="", about="", flags=tuple(flags))
         words = command(system, str(model), port, shared_flags(self.context), ())
-        server = OwnServer(words, port, {}, self.log)
+        server = OwnServer(words, port, {}, self.log, starter())
         server.wait(BOOT_SECONDS)
         self.attention = str(server.info().get("attention_backend"))
         return server

@@ -35,7 +35,7 @@ PENALISED = {**KINDS[0], "presence_penalty": 0.4, "repetition_penalty": 1.1}
 @pytest.fixture(scope="module")
 def bodies():
     """Return every kind of request about documents of 2 to 5 whole segments."""
-    prompts = record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)
+    prompts = record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700], 5)
     return [
         *(
             {

@@ -158,7 +158,8 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, documents):
 def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):
     before = pair.drafter.counters()
     clients = [begin(pair.drafter, text, 5000) for text in documents]
-    pair.until(pair.drafter, lambda c: c["remote_p1"] > before["remote_p1"])
+    wanted = before["remote_p1"] + len(documents)
+    pair.until(pair.drafter, lambda c: c["remote_p1"] == wanted)
     kill(pair.drafter)
     for client in clients:
         client.close()

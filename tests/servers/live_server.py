@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from vericache_sglang.evaluation import lossless
@@ -24,6 +25,9 @@ PATHS = os.pathsep.join(
 )
 """Import path of servers: the tests' own compressors, and ours."""
 
+POOL = ("--max-total-tokens", "40000")
+"""A server clears its pool before it serves: a benchmark's takes most of a second."""
+
 SERVERS = {**ONE_THREAD, **CHECKED}
 """Environment of every server, with SGLang's strict memory checks."""
 
@@ -35,8 +39,9 @@ def fork(command, environment, log):
 
 
 def run(system, model, waves):
-    """Do what ``lossless.run`` does, with a server forked."""
-    return lossless.run(system, model, waves, start=fork)
+    """Do what ``lossless.run`` does, with a server forked, and a small pool."""
+    small = replace(system, flags=(*POOL, *system.flags))
+    return lossless.run(small, model, waves, start=fork)
 
 
 def faulty(fault, paths=PATHS):

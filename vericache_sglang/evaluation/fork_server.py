@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PREPARED = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.entrypoints.http_server",
+    "sglang.srt.entrypoints.openai.serving_responses",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",

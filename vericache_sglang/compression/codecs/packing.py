@@ -70,12 +70,10 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     octets = -(-count // 8)
     padded = functional.pad(packed, (0, octets * bits - length))
     padded = functional.pad(padded.view(*rows, octets, bits), (0, 8 - bits))
-    words = padded.view(torch.int64)
-    codes = packed.new_empty(*rows, octets, 8)
-    mask = (1 << bits) - 1
-    for place in range(8):
-        codes[..., place : place + 1] = (words >> place * bits) & mask
-    return codes.view(*rows, octets * 8)[..., :count].contiguous()
+    places = torch.arange(0, 8 * bits, bits, device=packed.device)
+    words = (padded.view(torch.int64) >> places).bitwise_and_((1 << bits) - 1)
+    codes = words.to(torch.uint8).view(*rows, octets * 8)
+    return codes[..., :count].contiguous()
 
 
 def pack_wide(codes: torch.Tensor, bits: int) -> torch.Tensor:
