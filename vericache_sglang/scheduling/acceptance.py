@@ -25,12 +25,9 @@ CYCLE_KEEP = 1.0 - 1.0 / 8.0
 """Decay of a request's counts per draft-verify cycle: about the last 8 cycles count."""
 
 PRIOR_KEEP = 1.0 - 1.0 / 64.0
-"""Decay of the counts over all requests: about the last 64 cycles count."""
-
-ARRIVAL_KEEP = 1.0 - 1.0 / 16.0
-"""Their decay per request that arrives. Without drafts there is no new evidence: the
-old one loses its weight until a request drafts again, one in some dozens if drafts are
-still rejected."""
+"""Decay of the counts over all requests, per cycle and per request that arrives: about
+the last 64 cycles count. Without drafts there is no new evidence: the old one loses its
+weight until a request drafts again, one in some dozens if drafts are still rejected."""
 
 FIRST_DRAFTS = 4
 """Least drafts of a request's first cycle. It drafts up to twice what a cycle of recent
@@ -71,15 +68,16 @@ class Prior:
 
     def observe(self, accepted: int, trials: int) -> None:
         """Count one draft-verify cycle of any request; see ``Acceptance.observe``."""
-        self._accepted = PRIOR_KEEP * self._accepted + accepted
-        self._trials = PRIOR_KEEP * self._trials + trials
-        self._cycles = PRIOR_KEEP * self._cycles + 1.0
+        self.age()
+        self._accepted += accepted
+        self._trials += trials
+        self._cycles += 1.0
 
     def age(self) -> None:
         """Count the arrival of a request."""
-        self._accepted *= ARRIVAL_KEEP
-        self._trials *= ARRIVAL_KEEP
-        self._cycles *= ARRIVAL_KEEP
+        self._accepted *= PRIOR_KEEP
+        self._trials *= PRIOR_KEEP
+        self._cycles *= PRIOR_KEEP
 
 
 class Acceptance:
