@@ -125,9 +125,9 @@ def test_parity_while_requests_are_retracted_and_transfers_fail(tmp_path):
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "24",
         "SGLANG_TEST_DISAGG_FAILURE_PROB": "0.001",
-        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
     }
-    texts = record_prompts(load_tokenizer(MODEL), spread(32, 200, 1500), 12)
+    texts = record_prompts(load_tokenizer(MODEL), spread(24, 200, 1500), 12)
     wave = {
         "prompts": texts,
         "params": [greedy(40, ignore_eos=True)] * len(texts),
