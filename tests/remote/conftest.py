@@ -31,5 +31,5 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def documents():
-    """Return prompts of 2 to 4 whole segments."""
-    return record_prompts(load_tokenizer(MODEL), [2300, 1100, 1700, 1300], 5)
+    """Return prompts of 2 to 5 whole segments."""
+    return record_prompts(load_tokenizer(MODEL), [2700, 1100, 1700, 2300], 5)

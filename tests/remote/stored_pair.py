@@ -13,7 +13,7 @@ FLAGS = (
     "--hicache-storage-backend-extra-config",
 )
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
-TOKENS = 144
+TOKENS = 240
 SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
 # Without the filter SGLang draws other noise for a seed beside greedy requests.
 FILTERED = {**SEEDED, "top_p": 0.95}
