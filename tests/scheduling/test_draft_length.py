@@ -104,7 +104,7 @@ def test_rejections_are_forgotten_as_requests_arrive():
     assert found[-1] == pytest.approx(Prior().p, abs=0.01)
 
 
-def test_one_request_in_some_dozens_tries_what_others_were_rejected_for():
+def test_one_request_in_about_twenty_tries_what_others_were_rejected_for():
     prior, tried = Prior(), []
     for number in range(500):
         prior.age()

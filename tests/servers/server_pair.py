@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from urllib.error import HTTPError
 
-from live_server import PATHS, ROOT, LiveServer
+from live_server import PATHS, POOL, ROOT, LiveServer
 
 from vericache_sglang.evaluation import lossless
 from vericache_sglang.evaluation.server import free_port
 
 WIRE = ROOT / "tests" / "disaggregation" / "wire"
-QUIET = ("--skip-server-warmup", "--max-total-tokens", "40000")
+QUIET = ("--skip-server-warmup", *POOL)
 SENT = ("--disaggregation-transfer-backend", "mooncake_tcp")
 
 

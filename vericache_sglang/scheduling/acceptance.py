@@ -27,7 +27,7 @@ CYCLE_KEEP = 1.0 - 1.0 / 8.0
 PRIOR_KEEP = 1.0 - 1.0 / 64.0
 """Decay of the counts over all requests, per cycle and per request that arrives: about
 the last 64 cycles count. Without drafts there is no new evidence: the old one loses its
-weight until a request drafts again, one in some dozens if drafts are still rejected."""
+weight until a request drafts again, about one in twenty if all are still rejected."""
 
 FIRST_DRAFTS = 4
 """Least drafts of a request's first cycle. It drafts up to twice what a cycle of recent
@@ -74,7 +74,7 @@ class Prior:
         self._cycles += 1.0
 
     def age(self) -> None:
-        """Count the arrival of a request."""
+        """Give earlier counts less weight: a request has arrived, or a cycle ended."""
         self._accepted *= PRIOR_KEEP
         self._trials *= PRIOR_KEEP
         self._cycles *= PRIOR_KEEP
