@@ -13,6 +13,7 @@ pytest.importorskip("sglang")
 from vericache_sglang.compression.budget import Budget, budget_for
 from vericache_sglang.compression.codecs.catalog import create_codec
 from vericache_sglang.errors import CompressionError
+from vericache_sglang.kv import packed_drafts
 from vericache_sglang.kv.geometry import KVGeometry
 from vericache_sglang.kv.handles import KVHandles
 from vericache_sglang.kv.packed_drafts import Codes, SlotDrafts
@@ -216,6 +217,28 @@ def test_a_reader_reads_the_slots_of_when_it_was_made():
     assert torch.equal(segments(1)[0]()[0], before[0])
     for tensors, old in zip((part.tensors for part in drafts(1)), bits, strict=True):
         assert all(torch.equal(tensors[name], old[name]) for name in old)
+
+
+@pytest.mark.parametrize("at_once", [100, 2048])
+def test_on_a_cpu_codes_are_decoded_once(monkeypatch, at_once):
+    monkeypatch.setattr(packed_drafts, "MOST_SLOTS_A_PART", at_once)
+    codes, handles = codes_of()
+    state, _, packed = split_request(handles, codes, Residency.HOST)
+    count = -(-packed.shape[2] // at_once)
+
+    def read(method):
+        return [[segment() for segment in method(state)(i)] for i in range(LAYERS)]
+
+    def joined(layers, side):
+        return [torch.cat([pair[side] for pair in one], dim=1) for one in layers]
+
+    wanted, found = read(codes.segments), read(codes.decoded)
+    for side in range(2):
+        pairs = zip(joined(found, side), joined(wanted, side), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    assert [len(pieces) for pieces in found] == [count] * LAYERS
+    monkeypatch.setattr(type(codes.codec), "decode", None)
+    assert read(codes.decoded)[1][0][0] is found[1][0][0]
 
 
 def test_nothing_packed_is_nothing_to_read():

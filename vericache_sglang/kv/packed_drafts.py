@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vericache_kernels.join_planes import DraftPlanes
+from vericache_kernels.run_attention.runs import MOST_SLOTS_A_PART
 from vericache_sglang.compression.budget import Budget, code_from
 from vericache_sglang.compression.codecs.base import PartShape
 from vericache_sglang.compression.codecs.split_planes import SplitPlanes
@@ -218,6 +219,27 @@ class Codes:
             partial(decoded, layer, i) for i in range(len(drafts.layout.segments))
         ]
 
+    def decoded(self, state: RequestState) -> Callable[[int], list[Segment]]:
+        """Return what ``segments`` does, but joined, decoded once and kept.
+
+        For a CPU, where no kernel decodes while it reads: to decode takes many times as
+        long as attention does. A request keeps its decoded draft KV until it ends.
+        """
+        drafts, kept = self.drafts(state), state.split.decoded
+
+        def pieces(layer: int) -> list[Segment]:
+            if layer not in kept:
+                found = [self.codec.decode(part) for part in drafts(layer)]
+                keys, values = (
+                    torch.cat(side, dim=1).split(MOST_SLOTS_A_PART, dim=1)
+                    for side in zip(*found, strict=True)
+                )
+                pairs = zip(keys, values, strict=True)
+                kept[layer] = [partial(_decoded, *pair) for pair in pairs]
+            return kept[layer]
+
+        return pieces
+
     def seconds_per_token(self) -> float:
         """Time decoding one segment of one layer; return seconds per packed token."""
         geometry, device = self._handles.geometry, self._handles.device
@@ -244,6 +266,12 @@ class Codes:
     def _new_layout(self, coded: int, run: int) -> CodeLayout:
         geometry, dtype = self._handles.geometry, self._handles.host.dtype
         return CodeLayout(self.codec, geometry, dtype, coded, run)
+
+
+def _decoded(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys, values
 
 
 class SlotDrafts:

@@ -11,6 +11,7 @@ from vericache_sglang.scheduling.plan import Residency
 if TYPE_CHECKING:
     import torch
 
+    from vericache_kernels.packed_attention import Segment
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.observability.request_stats import RequestStats
     from vericache_sglang.sampling.grammar import GrammarCursor
@@ -43,6 +44,7 @@ class Parts:
         segments: Names of the prompt's segments, where other prompts share its KV.
         shared_slots: [n] int64, slots of shared draft KV, which the request does not
             own; None where it owns its draft KV.
+        decoded: See ``Codes.decoded``.
     """
 
     budget: Budget
@@ -55,6 +57,7 @@ class Parts:
     noted: list[torch.Tensor] = field(default_factory=list)
     segments: tuple[str, ...] = ()
     shared_slots: torch.Tensor | None = None
+    decoded: dict[int, list[Segment]] = field(default_factory=dict)
 
     @property
     def shared_count(self) -> int:

@@ -139,7 +139,7 @@ class KVPlacement:
         self.codes = self.segments.copies.codes = (
             None if codec is None else Codes(codec, self.handles)
         )
-        # Describes codes to GPU attention; None: CPU attention decodes them itself.
+        # Describes codes to GPU attention; None: on a CPU they are decoded once.
         self.draft_codes: DraftCodes | None = None
         if self.codes is not None and self.handles.device.type != "cpu":
             longest = req_to_token_pool.max_context_len
@@ -479,11 +479,11 @@ class KVPlacement:
 
     def _weigh_codes(self) -> float:
         """Measure the time to read a coded token, relative to an exact slot."""
-        if self.codes is None:
+        if self.codes is None or self.draft_codes is None:
             return 1.0
         slot_s = self._tp_sync.measured.iteration.coefficients
         exact_s = (slot_s.per_read_s + slot_s.per_product_s) / self.geometry.layers
-        if self.draft_codes is not None and self.draft_codes.in_kernel:
+        if self.draft_codes.in_kernel:
             return self.draft_codes.seconds_per_token() / exact_s
         return 1.0 + self.codes.seconds_per_token() / exact_s
 

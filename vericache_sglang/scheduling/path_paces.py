@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from itertools import cycle
 from math import inf
-from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.ewma import Ewma
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 EXPLORE = 16
-"""One of so many requests drafts here, the first one among them, while that is slower
-or not measured: paces change. As many of those that might end first are read whole."""
-PROMISING = 0.5
-"""They might, if their load takes less than this share of the time at a verifier."""
+"""One of so many requests drafts here, at least: paces change. One of so many is read
+whole whose load alone is faster than its verifier."""
+START = 0.5
+"""Share of requests that draft here before that is measured."""
+GAIN = 0.25
+"""Change of the share with every request, over how much faster drafting here is."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
@@ -43,14 +41,19 @@ class PathPaces:
             behind the time predicted for its load; 0: not measured.
         slowdown: Time of a request that drafts here, per token, as a multiple of the
             time at its verifier under the same load; 0: not measured.
+        share: Share of requests that draft here. It grows while these are the faster
+            ones, which relieves the verifiers, until requests are as fast there.
     """
 
     def __init__(self, near: Ewma, first: Ewma) -> None:
         self.near, self.first = near, first
         self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
         self.whole = Ewma(0.0, least=0.0, most=inf)
-        # Which of those that look slower are tried all the same, by path.
-        self._drafts, self._wholes = _tries(), _tries()
+        self.share = START
+        # Requests that should have drafted here, less those that did.
+        self._due = 1 - START
+        # Which of those that look slower are read whole all the same.
+        self._wholes = cycle((True, *(False,) * (EXPLORE - 1)))
 
     def reads_whole(self, load_s: float, tokens: int) -> bool:
         """Return whether the next request ends first if its full KV is read (B2).
@@ -65,7 +68,7 @@ class PathPaces:
             return False
         if load_s + tokens * (self.whole.value or near) < near_s:
             return True
-        return load_s < PROMISING * near_s and next(self._wholes)
+        return load_s < near_s and next(self._wholes)
 
     def observe_whole(self, seconds: float, load_s: float, tokens: int) -> None:
         """Record the time of a request that was read whole.
@@ -80,9 +83,13 @@ class PathPaces:
 
     def drafts(self) -> bool:
         """Return whether the next request is to draft here."""
-        if 0.0 < self.slowdown.value <= 1.0:
-            return True
-        return next(self._drafts)
+        if self.slowdown.value:
+            share = self.share + GAIN * (1 - self.slowdown.value)
+            self.share = min(max(share, 1 / EXPLORE), 1.0)
+        self._due += self.share
+        drafts = self._due >= 1
+        self._due -= drafts
+        return drafts
 
     def completes(self, rest_s: float, tokens: int) -> bool:
         """Return whether residual KV comes while drafts are needed (section 5.3).
@@ -110,8 +117,3 @@ class PathPaces:
         """
         stayed = max(tokens, LEAST_TOKENS) * self.near.value
         return seconds > SLOWER * stayed > 0.0
-
-
-def _tries() -> Iterator[bool]:
-    """Yield True for the first of every ``EXPLORE``, for ever."""
-    return cycle((True, *(False,) * (EXPLORE - 1)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vericache_sglang.errors import ConfigError
 from vericache_sglang.evaluation.benchmark import DEMO_LONG, Benchmark
 from vericache_sglang.evaluation.client import Pass, answered
 from vericache_sglang.evaluation.figures import latencies, mismatches
@@ -47,6 +48,10 @@ LEAST_OF_BEST = 0.97
 of one system, measured twice, may differ by."""
 
 
+ALONE = 4
+"""Requests of a pass in which they are asked one at a time."""
+
+
 def _requests(options: argparse.Namespace) -> list[Body]:
     """Return one question about each document."""
     tokenizer = load_tokenizer(options.model)
@@ -70,7 +75,8 @@ class PathServers:
     ) -> None:
         self._model = options.model
         self._running = running
-        slots = (options.documents + 1) * (options.tokens + options.output + 512)
+        # The prompts that are asked about at once, and one more.
+        slots = (options.clients + 1) * (options.tokens + options.output + 512)
         self._engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
         address = f"tcp://127.0.0.1:{free_port()}"
         ours = {"compressor": options.compressor}
@@ -126,18 +132,25 @@ def _asked(
 def _row(done: Pass, wanted: Pass) -> dict[str, Any]:
     answers = done.answers
     spreads = latencies(answers)
-    tokens = sum(len(answer.ids) for answer in answers)
+    # While as many clients wait as there are: until the last request is sent.
+    until = max(answer.sent for answer in answers)
+    tokens = sum(
+        max((count for at, count in answer.times if at <= until), default=0)
+        for answer in answers
+    )
     paths = [(answer.drafting or {}).get("path", "") for answer in answers]
     return {
         "answers_that_differ": mismatches(wanted, done),
         "paths": {path: paths.count(path) for path in sorted({*paths})},
         "seconds_to_first_token": spreads["ttft_s"]["p50"],
         "seconds_of_an_answer": spreads["latency_s"]["p50"],
-        "tokens_per_s": tokens / done.seconds,
+        "tokens_per_s": tokens / until,
     }
 
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
+    if not 1 < options.clients < options.documents:
+        raise ConfigError(f"--clients: not between 1 and {options.documents} documents")
     requests = _requests(options)
     with ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory())
@@ -164,8 +177,10 @@ def _turn(
     clients: int,
     wanted: Pass,
 ) -> dict[str, Any]:
-    done = _asked(servers.fresh(name), requests, clients)
-    return {"path": name, "clients": clients} | _row(done, wanted)
+    count = len(requests) if clients > 1 else ALONE
+    done = _asked(servers.fresh(name), requests[:count], clients)
+    expected = Pass(wanted.answers[:count], wanted.seconds)
+    return {"path": name, "clients": clients} | _row(done, expected)
 
 
 def _summarise(options: argparse.Namespace, results: Results) -> None:
@@ -224,13 +239,13 @@ REMOTE = Benchmark(
     seed=11,
     options={
         "tokens": (15560, "of a prompt: a document of 30 segments, and its question"),
-        "documents": (4, "each asked about once in a pass"),
-        "clients": (4, "at once, after one at a time"),
+        "documents": (24, "each asked about once in a pass"),
+        "clients": (8, "at once, after one at a time; fewer than documents"),
         "drafters": (
             2,
             "of each path, each with a link of its own",
         ),
-        "output": (192, "tokens of an answer"),
+        "output": (64, "tokens of an answer"),
         "passes": (3, "of every path"),
         "near": (300.0, "MB/s from the store to the verifier"),
         "far": (9.0, "MB/s from the store to the drafter"),

@@ -32,7 +32,7 @@ def read_codes(
         forward.spec_info.coded = draft_codes.of(rows)
     elif codes is not None:
         forward.spec_info.packed = {
-            i: (row.packed.split.budget.code_slots, codes.segments(row.packed))
+            i: (row.packed.split.budget.code_slots, codes.decoded(row.packed))
             for i, row in enumerate(rows)
             if row.packed is not None
         }
