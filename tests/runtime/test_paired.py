@@ -86,6 +86,7 @@ class Drafter:
         self.starts._config = SimpleNamespace(remote_path="p1", draft_length=MOST)
         self.proposals = proposals
         relay = SimpleNamespace(
+            count=1,
             paired={"r": self.pair},
             verify=self.verify,
             prepare=self.prepare,

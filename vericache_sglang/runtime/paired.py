@@ -87,7 +87,8 @@ class PairedStarts(EarlyStarts):
         active = self._segments.stored is not None and bool(self._segments.kept)
         fits = active and travels(req)
         fits = fits and self._drafts(req, len(req.origin_input_ids))
-        return fits and (not self._chooses or self._paces.drafts())
+        others = self._relay.count > 0
+        return fits and (not self._chooses or self._paces.drafts(others=others))
 
     def here(self, scheduler: Any, req: Req) -> bool:
         """See ``Starts``: P2 and B2 bring whole prefixes here."""
@@ -104,7 +105,8 @@ class PairedStarts(EarlyStarts):
         if stored is None or not self._chooses:
             return False
         load_s = stored.whole_s(missing // SEGMENT)
-        if not self._paces.reads_whole(load_s, req.sampling_params.max_new_tokens):
+        tokens, others = req.sampling_params.max_new_tokens, self._relay.count > 0
+        if not self._paces.reads_whole(load_s, tokens, others=others):
             return False
         stored.await_whole(req.rid, load_s)
         self._whole[req.rid] = self._relay.now(), load_s
@@ -157,7 +159,7 @@ class PairedStarts(EarlyStarts):
         if not self._completes or stored is None:
             return False
         if self._chooses and not self._paces.completes(
-            stored.rest_s(found), state.remaining
+            stored.rest_s(found), state.remaining, others=self._relay.count > 1
         ):
             return False
         return super()._fits(state.req, state.split.budget)
@@ -291,7 +293,7 @@ class PairedStarts(EarlyStarts):
         if pair.began_at:
             pair.since += tokens
             pace = now - pair.began_at, pair.since
-            self._paces.observe(*pace)
+            self._paces.observe(*pace, others=self._relay.count > 1)
             unpaid = self._paces.returns(*pace) and pair.req.rid not in self._rests
             pair.unpaid = unpaid and self._chooses
         else:

@@ -142,6 +142,11 @@ class Relay:
         """Requests that are in none of SGLang's queues and batches."""
         return self._requests.values()
 
+    @property
+    def count(self) -> int:
+        """Requests that are relayed or draft here."""
+        return len(self._requests) + len(self.paired)
+
     def take(self, scheduler: Any, req: Req, is_retracted: bool) -> bool:
         """Open a new request at a verifier; False: it is decoded here."""
         if is_retracted:
