@@ -78,15 +78,19 @@ class PathServers:
     ) -> None:
         self._model = options.model
         self._running = running
-        # The prompts that are asked about at once, and one more.
-        slots = (options.clients + 1) * (options.tokens + options.output + 512)
-        self._engine = {"max_total_tokens": slots, "chunked_prefill_size": 2048}
+        slots = options.tokens + options.output + 512
+
+        def engine(prompts: int) -> dict[str, Any]:
+            most = (prompts + 1) * slots
+            return {"max_total_tokens": most, "chunked_prefill_size": 2048}
+
         address = f"tcp://127.0.0.1:{free_port()}"
         ours = {"compressor": options.compressor, "lease_s": LEASE_S}
-        near = {**self._engine, **link(folder, options.near)}
-        far = {**self._engine, **link(folder, options.far)}
+        near = {**engine(options.clients), **link(folder, options.near)}
+        at_once = -(-options.clients // options.drafters)
+        far = {**engine(at_once), **link(folder, options.far)}
         own, others = halves()
-        self.plain = self._serve("plain", None, self._engine, own | others)
+        self.plain = self._serve("plain", None, engine(1), own | others)
         verifier = {"role": "verifier", "peer_bind": address}
         self.verifier = self._serve("verifier", {**ours, **verifier}, near, own)
         drafter = {**ours, "role": "drafter", "verifiers": address}
