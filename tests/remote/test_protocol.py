@@ -214,20 +214,20 @@ def test_the_ladder_asks_again_then_moves_then_returns_with_all_tokens():
 
 def test_the_time_per_token_is_that_of_requests_that_verifiers_decode():
     owner, request, _ = drafting(0)
-    assert owner.token_s.value == 0.0
+    assert owner.token_s[False].value == 0.0
     owner.receive(0, Verdict(1, 1, 0, pack([5]), False), 3.0)
-    assert owner.token_s.value == 0.0, "a prefill is not counted"
-    assert owner.first_s.value == 3.0, "but in the time to the first token"
+    assert owner.token_s[False].value == 0.0, "a prefill is not counted"
+    assert owner.first_s[False].value == 3.0, "but in the time to the first token"
     owner.receive(0, Verdict(1, 1, 1, pack([6, 7]), False), 3.5)
-    assert owner.token_s.value == 0.25
+    assert owner.token_s[False].value == 0.25
     owner.verify(1, [8], 4.0)
     owner.receive(0, Verdict(1, 1, 3, pack([8, 9]), False), 9.0)
     owner.relay(1, request.tokens, 9.0)
     owner.receive(0, Verdict(1, 1, 5, pack([5]), False), 14.0)
-    assert owner.token_s.value == 0.25, "nor what was asked for behind drafts"
+    assert owner.token_s[False].value == 0.25, "nor what was asked for behind drafts"
     owner.receive(0, Verdict(1, 1, 6, pack([5]), False), 15.25)
-    assert 0.25 < owner.token_s.value < 1.25
-    assert owner.first_s.value == 3.0
+    assert 0.25 < owner.token_s[False].value < 1.25
+    assert owner.first_s[False].value == 3.0
 
 
 def test_a_verifier_that_keeps_forgetting_is_left_at_last():

@@ -92,8 +92,8 @@ class Drafter:
             prepare=self.prepare,
             unpair=lambda rid: relay.paired.pop(rid),
             now=time.monotonic,
-            token_s=Ewma(0.0, least=0.0, most=1.0),
-            first_s=Ewma(0.0, least=0.0, most=1.0),
+            token_s=[Ewma(0.0, least=0.0, most=1.0)] * 2,
+            first_s=[Ewma(0.0, least=0.0, most=1.0)] * 2,
         )
         self.starts.attach(relay, self.runtime, {"r": self.state})
         self.runtime.arrive_early(

@@ -135,8 +135,9 @@ class Owner:
         committed: rid -> tokens that were appended; the caller empties it.
         returned: Requests that the drafter must compute; the caller empties it.
         token_s: Seconds per token of a request that a verifier decodes, its prefill not
-            counted; 0.0 before the first one.
-        first_s: Seconds from the opening of a request to its first token.
+            counted: of one that is alone, and of one beside others of this drafter; 0.0
+            before the first one.
+        first_s: Seconds from the opening of a request to its first token, likewise.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class Owner:
         self._counters = counters
         self._requests: dict[int, OwnedRequest] = {}
         self._between = Ewma(0.0, least=0.0, most=lease_s)
-        self.token_s = Ewma(0.0, least=0.0, most=lease_s, weight=TOKEN_WEIGHT)
-        self.first_s = Ewma(0.0, least=0.0, most=inf, weight=FIRST_WEIGHT)
+        self.token_s, self.first_s = (
+            [Ewma(0.0, least=0.0, most=most, weight=weight) for _ in range(2)]
+            for most, weight in ((lease_s, TOKEN_WEIGHT), (inf, FIRST_WEIGHT))
+        )
         self.outbox: list[tuple[int, Message]] = []
         self.committed: dict[int, int] = {}
         self.returned: list[int] = []
@@ -277,13 +280,14 @@ class Owner:
             self._ask(request, at)
             return
         request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+        others = len(self._requests) > 1
         fresh = tokens[have - verdict.base :]
         if request.decodes and fresh:
-            self.token_s.observe(waited / len(fresh), len(fresh))
+            self.token_s[others].observe(waited / len(fresh), len(fresh))
         request.decodes = request.verify is None
         if fresh:
             if not have:
-                self.first_s.observe(at - request.opened)
+                self.first_s[others].observe(at - request.opened)
             request.tokens.extend(fresh)
             request.logprobs.extend(verdict.logprobs[have - verdict.base :])
             done = self.committed.get(request.rid, 0)

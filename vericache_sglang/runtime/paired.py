@@ -61,9 +61,14 @@ class PairedStarts(EarlyStarts):
         self._relay, self._runtime, self._states = relay, runtime, states
         self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
         self._drafting_s = Ewma(0.0, least=0.0, most=LONGEST_S)
-        self._paces = PathPaces(relay.token_s, relay.first_s)
-        # Those read whole: when they came, and how long the read was predicted to take.
-        self._whole: Recent[tuple[float, float]] = Recent(MOST_FETCHES)
+        # Of a request that is alone, and of one beside others.
+        self._paces = [
+            PathPaces(relay.token_s[others], relay.first_s[others], others=others)
+            for others in (False, True)
+        ]
+        # Those read whole: the paces that were seen, when they came, and how long the
+        # read was predicted to take.
+        self._whole: Recent[tuple[PathPaces, float, float]] = Recent(MOST_FETCHES)
         self._delivers = False
         relay.starts = self
 
@@ -77,6 +82,10 @@ class PairedStarts(EarlyStarts):
         """Whether paths are chosen by what they cost."""
         return self._config.remote_path == "auto"
 
+    def _seen(self, own: int) -> PathPaces:
+        """Return the paces as they are beside what is there but ``own`` requests."""
+        return self._paces[self._relay.count > own]
+
     # -- before a request is paired ------------------------------------------------
 
     def expect(self, req: Req) -> None:
@@ -87,8 +96,7 @@ class PairedStarts(EarlyStarts):
         active = self._segments.stored is not None and bool(self._segments.kept)
         fits = active and travels(req)
         fits = fits and self._drafts(req, len(req.origin_input_ids))
-        others = self._relay.count > 0
-        return fits and (not self._chooses or self._paces.drafts(others=others))
+        return fits and (not self._chooses or self._seen(0).drafts())
 
     def here(self, scheduler: Any, req: Req) -> bool:
         """See ``Starts``: P2 and B2 bring whole prefixes here."""
@@ -105,11 +113,11 @@ class PairedStarts(EarlyStarts):
         if stored is None or not self._chooses:
             return False
         load_s = stored.whole_s(missing // SEGMENT)
-        tokens, others = req.sampling_params.max_new_tokens, self._relay.count > 0
-        if not self._paces.reads_whole(load_s, tokens, others=others):
+        paces = self._seen(0)
+        if not paces.reads_whole(load_s, req.sampling_params.max_new_tokens):
             return False
         stored.await_whole(req.rid, load_s)
-        self._whole[req.rid] = self._relay.now(), load_s
+        self._whole[req.rid] = paces, self._relay.now(), load_s
         return True
 
     def read(self, scheduler: Any, req: Req) -> None:
@@ -126,9 +134,9 @@ class PairedStarts(EarlyStarts):
         """See ``Starts``, and ``EarlyStarts``."""
         state = self._states.get(rid)
         if state is not None and rid in self._whole:
-            came, load_s = self._whole.pop(rid)
+            paces, came, load_s = self._whole.pop(rid)
             seconds = self._relay.now() - came
-            self._paces.observe_whole(seconds, load_s, len(state.outputs))
+            paces.observe_whole(seconds, load_s, len(state.outputs))
         self._rests.pop(rid, None)
         if self._segments.stored is not None:
             self._segments.stored.pop(rid)
@@ -158,8 +166,8 @@ class PairedStarts(EarlyStarts):
         stored = self._segments.stored
         if not self._completes or stored is None:
             return False
-        if self._chooses and not self._paces.completes(
-            stored.rest_s(found), state.remaining, others=self._relay.count > 1
+        if self._chooses and not self._seen(1).completes(
+            stored.rest_s(found), state.remaining
         ):
             return False
         return super()._fits(state.req, state.split.budget)
@@ -292,9 +300,9 @@ class PairedStarts(EarlyStarts):
             self._round_s.observe(seconds)
         if pair.began_at:
             pair.since += tokens
-            pace = now - pair.began_at, pair.since
-            self._paces.observe(*pace, others=self._relay.count > 1)
-            unpaid = self._paces.returns(*pace) and pair.req.rid not in self._rests
+            pace, paces = (now - pair.began_at, pair.since), self._seen(1)
+            paces.observe(*pace)
+            unpaid = paces.returns(*pace) and pair.req.rid not in self._rests
             pair.unpaid = unpaid and self._chooses
         else:
             pair.began_at = now

@@ -234,12 +234,12 @@ class Relay:
         self._owner.prepare(pair.number, eta_s)
 
     @property
-    def token_s(self) -> Ewma:
+    def token_s(self) -> list[Ewma]:
         """Seconds per token of a request that a verifier decodes, see ``Owner``."""
         return self._owner.token_s
 
     @property
-    def first_s(self) -> Ewma:
+    def first_s(self) -> list[Ewma]:
         """Seconds to the first token of a request at a verifier, see ``Owner``."""
         return self._owner.first_s
 

@@ -18,8 +18,8 @@ EXPLORE = 16
 """One of so many requests drafts here, at least: paces change. One of so many is read
 whole whose load alone is faster than its verifier."""
 START = 0.5
-"""Share of requests that draft here beside others, before that is measured. Of one that
-is alone a verifier has no other to decode."""
+"""Share of requests that draft here beside others, before that is measured. By one that
+is alone no verifier is relieved."""
 GAIN = 0.25
 """Change of the share with every request, over how much faster drafting here is."""
 LEAST_TOKENS = 32
@@ -31,72 +31,49 @@ MOST_SLOWDOWN = 100.0
 """Largest one that is believed."""
 
 
-class DraftingShare:
-    """Share of requests that draft here.
-
-    It grows while these are the faster ones, which relieves the verifiers, until
-    requests are as fast there.
-
-    Args:
-        start: The share before that is measured.
-
-    Attributes:
-        value: The share.
-        slowdown: Time of a request that drafts here, per token, as a multiple of the
-            time at its verifier under the same load; 0: not measured.
-    """
-
-    def __init__(self, start: float) -> None:
-        self.value = start
-        self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
-        # Requests that should have drafted here, less those that did.
-        self._due = 1 - start
-
-    def next(self) -> bool:
-        """Return whether the next request is to draft here."""
-        if self.slowdown.value:
-            share = self.value + GAIN * (1 - self.slowdown.value)
-            self.value = min(max(share, 1 / EXPLORE), 1.0)
-        self._due += self.value
-        drafts = self._due >= 1
-        self._due -= drafts
-        return drafts
-
-
 class PathPaces:
-    """Paces of the paths of one drafter, as one request sees them.
+    """Paces of the paths of one drafter, as its requests see them under one load.
 
     Args:
         near: Seconds per token of requests that verifiers decode; 0: not measured.
         first: Seconds to the first token there.
+        others: The load: whether other requests of this drafter are at verifiers.
 
     Attributes:
         whole: Seconds per token of a request that is read whole and decoded here,
             behind the time predicted for its load; 0: not measured.
+        slowdown: Time of a request that drafts here, per token, as a multiple of the
+            time at its verifier under the same load; 0: not measured.
+        share: Share of requests that draft here. It grows while these are the faster
+            ones, which relieves the verifiers, until requests are as fast there.
     """
 
-    def __init__(self, near: Ewma, first: Ewma) -> None:
+    def __init__(self, near: Ewma, first: Ewma, *, others: bool) -> None:
         self.near, self.first = near, first
+        self._others = others
+        self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
         self.whole = Ewma(0.0, least=0.0, most=inf)
-        # Of requests that are alone, and of those beside others.
-        self._shares = DraftingShare(1 / EXPLORE), DraftingShare(START)
+        self.share = START if others else 1 / EXPLORE
+        # Requests that should have drafted here, less those that did.
+        self._due = 0.0
         # Which of those that look slower are read whole all the same.
         self._wholes = cycle((True, *(False,) * (EXPLORE - 1)))
 
-    def reads_whole(self, load_s: float, tokens: int, *, others: bool) -> bool:
+    def reads_whole(self, load_s: float, tokens: int) -> bool:
         """Return whether the next request reads its full KV and is decoded here (B2).
+
+        Beside others it may end somewhat later, as in ``PathChoice``: it takes no time
+        of a verifier.
 
         Args:
             load_s: Time until all of it is here, in seconds.
             tokens: Tokens that the request may emit.
-            others: Other requests of this drafter are at verifiers. One that takes no
-                time of these may end somewhat later, as in ``PathChoice``.
         """
         near = self.near.value
         near_s = self.first.value + tokens * near
         if not near:
             return False
-        latest = near_s * (1 + ALIKE * others)
+        latest = near_s * (1 + ALIKE * self._others)
         if load_s + tokens * (self.whole.value or near) < latest:
             return True
         return load_s < near_s and next(self._wholes)
@@ -112,36 +89,34 @@ class PathPaces:
         if tokens:
             self.whole.observe((seconds - load_s) / tokens)
 
-    def drafts(self, *, others: bool) -> bool:
-        """Return whether the next request is to draft here.
+    def drafts(self) -> bool:
+        """Return whether the next request is to draft here."""
+        if self.slowdown.value:
+            share = self.share + GAIN * (1 - self.slowdown.value)
+            self.share = min(max(share, 1 / EXPLORE), 1.0)
+        self._due += self.share
+        drafts = self._due >= 1
+        self._due -= drafts
+        return drafts
 
-        Args:
-            others: See ``reads_whole``.
-        """
-        return self._shares[others].next()
-
-    def completes(self, rest_s: float, tokens: int, *, others: bool) -> bool:
+    def completes(self, rest_s: float, tokens: int) -> bool:
         """Return whether residual KV comes while drafts are needed (section 5.3).
 
         Args:
             rest_s: Time until it is here, in seconds.
             tokens: Tokens that the request may still emit.
-            others: See ``reads_whole``.
         """
-        slowdown = self._shares[others].slowdown.value or 1.0
-        return rest_s < tokens * self.near.value * slowdown
+        return rest_s < tokens * self.near.value * (self.slowdown.value or 1.0)
 
-    def observe(self, seconds: float, tokens: int, *, others: bool) -> None:
+    def observe(self, seconds: float, tokens: int) -> None:
         """Record the pace of a request that drafts here.
 
         Args:
             seconds: Since its first verdict.
             tokens: What it has emitted since, >= 1.
-            others: See ``reads_whole``.
         """
         if self.near.value:
-            slowdown = self._shares[others].slowdown
-            slowdown.observe(seconds / (tokens * self.near.value))
+            self.slowdown.observe(seconds / (tokens * self.near.value))
 
     def returns(self, seconds: float, tokens: int) -> bool:
         """Return whether a request that drafts here is better off at its verifier.

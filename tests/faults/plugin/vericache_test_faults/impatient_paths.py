@@ -5,6 +5,6 @@ from vericache_sglang.scheduling.path_paces import PathPaces
 
 def install():
     """Have them return with their first verdict; all begin at their verifier."""
-    PathPaces.reads_whole = lambda *_, **__: False
-    PathPaces.completes = lambda *_, **__: False
+    PathPaces.reads_whole = lambda *_: False
+    PathPaces.completes = lambda *_: False
     PathPaces.returns = lambda *_: True

@@ -15,8 +15,8 @@ def install():
     """Give the rule fixed times in place of those that are measured."""
     begin = PathPaces.__init__
 
-    def begun(self, near, first):
+    def begun(self, near, first, *, others):
         times = (Ewma(each, least=0.0, most=inf) for each in (TOKEN_S, FIRST_S))
-        begin(self, *times)
+        begin(self, *times, others=others)
 
     PathPaces.__init__ = begun
