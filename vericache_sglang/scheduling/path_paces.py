@@ -59,22 +59,24 @@ class PathPaces:
         # Which of those that look slower are read whole all the same.
         self._wholes = cycle((True, *(False,) * (EXPLORE - 1)))
 
-    def reads_whole(self, load_s: float, tokens: int) -> bool:
+    def reads_whole(self, load_s: float, tokens: int, queued_s: float = 0.0) -> bool:
         """Return whether the next request reads its full KV and is decoded here (B2).
 
         Beside others it may end somewhat later, as in ``PathChoice``: it takes no time
-        of a verifier.
+        of a verifier. But what is being read counts twice: it relieves the verifiers
+        too, and the times there are those of before.
 
         Args:
             load_s: Time until all of it is here, in seconds.
             tokens: Tokens that the request may emit.
+            queued_s: Time of it in which other requests are read.
         """
         near = self.near.value
         near_s = self.first.value + tokens * near
         if not near:
             return False
         latest = near_s * (1 + ALIKE * self._others)
-        if load_s + tokens * (self.whole.value or near) < latest:
+        if queued_s + load_s + tokens * (self.whole.value or near) < latest:
             return True
         return load_s < near_s and next(self._wholes)
 
