@@ -115,9 +115,9 @@ def test_beside_others_a_request_may_end_somewhat_later_as_it_relieves_verifiers
 
 
 def test_what_is_being_read_counts_twice():
-    known = paces(0.1, first=20.0)  # 26.4 s
-    assert [known.reads_whole(12.0, 64, 7.9) for _ in WHOLE] == [True] * len(WHOLE)
-    assert [known.reads_whole(12.0, 64, 8.1) for _ in WHOLE] == WHOLE
+    known = paces(0.1, first=9.0)  # 15.4 s
+    assert [known.reads_whole(6.0, 64, 2.9) for _ in WHOLE] == [True] * len(WHOLE)
+    assert [known.reads_whole(6.0, 64, 3.1) for _ in WHOLE] == WHOLE
 
 
 def test_what_was_read_whole_and_slow_is_tried_again_now_and_then():
