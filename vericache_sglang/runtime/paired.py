@@ -114,7 +114,7 @@ class PairedStarts(EarlyStarts):
             return False
         load_s = stored.whole_s(missing // SEGMENT)
         paces, tokens = self._seen(0), req.sampling_params.max_new_tokens
-        if not paces.reads_whole(load_s, tokens, queued_s=stored.whole_s(0)):
+        if not paces.reads_whole(load_s, tokens, stored.whole_s(0)):
             return False
         stored.await_whole(req.rid, load_s)
         self._whole[req.rid] = paces, self._relay.now(), load_s

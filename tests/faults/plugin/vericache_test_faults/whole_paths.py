@@ -12,7 +12,10 @@ TOKEN_S = 0.01
 
 
 def install():
-    """Give the rule fixed times in place of those that are measured."""
+    """Give the rule fixed times in place of those that are measured.
+
+    Every other request drafts, so that the first one measures the link.
+    """
     begin = PathPaces.__init__
 
     def begun(self, near, first, *, others):
@@ -20,3 +23,4 @@ def install():
         begin(self, *times, others=others)
 
     PathPaces.__init__ = begun
+    PathPaces.drafts = lambda _: True
