@@ -67,13 +67,14 @@ class PathPaces:
         too, and the times there are those of before.
 
         Args:
-            load_s: Time until all of it is here, in seconds.
+            load_s: Time until all of it is here, in seconds; infinite before the link
+                was measured.
             tokens: Tokens that the request may emit.
             queued_s: Time of it in which other requests are read.
         """
         near = self.near.value
         near_s = self.first.value + tokens * near
-        if not near:
+        if not near or load_s == inf:  # not measured: nothing queued would be NaN
             return False
         latest = near_s * (1 + ALIKE * self._others)
         if queued_s + load_s + tokens * (self.whole.value or near) < latest:

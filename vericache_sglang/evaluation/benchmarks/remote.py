@@ -47,7 +47,6 @@ LEAST_OF_BEST = 0.97
 """Least tokens/s of the choice, as a share of the better of B1 and B2: what the medians
 of one system, measured twice, may differ by."""
 
-
 LEASE_S = 60
 """On a core the prompts of all clients take a forward of many seconds."""
 
@@ -157,7 +156,10 @@ def _row(done: Pass, wanted: Pass) -> dict[str, Any]:
 
 def _measure(options: argparse.Namespace, results: Results) -> None:
     if not 1 < options.clients < options.documents:
-        raise ConfigError(f"--clients: not between 1 and {options.documents} documents")
+        raise ConfigError(
+            f"--clients {options.clients}: must be at least 2, and fewer than the "
+            f"documents ({options.documents})"
+        )
     requests = _requests(options)
     with ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory())

@@ -14,7 +14,8 @@ TOKEN_S = 0.01
 def install():
     """Give the rule fixed times in place of those that are measured.
 
-    Every other request drafts, so that the first one measures the link.
+    Requests that are not read whole draft here, so that the first one measures the
+    link.
     """
     begin = PathPaces.__init__
 
