@@ -54,15 +54,21 @@ def drafted(answers):
     return sum(answer["meta_info"]["vericache"]["cycles"] > 0 for answer in answers)
 
 
-def checking(server, seconds=120):
-    """Wait until a replay runs, with more to come."""
+def answers_being_checked(server, prompts, seconds=240):
+    """Return answers whose replays have begun, with more to come.
+
+    Replays can be over before a busy machine lets this process look: then it asks
+    again, and all answers are returned.
+    """
     deadline = time.monotonic() + seconds
-    while True:
-        found = figures(server)
-        replays = [lane["rid"].startswith(REPLAY_PREFIX) for lane in found["lanes"]]
-        if any(replays) and found["consistency_pending"] > 1:
-            return
-        assert time.monotonic() < deadline, f"no check began: {found}"
+    answers = []
+    while time.monotonic() < deadline:
+        answers += server.generate(prompts, max_new_tokens=120, ignore_eos=True)
+        while (found := figures(server))["consistency_pending"] > 1:
+            lanes = found["lanes"]
+            if any(lane["rid"].startswith(REPLAY_PREFIX) for lane in lanes):
+                return answers
+    raise AssertionError(f"no check seen: {found}")
 
 
 def test_every_drafted_answer_is_checked(pair, prompts):
@@ -97,8 +103,7 @@ def test_stops_and_penalties_are_repeated(pair, prompts):
 def test_a_replay_is_withdrawn_for_clients_and_made_later(pair, prompts):
     server, _ = pair
     before = checked(server)
-    answers = server.generate(prompts[:2], max_new_tokens=200, ignore_eos=True)
-    checking(server)
+    answers = answers_being_checked(server, prompts[:3])
     fresh = [f"{i} {prompt}" for i, prompt in enumerate(prompts[2:4])]
     beside = server.generate(fresh, ignore_eos=True)
     checked(server)
@@ -128,8 +133,7 @@ def test_a_replay_leaves_nothing_in_the_prefix_cache(pair, prompts):
 def test_a_replay_makes_way_for_a_flush(pair, prompts):
     server, _ = pair
     before = checked(server)
-    answers = server.generate(prompts[:3], max_new_tokens=120, ignore_eos=True)
-    checking(server)
+    answers = answers_being_checked(server, prompts[:3])
     server.post("/flush_cache", {})  # raises unless it succeeds
     after = checked(server)
     done = after["consistency_checks"] - before["consistency_checks"]
@@ -140,8 +144,7 @@ def test_a_replay_makes_way_for_a_flush(pair, prompts):
 def test_new_weights_end_the_checks_of_old_answers(pair, prompts):
     server, _ = pair
     before = checked(server)
-    answers = server.generate(prompts[:3], max_new_tokens=120, ignore_eos=True)
-    checking(server)
+    answers = answers_being_checked(server, prompts[:3])
     reply = server.post("/update_weights_from_disk", {"model_path": str(MODEL)})
     assert reply["success"], reply
     after = checked(server)
@@ -155,8 +158,7 @@ def test_new_weights_end_the_checks_of_old_answers(pair, prompts):
 def test_an_operator_may_abort_everything(pair, prompts):
     server, _ = pair
     before = checked(server)
-    answers = server.generate(prompts[:3], max_new_tokens=120, ignore_eos=True)
-    checking(server)
+    answers = answers_being_checked(server, prompts[:3])
     server.post("/abort_request", {"abort_all": True})
     after = checked(server)
     done = after["consistency_checks"] - before["consistency_checks"]
