@@ -18,10 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # test's code, so that two runs of one commit agree; --hypothesis-profile=explore draws
 # others.
 settings.register_profile("explore", deadline=None, print_blob=True)
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("usual", settings.get_profile("all"), max_examples=15)
 
-LONGEST = ("lossless", "faults", "disaggregation", "end_to_end/kits", "end_to_end")
+LONGEST = (
+    *("lossless", "remote", "faults", "disaggregation", "end_to_end/kits"),
+    "end_to_end",
+)
 """Folders whose tests start servers: begun first, so that no process ends up alone."""
 
 
@@ -51,6 +54,8 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_configure(config):
     """Have what the tests start end with this process, which may be interrupted."""
     gc.disable()  # until all is collected, which allocates and frees little
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("usual" if config.option.markexpr else "all")
     if hasattr(config, "workerinput"):
         # An interpreter that ends frees its memory object by object, for half a minute.
         atexit.register(os._exit, 0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.calibrate.acceptance import Cycles, read
@@ -110,7 +110,6 @@ POINTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(points=POINTS, ratio=st.floats(0.001, 1), more=st.floats(1, 10))
 def test_nothing_beats_the_choice_and_a_faster_link_never_hurts(points, ratio, more):
     best = choose(points, ratio).speedup

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.budget import (
@@ -44,7 +44,6 @@ def cases(draw):
     return Budget(offered, kept, sinks, recent), [draw(row), draw(row)]
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_indices_equal_the_oracle(case):
     budget, rows = case
@@ -52,7 +51,6 @@ def test_indices_equal_the_oracle(case):
     assert chosen.tolist() == [oracle(row, budget) for row in rows]
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_kept_and_dropped_are_every_token_once(case):
     budget, rows = case
@@ -63,7 +61,6 @@ def test_kept_and_dropped_are_every_token_once(case):
     assert both.tolist() == [list(range(budget.offered))] * 2
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 5000),
     st.floats(0.001, 1.0),
@@ -82,7 +79,6 @@ def test_budget_is_whole_pages_and_at_least_the_share(pages, keep, sinks, recent
     assert budget.kept + budget.dropped == offered
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 24))
 def test_a_larger_budget_keeps_a_superset(case, more):
     budget, rows = case
@@ -99,7 +95,6 @@ def test_scores_of_another_shape_are_refused(shape):
         keep_indices(torch.zeros(shape), Budget(10, 5, 0, 0))
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(1, 6))
 def test_exact_and_packed_are_what_is_kept_once(case, block):
     plain, rows = case
@@ -121,7 +116,6 @@ def test_exact_and_packed_are_what_is_kept_once(case, block):
     assert 0 <= plain.kept - plain.sinks - plain.recent - budget.coded < block
 
 
-@settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(1, 6), st.integers(0, 20))
 def test_counts_of_a_packed_budget_add_up(case, block, code_slots):
     plain = case[0]
@@ -133,7 +127,6 @@ def test_counts_of_a_packed_budget_add_up(case, block, code_slots):
     assert budget.slots == code_slots + budget.exact
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 300),
     st.floats(0.001, 1.0),

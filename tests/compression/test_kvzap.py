@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -127,7 +127,6 @@ def test_a_gpu_scores_half_precision_inputs_as_a_cpu_does(make, width):
     assert len(scores.unique()) > 90, "no scores rounded onto each other"
 
 
-@settings(deadline=None, max_examples=40)
 @given(data=st.data(), width=st.sampled_from([None, 5]))
 def test_a_score_depends_on_its_token_alone(data, width):
     scorer = drawn_layers(width)[0]
@@ -173,7 +172,6 @@ def test_what_was_never_scored_is_all_kept(make):
     assert selector.keep_share([torch.full((2, 5), math.nan)]) == 1
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.lists(st.floats(width=32), min_size=8, max_size=8), min_size=1, max_size=4

@@ -155,7 +155,6 @@ def test_kept_tokens_equal_the_official_codes_with_equal_counts():
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(0, 2**20))
-@settings(max_examples=40, deadline=None)
 def test_one_chunk_without_prefix_sees_the_models_own_attention(tokens, probe, seed):
     layer = drawn(SPEC, tokens, probe, seed=seed)
     scores = observed(layer, 0, tokens)
@@ -275,7 +274,6 @@ def test_a_chunk_shorter_than_the_lead_lends_all_its_tokens(make_services):
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
 def test_probes_cover_what_follows_the_prefix_once(length, chunk, prefix):
     selector = KVzip(chunk=chunk, prefix=prefix)
     selector.bind(EmptyServices())

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.base import QueryTail, Seen
@@ -92,7 +92,6 @@ def test_kept_tokens_equal_the_official_codes():
 @given(
     st.integers(1, 60), st.integers(1, 40), st.integers(0, 30), st.integers(0, 2**31)
 )
-@settings(max_examples=60, deadline=None)
 def test_the_window_is_kept_latest_first(prompt, window, missing, seed):
     window = min(window, prompt)
     offered = max(1, prompt - missing)

@@ -124,7 +124,7 @@ def test_parity_while_requests_are_retracted_and_transfers_fail(tmp_path):
     faults = {
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "24",
-        "SGLANG_TEST_DISAGG_FAILURE_PROB": "0.001",
+        "SGLANG_TEST_DISAGG_FAILURE_PROB": "0.003",
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
     }
     texts = record_prompts(load_tokenizer(MODEL), spread(24, 200, 1500), 12)

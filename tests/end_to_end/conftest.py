@@ -33,7 +33,7 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     trace = ("--vericache-trace", str(folder / "trace"))
     pair = (
-        LiveServer(folder, *OURS, *trace, *BOTH, fresh=True),
+        LiveServer(folder, *OURS, *trace, *BOTH),
         LiveServer(folder, "--disable-vericache", *BOTH),
     )
     try:

@@ -214,6 +214,7 @@ def test_requests_aborted_while_they_are_paused(pair, prompts, wanted):
         expect_nothing_held(ours)
 
 
+@pytest.mark.extended
 def test_preempted_requests_end_with_the_same_tokens(pair, prompts, wanted):
     """Urgent requests take the seats of drafting ones, of which one may have ended."""
     ours, _ = pair

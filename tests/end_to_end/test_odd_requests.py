@@ -12,7 +12,7 @@ from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 pytestmark = pytest.mark.server
 
-HEALTHY = {"max_new_tokens": 24, "ignore_eos": True}
+HEALTHY = {"max_new_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def script(folder):
     return ("bash", str(folder / "scripts" / "test.sh"), *PYTEST[3:])
 
 
+@pytest.mark.extended
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("what", "number", "started"),

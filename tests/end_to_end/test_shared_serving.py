@@ -95,6 +95,7 @@ def test_parallel_answers_share_their_prompt(servers, prompts):
     assert len(got) == 2 * n
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("busy")
 def test_a_session_goes_on_branches_and_ends(servers, prompts):
     """A session keeps its row between turns, so its requests are decoded plainly."""

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_kernels.token_commit import EMIT, DraftTokenRows, DraftTokens
@@ -55,7 +55,6 @@ def test_the_environment_leads_to_it(tmp_path):
     assert "'vericache_sglang.evaluation.altered:install'" in printed
 
 
-@settings(deadline=None, max_examples=60)
 @given(TOKENS, st.data(), st.floats(0, 1), st.integers(0, 99))
 def test_dice_accept_a_beginning_of_the_drafts(drafts, data, p, seed):
     count = data.draw(st.integers(1, len(drafts) + 1))
@@ -78,7 +77,6 @@ def test_dice_are_fair():
     assert dice.simulated_acceptance(0.0, random.Random(1))(drafts, target) == [2]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.data())
 def test_dice_on_draft_tokens_accept_a_beginning_of_the_drafts(drafted, data):
     p = data.draw(st.sampled_from([0.0, 0.5, 1.0]))

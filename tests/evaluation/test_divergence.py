@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.evaluation.divergence import divergence, top_k_divergence
@@ -24,7 +24,6 @@ def whole_kl(p, q):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 
 
-@settings(deadline=None, max_examples=60)
 @given(WEIGHTS, WEIGHTS, st.integers(1, 6))
 def test_top_k_never_says_more_than_the_whole(p, q, k):
     p, q = normal(p), normal(q)
@@ -32,7 +31,6 @@ def test_top_k_never_says_more_than_the_whole(p, q, k):
     assert 0 <= got <= whole_kl(p, q) + 1e-6
 
 
-@settings(deadline=None, max_examples=60)
 @given(WEIGHTS, WEIGHTS)
 def test_whole_lists_give_the_whole_divergence(p, q):
     p, q = normal(p), normal(q)

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.evaluation.client import Answer, Pass
@@ -66,7 +66,6 @@ def test_decoding_is_measured_while_every_request_decodes():
     assert decode_rate([Answer(sent=0.0)]) is None
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 9)), min_size=1))
 def test_waits_are_one_fewer_than_tokens_and_add_up(steps):
     at, tokens, times = 0.0, 0, []

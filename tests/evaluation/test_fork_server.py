@@ -90,12 +90,14 @@ def test_a_forked_server_answers_and_leaves_no_process(forked):
     wait_until_ended(child)
 
 
+@pytest.mark.extended
 def test_a_variable_that_imports_read_starts_a_fresh_process(forked):
     server = forked("import sys; print('wave' in sys.modules)", SGLANG_READ_EARLY="1")
     assert server.process.wait(60) == 0
     assert server.output() == "False\n"
 
 
+@pytest.mark.extended
 @pytest.mark.sglang
 def test_what_sglangs_scheduler_reads_while_imported_is_set_in_a_fork(tmp_path):
     names = "TEST_RETRACT, TEST_RETRACT_INTERVAL, TEST_RETRACT_NO_PREFILL_BS"
@@ -116,6 +118,7 @@ def test_what_sglangs_scheduler_reads_while_imported_is_set_in_a_fork(tmp_path):
         assert log.read_text() == printed
 
 
+@pytest.mark.extended
 def test_a_server_that_ends_tells_how_its_log_ends(forked):
     server = forked("raise SystemExit(print('Error: no such model') or 3)")
     with pytest.raises(ServerError, match="no such model"):
@@ -132,6 +135,7 @@ def test_a_process_that_ended_before_it_was_looked_at_has_its_status(tmp_path):
     assert (process.poll(), process.wait(1)) == (3, 3)
 
 
+@pytest.mark.extended
 def test_what_is_forked_ends_with_the_fork_server(tmp_path):
     forks = ForkServer(tmp_path / "forks.log", {}, ["wave"])
     command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
@@ -141,6 +145,7 @@ def test_what_is_forked_ends_with_the_fork_server(tmp_path):
     wait_until_ended(process.pid)
 
 
+@pytest.mark.extended
 def test_what_cannot_be_forked_is_an_error(tmp_path, forks):
     with pytest.raises(InvariantError, match="only python -m"):
         forks.start(["sleep", "1"], {}, tmp_path / "log")

@@ -27,11 +27,13 @@ def bodies(openapi):
     return draw(openapi, PROMPTS, 150, seed=5)
 
 
+@pytest.mark.extended
 def test_a_seed_gives_the_same_bodies(openapi):
     once, again = (draw(openapi, PROMPTS, 10, seed=6) for _ in range(2))
     assert once == again
 
 
+@pytest.mark.extended
 def test_most_are_right_requests_with_something_changed(bodies):
     paths = Counter(body.path for body in bodies)
     assert paths["/generate"] > 0.35 * len(bodies)
@@ -56,6 +58,7 @@ def content(body):
     return found if isinstance(found, dict) else None
 
 
+@pytest.mark.extended
 def test_what_ends_plain_sglang_is_not_sent(bodies):
     sent = [found for body in bodies if (found := content(body)) is not None]
     assert not [each for each in sent if left_out(each)]

@@ -155,6 +155,7 @@ def no_servers(monkeypatch):
 SMALL = ("--samples", "1", "--context", "600")
 
 
+@pytest.mark.extended
 def test_measured_columns_are_read_from_the_rows_of_systems(no_servers, tmp_path):
     assert figures(tmp_path / "f.json", *MEASURED, more=SMALL) == 0
     report = json.loads((tmp_path / "f.json").read_text())

@@ -30,7 +30,6 @@ def position(weights):
     return [[math.log(shares[i]), int(i), None] for i in order]
 
 
-@settings(deadline=None, max_examples=60)
 @given(WEIGHTS, WEIGHTS)
 def test_kl_is_not_negative_and_0_only_for_equal_distributions(p, q):
     same, other = position(p), position(q)
@@ -87,7 +86,6 @@ def test_ended_sequences_add_nothing_to_the_curve():
     assert curve([]) == ([], [])
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=12))
 def test_a_bootstrap_interval_covers_the_mean_and_stays_inside(values):
     found = interval(values)
@@ -110,7 +108,6 @@ def test_ratios_weigh_samples_by_their_size():
     assert interval([0.0], [0.0]) is None
 
 
-@settings(deadline=None, max_examples=60)
 @given(TOKENS, TOKENS)
 def test_first_divergence_and_agreement(a, b):
     at, share = first_divergence(a, b), token_match(a, b)
@@ -139,7 +136,6 @@ def common(a, b):
     return max(common(a[:-1], b), common(a, b[:-1]))
 
 
-@settings(deadline=None, max_examples=60)
 @given(WORDS, WORDS)
 def test_rouge_is_of_the_longest_common_subsequence(a, b):
     size = len(a) + len(b)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sglang
 
 
 def rows():
-    """Yield every scenario; of codecs, pairs and joining ones the first is usual."""
+    """Yield every scenario; of those that are alike, one is usual."""
     kinds = [
         [name for name in SCENARIOS if name.startswith("codec ")],
         [name for name in SCENARIOS if name.startswith("pair ")],
@@ -29,6 +29,9 @@ def rows():
         for name in names
         if not name.startswith(names[0].partition(":")[0])
     }
+    more |= {f"asking for {each}" for each in ("outlines", "llguidance", "rejection")}
+    more |= {f"asking for {each}" for each in ("logprobs", "logprobs, in graphs")}
+    assert more <= SCENARIOS.keys()
     for name in SCENARIOS:
         yield pytest.param(name, marks=pytest.mark.extended if name in more else ())
 

@@ -113,9 +113,15 @@ def extended(*rows):
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
-        *(("look-up", CACHE), ("prefetch", REQUEST), ("compress", ALL)),
-        *(("plan", ALL), ("outcome", ALL)),
-        *extended(("ledger", CACHE), ("index", ALL), ("move", ALL), ("rows", ALL)),
+        *(("look-up", CACHE), ("prefetch", REQUEST), ("outcome", ALL)),
+        *extended(
+            ("compress", ALL),
+            ("plan", ALL),
+            ("ledger", CACHE),
+            ("index", ALL),
+            ("move", ALL),
+            ("rows", ALL),
+        ),
         *extended(("sampling", ALL), ("end", ALL), ("release", ALL)),
     ],
 )

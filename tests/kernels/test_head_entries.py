@@ -55,7 +55,6 @@ def by_hand(layer, index, slots):
     return rows, named
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_entries_are_those_the_index_names(case):
     rows, _ = by_hand(*case)
@@ -65,7 +64,6 @@ def test_entries_are_those_the_index_names(case):
     assert [side.dtype for side in picked] == [side.dtype for side in case[0]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_putting_brings_them_back_and_touches_nothing_else(case):
     layer, index, slots = case

@@ -205,7 +205,6 @@ def test_every_number_is_put_together_as_by_hand(codec, dtype):
                     assert [n & unsigned for n in entry.tolist()] == side[head][token]
 
 
-@settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_joined_planes_are_the_kv_that_was_encoded(case):
     before = case.again()[3]

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import run_packed
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_device import CUT_TOLERANCE, INTERPRETED, TOLERANCE, asked, cases, run
 
@@ -101,7 +101,6 @@ def test_the_reference_equals_a_dense_softmax_over_what_the_codec_decodes(
     assert error(out, expected) < CLOSE
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 90), max_size=5),
     exact=st.integers(0, 40),

@@ -46,7 +46,6 @@ def by_hand(out, lse, total):
     return merged
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=splits())
 def test_splits_are_weighed_by_their_masses(case):
     out, lse, total = case

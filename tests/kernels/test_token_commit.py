@@ -91,7 +91,6 @@ def by_hand(draft_tokens, rows, target):
     return (tokens, drafted, verified), out, counts
 
 
-@settings(max_examples=60, deadline=None)
 @given(forward=forwards())
 def test_a_forward_leaves_what_the_oracle_does(forward):
     draft_tokens, _, target = forward
@@ -107,7 +106,6 @@ def test_a_forward_leaves_what_the_oracle_does(forward):
     assert target.dtype == emission.tokens.dtype
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     said=st.lists(st.integers(1, 2), min_size=16, max_size=16),
     proposed=st.lists(st.lists(st.integers(1, 2), max_size=3), min_size=1, max_size=4),

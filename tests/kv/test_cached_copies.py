@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_tensors import CUDA
 from stream_link import (
@@ -73,7 +73,6 @@ def finish(link, future):
     link.clock.drain()
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_a_segment_is_saved_late_and_comes_back_into_any_slots(seed):
     with opened(seed) as link:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bound_codecs import DIM, HEADS, LINES, bound_codecs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.codecs.base import CodecNeeds, PartShape, PartSpec
@@ -133,7 +133,6 @@ def test_as_many_slots_as_the_bits_need(line, dtype, page, codecs):
 
 
 @given(st.integers(0, 5 * SEGMENT))
-@settings(deadline=None, max_examples=60)
 def test_segments_are_every_token_once_and_full_but_for_the_last(tokens):
     bounds = segment_bounds(tokens)
     assert [t for start, stop in bounds for t in range(start, stop)] == [*range(tokens)]
@@ -169,7 +168,6 @@ class Ramp:
     st.sampled_from([(32, 32), (8, 24), (1, 3)]),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=60)
 def test_fields_of_any_size_survive_keys_and_values_of_any_width(sizes, dims, random):
     """Every byte of a slot is used, also where keys and values differ in width."""
     codec = Ramp(*sizes)

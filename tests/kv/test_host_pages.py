@@ -316,9 +316,7 @@ class PageMachine(RuleBasedStateMachine):
 
 
 TestPageMachine = PageMachine.TestCase
-TestPageMachine.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=60
-)
+TestPageMachine.settings = settings(stateful_step_count=60)
 
 
 def test_pages_nothing_wrote_cost_nothing():

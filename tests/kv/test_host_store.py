@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.compression.budget import Budget
@@ -330,7 +330,6 @@ STEP = st.tuples(
 
 
 @given(st.lists(STEP, max_size=40))
-@settings(deadline=None, max_examples=60)
 def test_any_history_adds_up(steps):
     model = Model(new_store(4080))
     for act, rid, number in steps:

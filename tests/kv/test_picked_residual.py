@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_segmented import BITS, DTYPES, LAYERS, equal, geometry, random_bits
 
@@ -60,7 +60,6 @@ def others(entries, kept):
     return torch.stack(heads, dim=1)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     kept=st.integers(0, 3),

@@ -1,6 +1,6 @@
 """Entries are dealt out to spans in order, in pieces as long as can be."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.kv.geometry import KVGeometry
@@ -12,7 +12,6 @@ LEAST = 500_000
 """Bytes from which a copy is long (design: 0.5 to 2 MB each)."""
 
 
-@settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(0, 9), max_size=6),
     sizes=st.lists(st.integers(1, 9), max_size=6),

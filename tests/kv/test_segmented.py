@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError, TransferError
@@ -52,7 +52,6 @@ def equal(found, wanted):
     assert torch.equal(found.contiguous().view(bits), wanted.contiguous().view(bits))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),

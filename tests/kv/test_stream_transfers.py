@@ -39,7 +39,6 @@ counted = st.sampled_from([(16,), (7, 9), (1, 4, 4, 7), (5, 1, 10)])
 """Slots of a complement's segments; they cut the lease's spans, or fit them."""
 
 
-@settings(max_examples=60)
 @given(seed=seeds, counts=counted, neighbours=st.booleans())
 def test_a_copy_waits_for_the_forward_before_it_and_is_whole_when_it_is_done(
     seed, counts, neighbours
@@ -79,7 +78,6 @@ def test_a_forward_that_does_not_wait_can_read_what_was_there_before():
     assert seen == {True, False}
 
 
-@settings(max_examples=40)
 @given(seed=seeds)
 def test_a_copy_is_done_when_the_device_is_not_when_it_is_queued(seed):
     with opened(seed) as link:
@@ -94,7 +92,6 @@ def test_a_copy_is_done_when_the_device_is_not_when_it_is_queued(seed):
         assert transfer.seconds == pytest.approx(8e-3 * LAYERS, abs=3e-3)
 
 
-@settings(max_examples=40)
 @given(seed=seeds, steps=st.integers(0, 12))
 def test_after_a_cancel_nothing_is_written_any_more(seed, steps):
     with opened(seed) as link:
@@ -156,7 +153,6 @@ def test_a_damaged_layer_is_never_sent(damaged, counts):
         assert at(link.pool, damaged, PLACES) == wanted(residual, damaged)
 
 
-@settings(max_examples=60)
 @given(seed=seeds, counts=counted, neighbours=st.booleans())
 def test_what_is_saved_is_what_was_gathered_and_comes_back(seed, counts, neighbours):
     with opened(seed) as link:

@@ -52,10 +52,10 @@ def waves():
     tokenizer = load_tokenizer(MODEL)
     texts = record_prompts(tokenizer, spread(5, 200, 1800), 11)
     texts += code_prompts(tokenizer, spread(2, 200, 1200), 11)
-    lengths = [40 + i % 3 * 20 for i in range(len(texts))]
+    lengths = [32 + i % 3 * 12 for i in range(len(texts))]
     return [
         {"prompts": texts, "params": [greedy(n, ignore_eos=True) for n in lengths]},
-        {"prompts": texts, "params": [greedy(48) for _ in texts]},
+        {"prompts": texts, "params": [greedy(36) for _ in texts]},
     ]
 
 
@@ -199,6 +199,7 @@ def said_by(head, net, window, text, skipped, depth):
     return found
 
 
+@pytest.mark.extended
 @torch.no_grad()
 def test_a_head_proposes_what_it_does_in_plain_torch(waves, plain, texts, tmp_path):
     """Features of the second wave's cached prompts are missing, but for the last."""

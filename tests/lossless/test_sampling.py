@@ -41,7 +41,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def waves():
-    return sampled_waves(load_tokenizer(MODEL), each=4, longest=700, tokens=20, seed=3)
+    return sampled_waves(load_tokenizer(MODEL), each=3, longest=700, tokens=20, seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The bound by hand, and against the model it bounds."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import ConfigError
@@ -20,7 +20,6 @@ def test_bound_by_hand():
         speedup_bound(20, machine, -0.1)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     link=st.integers(1, 100),
     memory=st.integers(100, 5000),

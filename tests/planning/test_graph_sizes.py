@@ -7,7 +7,7 @@ many rows as tokens, but no more than a full server (SGLang's runner).
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.planning.graph_sizes import STEP, graph_tokens
@@ -37,7 +37,6 @@ def servers_and_batches(draw):
     return server, draw(st.permutations(lengths or [1]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(servers_and_batches())
 def test_every_batch_fits_and_little_is_added(case):
     server, lengths = case
@@ -47,7 +46,6 @@ def test_every_batch_fits_and_little_is_added(case):
     assert tokens < max(own + STEP, own * 5 / 4 + STEP)
 
 
-@settings(max_examples=60, deadline=None)
 @given(SERVER)
 def test_the_list_is_short_and_ends_with_the_largest_batch(server):
     sizes, most = graph_tokens(*server), most_of(server)

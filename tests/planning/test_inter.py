@@ -152,7 +152,7 @@ clusters = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(cluster=clusters)
 def test_program_reaches_the_best_corner(cluster):
     mix = fixed_point(cluster, PATHS)
@@ -165,7 +165,7 @@ def test_program_reaches_the_best_corner(cluster):
         assert mix.tokens_per_s == pytest.approx(best, rel=5e-3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(cluster=clusters)
 def test_more_paths_never_lose(cluster):
     plain, free = solve(cluster, BASELINE_PATHS), solve(cluster)
@@ -174,7 +174,7 @@ def test_more_paths_never_lose(cluster):
         assert free.tokens_per_s >= plain.tokens_per_s
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(cluster=clusters)
 def test_the_mix_to_follow_gives_up_little_for_fewer_paths(cluster):
     best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.planning.acceptance import Geometric
@@ -145,7 +145,6 @@ def test_what_binds(changes, flops, offloaded, binds):
     assert estimate(server, replace(CHOICE, offloaded=offloaded)).binds == binds
 
 
-@settings(deadline=None, max_examples=60)
 @given(server=servers(), knob=knobs, fraction=st.sampled_from([None, 1.0, 0.4]))
 def test_search_finds_what_trying_everything_finds(server, knob, fraction):
     keep, x = knob
@@ -160,7 +159,6 @@ def test_search_finds_what_trying_everything_finds(server, knob, fraction):
     assert found.tokens_per_s == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
 @given(server=servers(), knob=knobs)
 def test_memory_is_never_exceeded(server, knob):
     found = search(server, [knob[0]], [knob[1]])
@@ -174,7 +172,6 @@ def test_memory_is_never_exceeded(server, knob):
         assert found.requests <= full_kv(server).requests
 
 
-@settings(deadline=None, max_examples=60)
 @given(server=servers(), knob=knobs, factor=st.floats(1, 50))
 def test_a_faster_link_never_slows(server, knob, factor):
     rate = server.machine.link_bytes_per_s * factor

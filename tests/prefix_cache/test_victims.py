@@ -4,7 +4,7 @@ from math import exp, inf
 
 import pytest
 from forest import EXACT, HALF_LIFE_S, TIERS, after_of, apply, chain_of, forests, whole
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import InvariantError
@@ -135,7 +135,6 @@ class Plain:
         return max(keys)
 
 
-@settings(max_examples=60)
 @given(forests(), TIERS)
 def test_moves_are_those_of_the_definitions_in_their_order(forest, tier):
     index, now = forest
@@ -157,7 +156,6 @@ def everything_of(index, name, parts, target):
     return [part for part, held in parts if held.tier < target]
 
 
-@settings(max_examples=60)
 @given(forests(), TIERS, st.integers(1, 20_000))
 def test_enough_is_freed_and_no_move_more_than_needed(forest, tier, nbytes):
     index, now = forest
@@ -188,7 +186,6 @@ def test_enough_is_freed_and_no_move_more_than_needed(forest, tier, nbytes):
     assert index.total(tier).nbytes == before - sum(freed)
 
 
-@settings(max_examples=60)
 @given(forests(), TIERS, st.integers(1, 20_000))
 def test_no_segment_leaves_while_one_that_follows_it_stays(forest, tier, nbytes):
     index, now = forest

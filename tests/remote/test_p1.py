@@ -90,6 +90,7 @@ def told_of(answer):
     return answer["meta_info"]["vericache"]
 
 
+@extended
 def test_streams_grow_and_end_as_plain_sglang_s(pair, documents):
     expected = Streams(pair.plain, documents, TOKENS).texts()
     streams = Streams(pair.drafter, documents, TOKENS)
@@ -155,6 +156,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, documents):
     pair.restart_verifier()
 
 
+@extended
 def test_a_drafter_that_is_killed_leaves_no_guest(pair, documents):
     before = pair.drafter.counters()
     clients = [begin(pair.drafter, text, 5000) for text in documents]

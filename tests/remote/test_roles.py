@@ -70,6 +70,7 @@ def wanted(pair, prompts, tokens):
     return [answer["text"] for answer in answers]
 
 
+@extended
 def test_streams_grow_and_end_like_answers(pair, prompts):
     before = pair.connected()
     streams = Streams(pair.drafter, prompts, 240)
@@ -132,6 +133,7 @@ def test_garbage_and_strangers_on_the_socket_hinder_nothing(pair, prompts):
     assert "a drafter was refused: " in pair.verifier.output()
 
 
+@extended
 def test_a_machine_that_stands_still_for_a_while_moves_no_request(pair, prompts):
     expected = wanted(pair, prompts, 400)
     before = pair.drafter.counters()

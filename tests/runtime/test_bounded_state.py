@@ -74,7 +74,7 @@ def test_the_walk_sees_what_grows():
 def test_requests_of_an_engine_leave_nothing_behind(to):
     with opened(cached=True) as engine:
         lengths = []
-        for i in range(2_000):
+        for i in range(800):
             rid = f"r{i}"
             state = engine.admit(rid, f"x{i % 3}", 30, insertable=i % 4 > 0)
             assert state is not None
@@ -82,7 +82,7 @@ def test_requests_of_an_engine_leave_nothing_behind(to):
                 assert engine.move(Compress(rid, to), rid)
             engine.abort(rid) if i % 3 else engine.finish(rid)
             engine.placement.poll_outgoing()  # as every plan does
-            if i in (200, 1999):
+            if i in (200, 799):
                 engine.evict()
                 lengths.append(tables(engine.placement))
         assert lengths[0] == lengths[1]

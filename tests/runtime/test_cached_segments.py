@@ -23,7 +23,7 @@ def test_any_history_agrees_with_a_dictionary():
     """Sixty histories of up to a hundred steps."""
     run_state_machine_as_test(
         SegmentMachine,
-        settings=settings(deadline=None, max_examples=60, stateful_step_count=100),
+        settings=settings(stateful_step_count=100),
     )
 
 

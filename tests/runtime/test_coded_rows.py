@@ -7,7 +7,7 @@ The truth is a list comprehension over the table. Their attention is in
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ragged_world import coded_rows
 
@@ -15,7 +15,6 @@ from vericache_kernels.ragged_attention import RaggedRows
 from vericache_sglang.attention.packed_rows import coded_forward
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(1, 4)), min_size=1

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("sglang")
@@ -59,7 +59,6 @@ def codes_of(line=LINES[0], page=1, dtype=torch.bfloat16):
     st.sampled_from([1, 4, 16, 64, 128]),
     st.sampled_from(LINES),
 )
-@settings(deadline=None, max_examples=60)
 def test_whole_blocks_are_packed_into_whole_pages(
     pages, keep, sinks, recent, page, line
 ):

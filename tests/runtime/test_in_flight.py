@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.kv.request import RequestState
@@ -157,7 +157,6 @@ def test_a_dropped_decode_is_replaced_in_its_report(recorded_first):
     assert [tokens for _, tokens in told] == [[1], [2], *dropped, [4]]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from(["launch", "report", "wait", "all"]), max_size=30))
 def test_forwards_are_recorded_once_and_in_order(history):
     in_flight, told, _ = recorded()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -237,7 +237,6 @@ def test_a_probe_takes_what_its_forward_shows_and_no_selector_is_updated():
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=40)
 def test_chunks_note_what_one_prefill_notes(chunks):
     total = sum(chunks)
     slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(total))
@@ -337,7 +336,6 @@ def test_a_request_is_opened_once_and_closed_once():
 
 
 @given(st.lists(st.tuples(st.sampled_from("odsf"), st.sampled_from("ab")), max_size=25))
-@settings(deadline=None, max_examples=60)
 def test_in_any_history_opens_and_closes_alternate(history):
     selector = Recorder(hidden=True)
     watch = watch_of(selector)

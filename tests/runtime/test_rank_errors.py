@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from forked_ranks import Ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.errors import LostRankError, RankError
@@ -69,7 +69,6 @@ def iterate(group, rank, schedule):
     return [*told, tp_sync.first(rank + 7)]
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

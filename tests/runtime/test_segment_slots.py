@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from segment_world import SHORT, shorten_segments
 
@@ -29,7 +29,6 @@ ACTS = st.one_of(
 
 
 def test_what_loses_one_slot_is_forgotten_whole():
-    @settings(deadline=None, max_examples=60)
     @given(st.lists(ACTS, max_size=30))
     def histories(acts):
         slots, known = SegmentSlots(SLOTS), {}

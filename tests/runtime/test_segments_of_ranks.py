@@ -255,7 +255,7 @@ def live(group, rank, seed, listens, iterations=40):
     return told, world.page_pool.used_bytes
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6))
 def test_indices_are_the_same_however_the_ranks_differ(ranks, seed):
     answers = ranks.call(live, seed, True)

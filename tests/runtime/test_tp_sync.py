@@ -62,7 +62,6 @@ def sync_inputs(group, rank, host_slots, prefetches):
     return reported.host_slots, reported.prefetches
 
 
-@settings(max_examples=40)
 @given(
     st.integers(0, 6).flatmap(
         lambda count: st.lists(
@@ -284,7 +283,6 @@ ALIKE = (0, 0, 0), (0, 0, 1), (0, 1, 0)
 """Contents by rank: equal on some ranks, on others not."""
 
 
-@settings(max_examples=60)
 @given(st.lists(st.sampled_from(ALIKE), min_size=2, max_size=8))
 def test_whatever_is_equal_where_the_ranks_share_the_same(ranks, contents):
     answers = ranks.call(share_all, contents)

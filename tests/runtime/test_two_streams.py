@@ -66,7 +66,8 @@ def left_cached(engine, cuda):
         assert torch.equal(engine.kv.at(cached), kv[:, :, : len(cached)]), text
 
 
-@settings(max_examples=30, phases=[Phase.generate])
+@pytest.mark.extended
+@settings(phases=[Phase.generate])
 @given(
     seed=st.integers(0, 10**6),
     slots=st.integers(56, 100),

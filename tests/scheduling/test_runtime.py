@@ -337,7 +337,6 @@ def test_a_cleared_runtime_plans_as_a_new_one(config, before, history, seed, lat
     assert again.plans == follow(config, history, 2, seed, late).plans
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, st.integers(1, 8), st.integers(0, 99), st.booleans())
 def test_every_history_ends_once_nobody_presses(config, count, seed, late):
     executor = Executor(config, latency=2, seed=seed, late=late)
@@ -353,7 +352,6 @@ def test_every_history_ends_once_nobody_presses(config, count, seed, late):
     assert not executor.left
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 12),

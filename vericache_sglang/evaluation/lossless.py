@@ -81,7 +81,7 @@ def waves(
         {"prompts": short[-3:], "params": [greedy(24, ignore_eos=True, n=2)] * 3},
         {
             "prompts": texts[1:4],
-            "params": [greedy(48, ignore_eos=True)] * 3,
+            "params": [greedy(24, ignore_eos=True)] * 3,
             "at_once": 1,
         },
     ]

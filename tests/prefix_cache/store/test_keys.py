@@ -6,7 +6,7 @@ import struct
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_segments import FINGERPRINT
 
@@ -42,14 +42,12 @@ def by_hand(namespace, tokens):
     return names
 
 
-@settings(max_examples=60)
 @given(SPACES, TOKENS)
 def test_names_are_the_chain_computed_by_hand(space, tokens):
     names = segment_names(FINGERPRINT, space, tokens, SEGMENT)
     assert names == by_hand(space, tokens)
 
 
-@settings(max_examples=60)
 @given(SPACES, TOKENS, TOKENS)
 def test_a_longer_prompt_keeps_the_names_of_its_prefix(space, tokens, more):
     names = segment_names(FINGERPRINT, space, tokens, SEGMENT)
@@ -58,7 +56,6 @@ def test_a_longer_prompt_keeps_the_names_of_its_prefix(space, tokens, more):
     assert len(longer) == (len(tokens) + len(more)) // SEGMENT
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_one_changed_token_changes_its_name_and_all_that_follow(data):
     tokens = data.draw(st.lists(st.integers(0, 9), min_size=SEGMENT, max_size=20))
@@ -72,7 +69,6 @@ def test_one_changed_token_changes_its_name_and_all_that_follow(data):
     assert not set(before[changed:]) & set(after[changed:])
 
 
-@settings(max_examples=60)
 @given(SPACES, SPACES)
 def test_different_namespaces_share_no_name(one, other):
     tokens = list(range(6))

@@ -55,7 +55,6 @@ def tensor_dicts(draw):
     return tensors
 
 
-@settings(max_examples=60)
 @given(tensor_dicts())
 def test_tensors_come_back_bit_by_bit_and_the_library_reads_them(tensors):
     data = encode(tensors)
@@ -63,7 +62,6 @@ def test_tensors_come_back_bit_by_bit_and_the_library_reads_them(tensors):
     assert bits(decode(data, fields_of(tensors), TOKENS)) == bits(tensors)
 
 
-@settings(max_examples=60)
 @given(tensor_dicts())
 def test_what_the_library_wrote_is_read(tensors):
     data = buffer_of(save(tensors, {"by": "another"}))
@@ -261,7 +259,6 @@ def test_any_header_is_refused_or_its_tensors_lie_in_the_object(header, over):
     }
 
 
-@settings(max_examples=60)
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_raise_only_our_error(data):
     with pytest.raises(StoreError):
