@@ -55,7 +55,8 @@ def pytest_configure(config):
     """Have what the tests start end with this process, which may be interrupted."""
     gc.disable()  # until all is collected, which allocates and frees little
     if not config.getoption("--hypothesis-profile"):
-        settings.load_profile("usual" if config.option.markexpr else "all")
+        usual = "not extended" in config.option.markexpr
+        settings.load_profile("usual" if usual else "all")
     if hasattr(config, "workerinput"):
         # An interpreter that ends frees its memory object by object, for half a minute.
         atexit.register(os._exit, 0)

@@ -1,13 +1,11 @@
 """``python -m sglang.bench_serving`` against a server of ours."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from live_server import MODEL
+from live_server import MODEL, fork
 from programs.drafting import draw_prompts, expect_drafting
 
 from vericache_sglang.evaluation import export
@@ -39,24 +37,13 @@ def start(server, backend, results, *dataset):
     command += [*dataset, "--num-prompts", str(REQUESTS)]
     command += ["--max-concurrency", "4", "--warmup-requests", "0"]
     command += ["--output-file", str(results), "--output-details"]
-    paths = [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        command,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    log = results.with_suffix(".log")
+    return fork(command, {"PYTHONPATH": str(STUBS)}, log), log
 
 
 def ended(run):
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, output[-3000:]
+    process, log = run
+    assert process.wait(600) == 0, log.read_text()[-3000:]
 
 
 def test_an_exported_workload_gets_plain_answers(servers, tmp_path):

@@ -126,7 +126,6 @@ def completed_and_lost(before, counters):
     ("fault", "flags"),
     [
         ("", ()),
-        extended("damaged", ()),
         extended("missing", PAGES),
         extended("", ("--vericache-inner", "ngram", "--disable-overlap-schedule")),
         extended("damaged", ("--vericache-compressor", PLANES)),

@@ -23,8 +23,8 @@ from vericache_sglang.evaluation.systems import described
 pytestmark = [pytest.mark.server, pytest.mark.extended]
 
 SEED = 7
-BODIES = 200
-STREAMS = 100
+BODIES = 120
+STREAMS = 60
 
 
 @dataclass

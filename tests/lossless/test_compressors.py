@@ -51,7 +51,7 @@ def waves():
     Packed tokens come in segments of 512: prompts have none, one, and several.
     """
     tokenizer = load_tokenizer(MODEL)
-    texts = record_prompts(tokenizer, [250, 700, 1400, 2300], 17)
+    texts = record_prompts(tokenizer, [250, 700, 1300, 1800], 17)
     texts += code_prompts(tokenizer, [600], 17)
     longer = [*texts[:3], texts[2] + texts[1], texts[4]]
     return [

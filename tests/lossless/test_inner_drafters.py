@@ -114,7 +114,6 @@ def serve(drafter, waves, texts, engine=None, more=None, **settings):
         ({}, {"compressor": PAIR}),
         extended({"page_size": 16}, {"compressor": PAIR, "residency": "device"}),
         extended(SYNCHRONOUS, {"compressor": "kivi:bits=4"}),
-        extended({}, {"compressor": "turboquant:bits=4", "residency": "device"}),
     ],
 )
 def test_an_oracle_saves_most_draft_iterations(engine, settings, waves, plain, texts):

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.server
 def waves():
     texts = record_prompts(load_tokenizer(MODEL), spread(5, 150, 1200), 13)
     kinds = (
-        [greedy(60, ignore_eos=True)],
-        [{**SEEDED, "max_new_tokens": 60, "sampling_seed": i} for i in range(5)],
+        [greedy(40, ignore_eos=True)],
+        [{**SEEDED, "max_new_tokens": 40, "sampling_seed": i} for i in range(5)],
     )
     return [{"prompts": texts, "params": kind * (5 // len(kind))} for kind in kinds]
 

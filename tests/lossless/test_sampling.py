@@ -57,7 +57,7 @@ def ours(waves):
 
 def test_the_baseline_proves_something(waves, plain):
     """Sampled answers are not the greedy ones, and kinds differ from each other."""
-    assert sum(len(wave["prompts"]) for wave in waves) >= 90
+    assert sum(len(wave["prompts"]) for wave in waves) >= 80
     answers = {
         wave["kind"]: [tuple(answer["ids"]) for answer in answers]
         for wave, answers in zip(waves, plain["waves"], strict=True)

@@ -312,21 +312,17 @@ class Histories(RuleBasedStateMachine):
             assert set(self.index.children(name)) == self.plain.children(name)
 
 
-@pytest.mark.parametrize(
-    ("histories", "fewest"),
-    [(20, 3_000), pytest.param(60, 10_000, marks=pytest.mark.extended)],
-)
-def test_random_steps_agree_with_a_dictionary(histories, fewest):
+def test_random_steps_agree_with_a_dictionary():
     STEPS.clear()
     MOVES.clear()
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=histories,
+            max_examples=20,
             stateful_step_count=200,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert STEPS.total() >= fewest
-    assert min(STEPS[rule] for rule in RULES) > fewest // 1000
-    assert min(MOVES[tier] for tier in Tier if tier) > fewest // 1000
+    assert STEPS.total() >= 3_000
+    assert min(STEPS[rule] for rule in RULES) > 3
+    assert min(MOVES[tier] for tier in Tier if tier) > 3

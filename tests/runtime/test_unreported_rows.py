@@ -9,7 +9,7 @@ position, whatever they have read.
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vericache_kernels.token_commit import DRAFT, EMIT, DraftTokenRows
@@ -191,6 +191,7 @@ STEPS = st.lists(
 AUTOREGRESSIVE = st.lists(st.tuples(PROPOSED, st.booleans()), max_size=10)
 
 
+@settings(suppress_health_check=[HealthCheck.large_base_example])  # long histories
 @given(
     st.sampled_from([Residency.HOST, Residency.DEVICE]),
     STEPS,

@@ -129,7 +129,7 @@ FAST = [("T_init_remote / T_decode", 0.25), ("T_init_remote / T_decode", 1)]
 
 POINTS = {
     *FAST,
-    *((label, at) for label, (_, values) in SWEEPS.items() for at in values[::4]),
+    *((label, at) for label, (_, values) in SWEEPS.items() for at in values[::8]),
 }
 
 

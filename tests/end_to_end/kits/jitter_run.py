@@ -20,11 +20,11 @@ from stand_ins import import_kit
 MODEL = Path(__file__).parents[3] / "configs" / "demo-model"
 TOLERANCE = 1e-3
 SIZES = {
-    "num_unique_prefixes": 4,
+    "num_unique_prefixes": 3,
     "requests_per_prefix": 4,
     "prefix_len_min": 160,
     "prefix_len_max": 320,
-    "new_tokens": 96,
+    "new_tokens": 80,
     "topk": 4,
     "min_retracted_requests": 3,
     "vocab_size": 586,

@@ -17,8 +17,8 @@ SETTINGS = {
     "residency": "host",
     "recent_tokens": 8,
 }
-POOL = 2400
-"""Slots for about six of the sixteen requests of 256 to 416 tokens."""
+POOL = 1800
+"""Slots for about five of the twelve requests of 240 to 400 tokens."""
 
 
 def test_contexts_reused_under_retraction_give_the_same_tokens(tmp_path):
