@@ -21,7 +21,7 @@ from vericache_sglang.planning.memory import (
     shortage,
 )
 from vericache_sglang.planning.models import CATALOGUE, find_model
-from vericache_sglang.planning.paper.report import page
+from vericache_sglang.planning.paper.report import all_claims, page
 from vericache_sglang.planning.plot import Curve, lengths_figure, save, sweeps_figure
 from vericache_sglang.planning.pools import (
     COMPRESSED,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = table() + "\n"
         else:
             plan = _remote if args.remote else _plan
-            text = page() if args.paper else plan(args) + "\n"
+            text = page(all_claims()) if args.paper else plan(args) + "\n"
         print(text, end="")
     except VeriCacheError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,15 @@ HOOKING = {"plugin.py", "platforms/cpu/hooks.py"}
 """Files that may import the records of hooks."""
 
 
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """Return the module of a file and every node in it."""
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import, in functions and for types too."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -203,7 +210,7 @@ def test_every_module_says_what_it_is_for():
     silent = [
         file.relative_to(ROOT).as_posix()
         for file in files
-        if not ast.get_docstring(ast.parse(file.read_text()))
+        if not ast.get_docstring(nodes(file)[0])
     ]
     assert silent == []
 
@@ -328,7 +335,7 @@ def doors(root: Path) -> dict[str, list[str]]:
     found = {}
     for file in modules(root).values():
         used = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 used.add(f"{node.value.id}.{node.attr}")
             elif isinstance(node, ast.Name):
@@ -346,7 +353,7 @@ def twins(root: Path) -> dict[str, list[str]]:
     """Return the class names that several files define."""
     places = defaultdict(list)
     for file in modules(root).values():
-        for node in ast.parse(file.read_text()).body:
+        for node in nodes(file)[0].body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(shown(root, file))
     return {name: sorted(found) for name, found in places.items() if len(found) > 1}

@@ -13,7 +13,7 @@ import threading
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda", 0)
 
@@ -214,5 +214,11 @@ def why_copy_waits(*, down, pinned, direct, non_blocking):
 
 def tensors_in(args, kwargs):
     """Return the tensors among an operator's arguments."""
-    flat, _ = tree_flatten((args, kwargs))
-    return [each for each in flat if isinstance(each, torch.Tensor)]
+    found, ahead = [], [*kwargs.values()][::-1] + [*args][::-1]
+    while ahead:  # tree_flatten took a third of the tests' time
+        each = ahead.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            ahead += each[::-1]
+    return found

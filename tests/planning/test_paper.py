@@ -60,6 +60,6 @@ def test_gap_and_row_by_hand():
     assert near.cells()[1:] == ("123 ms", "130 ms", "+6%", "-", "-")
 
 
-def test_the_page_in_the_repository_is_the_one_written():
+def test_the_page_in_the_repository_is_the_one_written(claims):
     stored = ROOT / "scripts" / "results" / "paper_vs_ours.md"
-    assert stored.read_text() == page()
+    assert stored.read_text() == page(claims)

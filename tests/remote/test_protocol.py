@@ -25,7 +25,13 @@ from vericache_sglang.remote.messages import (
     pack,
 )
 from vericache_sglang.remote.owner import MOST_EPOCHS, OwnedRequest, Owner
-from vericache_sglang.remote.verifiers import DEAD_S, rendezvous
+from vericache_sglang.remote.verifiers import (
+    BEAT_S,
+    DEAD_S,
+    PATIENCE,
+    STILL_S,
+    rendezvous,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +216,37 @@ def test_the_ladder_asks_again_then_moves_then_returns_with_all_tokens():
     owner.receive(1 - first, Busy(1, 2, 500, ""), 2.4)
     assert owner.returned == [1]
     assert request.tokens == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("runs", "moved_s"),
+    [(True, LEASE_S), (False, STILL_S + PATIENCE * (LEASE_S - STILL_S))],
+)
+def test_a_lease_runs_slower_while_a_scheduler_stands_still(runs, moved_s):
+    """A long forward ends; what a running scheduler does not answer is forgotten."""
+    owner, request, _ = drafting(0, 1)
+    first, step = request.verifier, BEAT_S / 2
+    for i in range(1, 1000):
+        owner.receive(first, Heartbeat(i if runs else 1, ()), i * step)
+        owner.receive(1 - first, Heartbeat(i, ()), i * step)
+        owner.tick(i * step)
+        if request.verifier != first:
+            break
+    assert moved_s - LEASE_S / 3 < i * step < moved_s + LEASE_S / 3
+    assert owner.returned == []
+
+
+def test_what_comes_behind_a_long_forward_is_committed():
+    owner, request, _ = drafting(0)
+    for i in range(1, 40):
+        owner.receive(0, Heartbeat(1, ()), i * BEAT_S)
+        owner.tick(i * BEAT_S)
+    late = 40 * BEAT_S
+    assert late > 3 * LEASE_S
+    owner.receive(0, Heartbeat(2, ()), late)
+    owner.tick(late)
+    owner.receive(0, Verdict(1, 1, 0, pack([5]), False), late + 0.1)
+    assert (request.tokens, owner.returned) == ([5], [])
 
 
 def test_the_time_per_token_is_that_of_requests_that_verifiers_decode():

@@ -73,6 +73,7 @@ class OwnedRequest:
         refused: Verifiers that were busy or failed in this request.
         opened: When it was opened, in seconds.
         answered: When the verifier last answered.
+        leased: The same by ``KnownVerifier.clock``.
         asked: When it was last asked.
         pause: Time after which it is asked again, in seconds.
         finished: The verifier says that these are all tokens.
@@ -92,6 +93,7 @@ class OwnedRequest:
     refused: set[int] = field(default_factory=set)
     opened: float = 0.0
     answered: float = 0.0
+    leased: float = 0.0
     asked: float = 0.0
     pause: float = LEAST_PAUSE_S
     finished: bool = False
@@ -189,7 +191,8 @@ class Owner:
         base = len(request.tokens)
         request.verify = VerifyDrafts(rid, request.epoch, base, pack(drafts))
         request.decodes = False
-        request.answered = request.asked = now
+        request.asked = now
+        self._begin_lease(request, now)
         self.outbox.append((request.verifier, request.verify))
 
     def prepare(self, rid: int, eta_s: float) -> None:
@@ -217,7 +220,8 @@ class Owner:
         if request is None:
             return
         request.tokens, request.verify = tokens, None
-        request.answered = request.asked = now
+        request.asked = now
+        self._begin_lease(request, now)
         self.outbox.append((request.verifier, request.asking()))
 
     def tokens(self, rid: int) -> MutableSequence[int] | None:
@@ -275,7 +279,7 @@ class Owner:
             raise MessageError(f"{told} with {len(tokens)} tokens")
         waited, have = at - request.answered, len(request.tokens)
         self._between.observe(waited)
-        request.answered = max(at, request.answered)
+        self._begin_lease(request, max(at, request.answered))
         if verdict.base > have:  # an earlier one was lost
             self._ask(request, at)
             return
@@ -309,12 +313,17 @@ class Owner:
                 self._move(request, now)
             elif not request.waits:
                 continue  # its next drafts are not there yet
-            elif now - request.answered > self._lease_s:
+            elif verifier.clock(now) - request.leased > self._lease_s:
                 request.refused.add(request.verifier)
                 self._move(request, now)
             elif now - max(request.answered, request.asked) > request.pause:
                 request.pause = min(2 * request.pause, self._lease_s / 2)
                 self._ask(request, now)
+
+    def _begin_lease(self, request: OwnedRequest, at: float) -> None:
+        """Note an answer, or that one is to come."""
+        request.answered = at
+        request.leased = self.verifiers[request.verifier].clock(at)
 
     def _ask(self, request: OwnedRequest, now: float) -> None:
         """Ask for the tokens behind those that are there."""
@@ -344,7 +353,8 @@ class Owner:
                 continue
             request.epoch += 1
             request.verifier = index
-            request.answered = request.asked = now
+            request.asked = now
+            self._begin_lease(request, now)
             request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
             request.finished = request.decodes = False
             self.outbox.append((index, request.opening()))

@@ -24,6 +24,11 @@ DEAD = 0.2
 """It is this share of the lease if that is longer."""
 QUIET = 0.5
 """Share of that silence after which a verifier gets no new requests."""
+STILL_S = 4 * BEAT_S
+"""A scheduler that sends no new heartbeat for so long stands still, in seconds."""
+PATIENCE = 6
+"""Leases run so many times slower meanwhile: a long forward ends, and elsewhere its
+requests would begin anew."""
 
 
 class State(Enum):
@@ -54,11 +59,18 @@ class KnownVerifier:
         self._received = float("-inf")
         self._busy_until = float("-inf")
         self._sequence = 0
+        self._told = 0
+        # When its scheduler last sent something new, and ``clock`` then.
+        self._ran = self._clock = 0.0
         self.state = State.UNKNOWN
 
     def receive(self, message: ToDrafter, at: float) -> None:
         """Note a message, received at the time ``at``."""
         self._received = max(at, self._received)
+        beat = message.sequence if isinstance(message, Heartbeat) else None
+        if beat != self._told:
+            self._clock, self._ran = self.clock(at), max(at, self._ran)
+            self._told = self._told if beat is None else beat
         if isinstance(message, Welcome):
             if self.state is not State.SERVING:
                 logger.info("VeriCache: %s serves this drafter", self.endpoint)
@@ -67,6 +79,18 @@ class KnownVerifier:
             if self.state is not State.REFUSING:
                 logger.error("VeriCache: %s refuses: %s", self.endpoint, message.reason)
             self.state = State.REFUSING
+
+    def clock(self, now: float) -> float:
+        """Return the time of a clock that runs slower while its scheduler stands still.
+
+        Its process repeats the last heartbeat then, see ``Transport.repeat``.
+
+        Args:
+            now: At the last message or later, in seconds.
+        """
+        elapsed = max(0.0, now - self._ran)
+        still = max(0.0, elapsed - STILL_S)
+        return self._clock + elapsed - still + still / PATIENCE
 
     def change(self, hello: Hello) -> None:
         """Introduce a drafter that has other weights than before."""

@@ -47,9 +47,6 @@ LEAST_OF_BEST = 0.97
 """Least tokens/s of the choice, as a share of the better of B1 and B2: what the medians
 of one system, measured twice, may differ by."""
 
-LEASE_S = 60
-"""On a core the prompts of all clients take a forward of many seconds."""
-
 ALONE = 4
 """Requests of a pass in which they are asked one at a time."""
 
@@ -84,7 +81,7 @@ class PathServers:
             return {"max_total_tokens": most, "chunked_prefill_size": 2048}
 
         address = f"tcp://127.0.0.1:{free_port()}"
-        ours = {"compressor": options.compressor, "lease_s": LEASE_S}
+        ours = {"compressor": options.compressor}
         near = {**engine(options.clients), **link(folder, options.near)}
         at_once = -(-options.clients // options.drafters)
         far = {**engine(at_once), **link(folder, options.far)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vericache_sglang.planning.paper.assumptions import SHARED
-from vericache_sglang.planning.paper.claim import Claim, table
+from vericache_sglang.planning.paper.claim import table
 from vericache_sglang.planning.paper.examples import (
     background,
     composition,
@@ -16,6 +18,9 @@ from vericache_sglang.planning.paper.long_context import (
     link_sweep,
 )
 from vericache_sglang.planning.paper.remote import remote_prefix, sweep_peaks
+
+if TYPE_CHECKING:
+    from vericache_sglang.planning.paper.claim import Claim
 
 COMMAND = "python -m vericache_sglang.plan --paper"
 
@@ -44,8 +49,8 @@ def all_claims() -> tuple[Claim, ...]:
     )
 
 
-def page() -> str:
-    """Return the page as Markdown."""
+def page(claims: tuple[Claim, ...]) -> str:
+    """Return the page of ``all_claims`` as Markdown."""
     parts = [
         "# The paper's figures and ours",
         f"Written by `{COMMAND}`. Ours are computed from the equations of "
@@ -53,7 +58,7 @@ def page() -> str:
         "is a measurement. A gap is ours over the paper's, minus 1.",
         "Assumed in every row that does not say otherwise:",
         "\n".join(f"- {line};" for line in SHARED[:-1]) + f"\n- {SHARED[-1]}.",
-        table(all_claims()),
+        table(claims),
         "Printed by the paper and not computed here:",
         "\n".join(f"- {line};" for line in NOT_COMPUTED[:-1])
         + f"\n- {NOT_COMPUTED[-1]}.",
