@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.server
 def test_the_demo_shows_the_point(tmp_path):
     command = [sys.executable, ROOT / "scripts/serve_demo.py", "--once"]
-    sizes = ["--prompt-tokens", "3000", "--requests", "3", "--calls", "4"]
+    # Of six answers on compressed KV three are wrong, of the first three one is.
+    sizes = ["--prompt-tokens", "3000", "--requests", "6", "--calls", "4"]
     ended = subprocess.run(
         [*command, *sizes, "--png", tmp_path / "demo.png"],
         capture_output=True,
@@ -23,9 +24,9 @@ def test_the_demo_shows_the_point(tmp_path):
         timeout=900,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same = dict(re.findall(r"│ ([\w ]+?) +│.*│ +(\d) of 3 │ +\d of 3 │", ended.stdout))
-    assert same["full KV"] == same["VeriCache"] == "3"
-    assert int(same["compressed KV alone"]) < 3
+    same = dict(re.findall(r"│ ([\w ]+?) +│.*│ +(\d) of 6 │ +\d of 6 │", ended.stdout))
+    assert same["full KV"] == same["VeriCache"] == "6"
+    assert int(same["compressed KV alone"]) < 6
     assert "compressed KV alone (WRONG):" in ended.stdout
     assert "(not " in ended.stdout
     assert (tmp_path / "demo.png").stat().st_size
