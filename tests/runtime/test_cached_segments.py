@@ -20,7 +20,7 @@ def short_segments(monkeypatch):
 
 
 def test_any_history_agrees_with_a_dictionary():
-    """Sixty histories of up to a hundred steps."""
+    """Histories of up to a hundred steps."""
     run_state_machine_as_test(
         SegmentMachine,
         settings=settings(stateful_step_count=100),

@@ -191,8 +191,7 @@ class Owner:
         base = len(request.tokens)
         request.verify = VerifyDrafts(rid, request.epoch, base, pack(drafts))
         request.decodes = False
-        request.asked = now
-        self._begin_lease(request, now)
+        self._expect(request, now)
         self.outbox.append((request.verifier, request.verify))
 
     def prepare(self, rid: int, eta_s: float) -> None:
@@ -220,8 +219,7 @@ class Owner:
         if request is None:
             return
         request.tokens, request.verify = tokens, None
-        request.asked = now
-        self._begin_lease(request, now)
+        self._expect(request, now)
         self.outbox.append((request.verifier, request.asking()))
 
     def tokens(self, rid: int) -> MutableSequence[int] | None:
@@ -320,8 +318,13 @@ class Owner:
                 request.pause = min(2 * request.pause, self._lease_s / 2)
                 self._ask(request, now)
 
+    def _expect(self, request: OwnedRequest, now: float) -> None:
+        """Note that the verifier was asked for something new."""
+        request.asked = now
+        self._begin_lease(request, now)
+
     def _begin_lease(self, request: OwnedRequest, at: float) -> None:
-        """Note an answer, or that one is to come."""
+        """Count silence from an answer, or from when one is expected."""
         request.answered = at
         request.leased = self.verifiers[request.verifier].clock(at)
 
@@ -353,8 +356,7 @@ class Owner:
                 continue
             request.epoch += 1
             request.verifier = index
-            request.asked = now
-            self._begin_lease(request, now)
+            self._expect(request, now)
             request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
             request.finished = request.decodes = False
             self.outbox.append((index, request.opening()))

@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -65,13 +67,25 @@ def status_of(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_new_process_reads_what_an_old_one_wrote(tmp_path):
-    def write():
-        store = file_store(tmp_path)
-        fill(store)
-        assert store.close()
+WRITER = """
+import sys
+from storages import file_store
+from sample_segments import fill
+store = file_store(sys.argv[1])
+fill(store)
+assert store.close()
+"""
 
-    assert status_of(forked(write)) == 0
+
+def test_a_new_process_reads_what_an_old_one_wrote(tmp_path):
+    here = os.path.dirname(__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path])}
+    subprocess.run(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        env=environment,
+        check=True,
+        timeout=600,
+    )
     store = file_store(tmp_path)
     assert store.lookup(NAMES) == 5
     assert intact(store) == NAMES
