@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # test's code, so that two runs of one commit agree; --hypothesis-profile=explore draws
 # others.
 settings.register_profile("explore", deadline=None, print_blob=True)
-settings.register_profile("all", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("usual", settings.get_profile("all"), max_examples=15)
 
 LONGEST = (

@@ -169,7 +169,7 @@ def test_what_fails_every_time_ends_no_server(server, prompts, wanted):
         # On one rank: in its choice of rows, before the forward; in its sampling, after
         # it; in what concerns one request, which the other rank knows nothing of.
         "sampling@1",
-        *extended("rows@0", "prefetch@1", "arrival@1"),
+        *extended("rows@0", "prefetch@1"),
         *extended("plan"),  # on all ranks alike
         # A rank that matches less has chosen another batch by then.
         *extended("look-up@1"),

@@ -60,7 +60,6 @@ SHORT = {"stop strings", "biased"}
     "kinds",
     [
         pytest.param(KINDS, id="at once"),
-        pytest.param({"seeded": SEEDED}, id="seeded", marks=extended),
         # Plain SGLang counts otherwise beside the prefills of others.
         pytest.param({"penalties": PENALISED}, id="penalties", marks=extended),
     ],
@@ -88,15 +87,6 @@ def test_answers_of_every_kind_are_those_of_plain_sglang(pair, documents, kinds)
 
 def told_of(answer):
     return answer["meta_info"]["vericache"]
-
-
-@extended
-def test_streams_grow_and_end_as_plain_sglang_s(pair, documents):
-    expected = Streams(pair.plain, documents, TOKENS).texts()
-    streams = Streams(pair.drafter, documents, TOKENS)
-    assert streams.texts() == expected
-    for chunks in streams.chunks:
-        assert len(chunks) > 4
 
 
 @extended
@@ -150,6 +140,7 @@ def test_a_verifier_that_is_killed_costs_no_client_anything(pair, documents):
     pair.until(pair.drafter, lambda c: c["drafted"] > before["drafted"])
     kill(pair.verifier)
     assert streams.texts() == expected
+    assert all(len(chunks) > 4 for chunks in streams.chunks)
     lasts = [chunks[-1]["meta_info"] for chunks in streams.chunks]
     assert "local" in {last["vericache"]["path"] for last in lasts}
     settled(pair.drafter)
@@ -202,12 +193,11 @@ def test_drafting_goes_on_at_another_verifier(plain, documents, tmp_path):
     [
         ("p1", (*LOOKUP, "--page-size", "16", *KIVI), RETRACTED),
         ("p2", (*LOOKUP, "--page-size", "16", "--disable-overlap-schedule"), {}),
-        ("p1", (*STATELESS, "--page-size", "16", "--disable-overlap-schedule"), {}),
         ("p2", (*STATELESS, *PLANES), RETRACTED),
     ],
     ids=[
         "p1, codes, pages, prompt lookup, retracted",
-        *("p2, pages, no overlap, prompt lookup", "p1, stateless, pages, no overlap"),
+        "p2, pages, no overlap, prompt lookup",
         "p2, codes, stateless, retracted",
     ],
 )

@@ -41,15 +41,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(KINDS, id="at once"),
-        pytest.param({"seeded": SEEDED}, id="seeded", marks=extended),
-    ],
-)
-def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents, kinds):
-    asked = (kinds, documents[2:] if len(kinds) > 1 else documents)
+def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents):
+    asked = (KINDS, documents[2:])
     before = pair.drafter.counters()
     answers = pair.compare_kinds(*asked, max_new_tokens=TOKENS)
     after = settled(pair.drafter)
