@@ -106,10 +106,14 @@ class Pair:
     def compare_kinds(self, kinds, texts, path=None, **shared):
         """Assert equal answers of texts under each of several parameters, all at once.
 
+        Args:
+            texts: Of every kind, or by kind.
+
         Returns:
             The drafter's answers to all texts, by kind.
         """
-        asked = [json.dumps([texts, {**shared, **params}]) for params in kinds.values()]
+        own = texts if isinstance(texts, dict) else dict.fromkeys(kinds, texts)
+        asked = [json.dumps([own[kind], {**shared, **kinds[kind]}]) for kind in kinds]
         with ThreadPoolExecutor(len(asked)) as clients:
             got = [*clients.map(partial(answers_of, self.drafter), asked)]
             wanted = [*clients.map(partial(plain_answers, self.plain), asked)]

@@ -213,10 +213,14 @@ def test_other_servers_answer_the_same(
     with servers(tmp_path, plain, documents, *flags, **own) as pair:
         for params in kinds:
             pair.drafter.flush()
+            before = pair.drafter.counters()
             pair.compare(documents, max_new_tokens=tokens, **params)
+            after = settled(pair.drafter)
+            drafted, accepted = (after[n] - before[n] for n in ("drafted", "accepted"))
+            # Under a grammar nearly all may be rejected.
+            assert params is REGEX or accepted > drafted / 3
         counters = settled(pair.drafter)
         assert counters[f"remote_{path}"] > 0
-        assert counters["accepted"] > counters["drafted"] / 3
         assert (counters["inner_proposed_draft"] > 0) == ("ngram" in flags)
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
         waits = pair.verifier.settle()["remote_stateless"]
