@@ -76,6 +76,26 @@ def test_every_kind_of_request_is_answered_as_by_one_server(usual, tmp_path):
     assert held(state) == NOTHING
 
 
+@pytest.mark.extended
+def test_log_probabilities_are_nearly_those_of_one_server(tmp_path):
+    """As in SGLang's ``PDLogprobParityMixin``, which allows 0.05: one at a time."""
+    texts = record_prompts(load_tokenizer(MODEL), spread(64, 100, 600), 17)
+    asked = [
+        {
+            "prompts": [text],
+            "params": [greedy(16, ignore_eos=True)],
+            "more": {"return_logprob": True, "top_logprobs_num": 5},
+        }
+        for text in texts
+    ]
+    plain = run(described("plain", None, {}), MODEL, asked)
+    with Pair(tmp_path, *KEYNORM, *ON_HOST) as pair:
+        ours = pair.run(asked)
+    assert compare(plain, ours) == []
+    assert logprob_gap(plain, ours) < 1e-4
+    assert ours["state"]["drafted"] > 64
+
+
 @pytest.fixture(scope="module")
 def greedy_waves():
     texts = record_prompts(load_tokenizer(MODEL), spread(12, 200, 1500), 11)
