@@ -11,6 +11,9 @@ from hypothesis import settings
 from process_guard import ProcessGuard
 from xdist.scheduler import LoadFileScheduling
 
+# Its assertions then show in what an answer differs from plain SGLang's.
+pytest.register_assert_rewrite("live_pair")
+
 # A second thread spins at every barrier on a busy small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -80,20 +80,19 @@ def test_every_kind_of_request_is_answered_as_by_one_server(usual, tmp_path):
 def test_log_probabilities_are_nearly_those_of_one_server(tmp_path):
     """As in SGLang's ``PDLogprobParityMixin``, which allows 0.05: one at a time."""
     texts = record_prompts(load_tokenizer(MODEL), spread(64, 100, 600), 17)
-    asked = [
-        {
-            "prompts": [text],
-            "params": [greedy(16, ignore_eos=True)],
-            "more": {"return_logprob": True, "top_logprobs_num": 5},
-        }
-        for text in texts
-    ]
-    plain = run(described("plain", None, {}), MODEL, asked)
+    wave = {
+        "prompts": texts,
+        "params": [greedy(16, ignore_eos=True)] * len(texts),
+        "more": {"return_logprob": True, "top_logprobs_num": 5},
+        "at_once": 1,
+    }
+    plain = run(PLAIN, MODEL, [wave])
     with Pair(tmp_path, *KEYNORM, *ON_HOST) as pair:
-        ours = pair.run(asked)
+        ours = pair.run([wave])
     assert compare(plain, ours) == []
     assert logprob_gap(plain, ours) < 1e-4
     assert ours["state"]["drafted"] > 64
+    assert held(ours["state"]) == NOTHING
 
 
 @pytest.fixture(scope="module")

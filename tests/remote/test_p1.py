@@ -211,15 +211,17 @@ def test_other_servers_answer_the_same(
         # Torch decodes a prompt's codes anew in every draft.
         tokens, kinds = TOKENS // 3, kinds[:2]
     with servers(tmp_path, plain, documents, *flags, **own) as pair:
+        counters = pair.drafter.counters()
         for params in kinds:
+            before = counters
             pair.drafter.flush()
-            before = pair.drafter.counters()
             pair.compare(documents, max_new_tokens=tokens, **params)
-            after = settled(pair.drafter)
-            drafted, accepted = (after[n] - before[n] for n in ("drafted", "accepted"))
+            counters = settled(pair.drafter)
+            drafted, accepted = (
+                counters[name] - before[name] for name in ("drafted", "accepted")
+            )
             # Under a grammar nearly all may be rejected.
             assert params is REGEX or accepted > drafted / 3
-        counters = settled(pair.drafter)
         assert counters[f"remote_{path}"] > 0
         assert (counters["inner_proposed_draft"] > 0) == ("ngram" in flags)
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
