@@ -58,6 +58,22 @@ def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents):
         assert paths_of(found).count("local") >= left[kind]
 
 
+def test_a_part_of_a_prefix_that_is_cached_here_is_no_obstacle(pair, documents):
+    text = documents[0]
+    # Decoded here, as its log-probabilities are of the prompt.
+    first = pair.drafter.generate(
+        [text[: len(text) // 2]], more={"return_logprob": True, "logprob_start_len": 0}
+    )
+    assert paths_of(first) == ["local"]
+    assert pair.drafter.settle()["cache_device_tokens"] > 0
+    (answer,) = pair.compare([text], max_new_tokens=TOKENS, ignore_eos=True)
+    assert paths_of([answer]) == ["p2"], pair.events()
+    again = pair.compare([text], max_new_tokens=TOKENS, ignore_eos=True)
+    assert paths_of(again) == ["local"]
+    assert again[0]["meta_info"]["cached_tokens"] >= 2 * 1024
+    settled(pair.drafter)
+
+
 @extended
 @pytest.mark.parametrize(("fault", "seed"), [("missing", 6), ("damaged", 7)])
 def test_without_residual_kv_requests_stay_at_their_verifier(pair, fault, seed):

@@ -51,7 +51,8 @@ def start(engine, early, rid, names, found):
     state = engine.admit(rid, "x", TOKENS, insertable=False)
     record = state.req.kv
     row = engine.table[record.req_pool_idx]
-    engine.allocator.free(row[: record.kv_allocated_len].to(torch.int64))
+    own = row[record.cache_protected_len : record.kv_allocated_len]
+    engine.allocator.free(own.to(torch.int64))
     engine.tree.unpin(state.req)
     state.req.skip_radix_cache_insert = False
     drafts = early.enter(rid, names, found, engine.tree)
@@ -123,6 +124,35 @@ def test_one_that_ends_before_it_was_verified_leaves_nothing(ends, came):
         getattr(engine, ends)("a")
         engine.checks.all()
         assert engine.segments.reach(names, 0) == (WHOLE * SHORT) * (came == WHOLE)
+        left_behind(engine)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("codec", ["", *LINES.values()], ids=["", *LINES])
+def test_beside_full_kv_of_a_part_entries_fit_and_codes_do_not(codec, on_host):
+    """Which was computed here, and may be rounded otherwise than what is stored."""
+    with tiered(slots=320, codec=codec, stores=True) as engine:
+        names = engine.names(engine.ids("x", TOKENS))[:WHOLE]
+        found = stored_parts(engine, names)
+        assert engine.admit("here", "x", 2 * SHORT + 3)
+        engine.finish("here")
+        if on_host:
+            engine.evict()
+        early = EarlySegments(engine.segments, engine.placement.handles)
+        assert early.fit(names, found) is not bool(codec)
+        if codec:
+            return
+        state = start(engine, early, "a", names, found)
+        engine.draft("a")
+        for name, each in zip(names, found, strict=True):
+            assert early.take(name, each, None)
+        assert engine.move(Complete("a"), "a")
+        engine.checks.all()
+        engine.verify("a", 1)
+        state.inexact = 0
+        engine.draft("a")
+        engine.finish("a")
+        engine.checks.all()
         left_behind(engine)
 
 

@@ -40,13 +40,21 @@ class EarlySegments:
         self._handles = handles
 
     def fit(self, names: Sequence[str], drafts: Sequence[Found]) -> bool:
-        """Return whether stored draft KV keeps the tokens that what is here keeps."""
+        """Return whether stored draft KV keeps the tokens that what is here keeps.
+
+        Codes from the store do not fit beside full KV that was computed here: what is
+        joined with them later must be of the same rounding.
+        """
         segments, where = self._segments, self._segments.copies.where
         if not segments.active or not segments.trusts(names):
             return False
         for name, found in zip(names, drafts, strict=True):
             stored = found.parts["draft"][where]
             part, rest = segments.draft(name), segments.residual(name)
+            known = segments.copies.index.get(name)
+            whole = known is not None and not (known.split or known.content.away)
+            if whole and where == "coded":
+                return False
             held = [] if part is None else [part.where[where]]
             if isinstance(rest, PlaneResidual):
                 held.append(rest.coded.read())

@@ -100,8 +100,8 @@ class EarlyStarts:
             names, found = stored.drafts_of(rid)
             count = self._count(req, len(found))
             names, found = names[:count], found[:count]
-            if count and self._segments.reach(names, 0) >= count * SEGMENT:
-                stored.pop(rid)  # another request has brought it here meanwhile
+            if count and self._comes_whole(names):
+                stored.pop(rid)
             elif not count or not self._early.fit(names, found):
                 self._decline(rid)
             else:
@@ -144,6 +144,10 @@ class EarlyStarts:
     def _find(self, scheduler: Any, rid: str) -> Req | None:
         """Return a request that may start; None if it is gone."""
         return next((each for each in scheduler.waiting_queue if each.rid == rid), None)
+
+    def _comes_whole(self, names: Sequence[str]) -> bool:
+        """Return whether another request has brought a prefix here meanwhile."""
+        return self._segments.reach(names, 0) >= len(names) * SEGMENT
 
     def _decline(self, rid: str) -> None:
         """Let a request go on that cannot start."""

@@ -126,9 +126,9 @@ class PairedStarts(EarlyStarts):
         if stored is None:
             return
         stored.draft_first = req.rid
-        scheduler._prefetch_kvcache(req)
-        if not stored.reads_drafts(req.rid):  # a part of its prefix is cached here
-            stored.pop(req.rid)
+        # From the first token on: also where a part of it is cached here.
+        handle, tokens = req.cache_request_handle, req.origin_input_ids
+        scheduler.tree_cache.prefetch_from_storage(handle, None, tokens)
 
     def forget(self, rid: str) -> None:
         """See ``Starts``, and ``EarlyStarts``."""
@@ -143,6 +143,9 @@ class PairedStarts(EarlyStarts):
 
     def _find(self, scheduler: Any, rid: str) -> Req | None:
         return self._relay.open_request(rid)
+
+    def _comes_whole(self, names: Sequence[str]) -> bool:
+        return False
 
     def _decline(self, rid: str) -> None:
         self.forget(rid)

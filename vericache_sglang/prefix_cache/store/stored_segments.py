@@ -385,11 +385,6 @@ class StoredSegments:
             drafts=drafts,
         )
 
-    def reads_drafts(self, rid: str) -> bool:
-        """Return whether draft KV alone is read for a request."""
-        fetch = self._fetches.get(rid)
-        return fetch is not None and fetch.drafts
-
     def drafted(self) -> list[str]:
         """Return the waiting requests whose draft KV has been read."""
         return [
