@@ -262,6 +262,8 @@ class Relay:
         self._requests[pair.number] = req
         if req.return_logprob:
             self._logprobs[pair.number] = pair.logprobs
+            # SGLang may stream it before the next exchange, as it was in a batch.
+            self._tell_logprobs(pair.number, req)
         if fresh:
             self._owner.committed[pair.number] = fresh
         if self._owner.tokens(pair.number) is None:
@@ -305,6 +307,12 @@ class Relay:
             self._transport.send(peer, said)
         self._owner.outbox.clear()
 
+    def _tell_logprobs(self, rid: int, req: Req) -> None:
+        """Give SGLang the log-probabilities of a request's newest tokens."""
+        if new := self._logprobs.get(rid):
+            add_logprobs(req, req.output_ids[-len(new) :], new)
+            new.clear()
+
     @staticmethod
     def _look_at_tokens(scheduler: Any, req: Req, fresh: int) -> None:
         """Let SGLang look whether a request ends with its last ``fresh`` tokens."""
@@ -330,9 +338,7 @@ class Relay:
             if not fresh and req.to_finish is None:
                 continue
             req.time_stats.set_last_decode_finish_time()
-            if new := self._logprobs.get(rid):
-                add_logprobs(req, req.output_ids[-fresh:], new)
-                new.clear()
+            self._tell_logprobs(rid, req)
             self._look_at_tokens(scheduler, req, fresh)
             if req.finished():
                 self._finish(scheduler, rid)
