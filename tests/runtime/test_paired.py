@@ -13,9 +13,11 @@ import pytest
 
 from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
+from vericache_sglang.remote.messages import Logprobs
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.paired import LONGEST_S, PairedStarts
-from vericache_sglang.runtime.relay import PairedRequest
+from vericache_sglang.runtime.relay import PairedRequest, Relay
+from vericache_sglang.runtime.request_logprobs import LISTS
 from vericache_sglang.sampling.profile import GREEDY_FAST
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.plan import (
@@ -276,3 +278,28 @@ def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap, proposals):
         begin = PROMPT + 3
         assert emitted == drafter.truth[begin : begin + len(emitted)]
         assert len(emitted) == TOKENS - 3, seed
+
+
+def test_a_request_that_loses_its_row_has_all_its_log_probabilities():
+    """SGLang streams the batch it was in before the relay's next exchange."""
+    emitted, decided, first = 5, 8, 3
+    values = [-0.5 * i for i in range(decided)]
+    lists = {name: [] for name in LISTS}
+    lists |= {"output_token_logprobs_val": values[:emitted]}
+    lists |= {"output_token_logprobs_idx": [*range(emitted)]}
+    asked = SimpleNamespace(top_logprobs_num=0, token_ids_logprob=None, **lists)
+    req = SimpleNamespace(
+        rid="r", output_ids=[*range(emitted)], return_logprob=True, logprob=asked
+    )
+    owner = SimpleNamespace(committed={}, returned=[], tokens=lambda _: None)
+    owner.relay = lambda *_: None
+    transport = SimpleNamespace(ready=0, now=lambda: 0.0)
+    relay = Relay(None, None, owner, transport, None)
+    relay.paired["r"] = PairedRequest(
+        *(req, 1, [*range(decided)]),
+        first=first,
+        logprobs=[Logprobs(value) for value in values[first:]],
+    )
+    assert relay.take(None, req, is_retracted=True)
+    assert [*req.output_ids] == asked.output_token_logprobs_idx == [*range(decided)]
+    assert asked.output_token_logprobs_val == values
