@@ -84,6 +84,7 @@ def open_segments(
             kept=lambda: segments.kept,
         )
         segments.stored.alone = ranks.alone
+        segments.stored.awaits_whole = config.remote_path == "local"
         if compressor.codec is not None:
             store.codec = _store_codec(compressor.codec.without_tail(), copies)
     host.evictor = segments.make_room

@@ -1,5 +1,7 @@
 """Stored segments as the scheduler uses them: written once, fetched in time or not."""
 
+from math import inf
+
 import pytest
 import torch
 from sample_segments import FINGERPRINT, KIVI, SNAPKV, TOKENS, pair_of, whole_of
@@ -204,6 +206,23 @@ def test_a_request_that_is_to_be_read_whole_waits_longer(monkeypatch):
     assert finish(stored)
     assert stored.pop("r") == (2 * TOKENS, 0)
     assert stored.whole_s(1) == stored.whole_s(2) / 2, "behind none"
+
+
+@pytest.mark.parametrize(("predicted", "waits"), [(0.0, 1), (2.0, 4), (inf, 1)])
+def test_on_b2_a_request_waits_twice_as_long_as_predicted(
+    predicted, waits, monkeypatch
+):
+    clock, longest = Clock(), stored_segments.LONGEST_S
+    monkeypatch.setattr(stored_segments, "time", clock)
+    stored, store, _ = opened()
+    written(store, "ab")
+    stored.awaits_whole = True
+    monkeypatch.setattr(stored, "whole_s", lambda segments: predicted * longest)
+    stored.fetch("r", ["a", "b"], 0)
+    clock.now += waits * longest - 0.1
+    assert not finish(stored)
+    clock.now += 0.2
+    assert finish(stored)
 
 
 def test_what_came_before_the_deadline_is_taken_in(monkeypatch):

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice, takewhile
+from math import isfinite
 from operator import and_, attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -177,6 +178,7 @@ class StoredSegments:
 
     Attributes:
         alone: There is one rank: what it has read and written counts at once.
+        awaits_whole: Every request waits as after ``await_whole`` (path B2).
         draft_first: Request of which the next ``fetch`` reads draft KV alone.
     """
 
@@ -190,6 +192,7 @@ class StoredSegments:
         kept: Callable[[], int] | None = None,
     ) -> None:
         self.alone = True
+        self.awaits_whole = False
         self.draft_first = ""
         self._kept = kept
         self._store = store
@@ -374,6 +377,8 @@ class StoredSegments:
         if first >= len(names) or rid in self._fetches:
             return
         drafts = rid == self.draft_first and not first
+        if self.awaits_whole:
+            self.await_whole(rid, self.whole_s(len(names) - first))
         if len(self._fetches) >= MOST_FETCHES:
             self.pop(next(iter(self._fetches)))
         self._fetches[rid] = Fetch(
@@ -573,7 +578,7 @@ class StoredSegments:
 
 
 def _longest_wait(predicted_s: float) -> float:
-    return max(LONGEST_S, 2.0 * predicted_s)
+    return max(LONGEST_S, 2.0 * predicted_s if isfinite(predicted_s) else 0.0)
 
 
 def _residual_bytes(drafts: Sequence[Found]) -> int:
