@@ -27,17 +27,18 @@ from vericache_sglang.evaluation.workload import load_tokenizer, record_prompts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vericache_sglang.evaluation.benchmark import Results
 
     Body = dict[str, Any]
 
 B1, B2, P1, P2, AUTO = "b1", "b2", "p1", "p2", "auto"
-PATHS: Mapping[str, str] = {B1: B1, P1: P1, P2: P2, AUTO: AUTO, B2: "local"}
+PATHS: Mapping[str, str] = {P1: P1, P2: P2, B1: B1, AUTO: AUTO, B2: "local"}
 """The paper's name of a path -> ``--vericache-remote-path`` of the drafter.
 
-A drafter that decodes itself reads the full KV of a stored prefix: that is B2.
+A drafter that decodes itself reads the full KV of a stored prefix: that is B2. The
+choice is measured next to B1, with which it is compared pass by pass.
 """
 
 MOST_OF_B1, MOST_OF_B2 = 1.5, 0.25
@@ -47,7 +48,9 @@ LEAST_OF_BEST = 0.97
 """Least tokens/s of the choice, as a share of the better of B1 and B2: what the medians
 of one system, measured twice, may differ by."""
 
-ALONE = 4
+BEST, SUM = "the better of b1 and b2", "the sum of b1 and b2"
+
+ALONE = 6
 """Requests of a pass in which they are asked one at a time."""
 
 
@@ -171,7 +174,7 @@ def _measure(options: argparse.Namespace, results: Results) -> None:
                     results.row(
                         f"{name}, {clients} at once, pass {number + 1}",
                         _turn,
-                        *(servers, name, requests, clients, wanted),
+                        *(servers, name, requests, clients, wanted, number + 1),
                     )
     _summarise(options, results)
 
@@ -182,11 +185,13 @@ def _turn(
     requests: Sequence[Body],
     clients: int,
     wanted: Pass,
+    number: int,
 ) -> dict[str, Any]:
     count = len(requests) if clients > 1 else ALONE
     done = _asked(servers.fresh(name), requests[:count], clients)
     expected = Pass(wanted.answers[:count], wanted.seconds)
-    return {"path": name, "clients": clients} | _row(done, expected)
+    turn = {"path": name, "clients": clients, "pass": number}
+    return turn | _row(done, expected)
 
 
 def _summarise(options: argparse.Namespace, results: Results) -> None:
@@ -207,13 +212,7 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
     first = {
         name: figures[f"{name}, 1 at once"]["seconds_to_first_token"] for name in PATHS
     }
-    shares = {}
-    for clients in (1, options.clients):
-        rates = {
-            name: figures[f"{name}, {clients} at once"]["tokens_per_s"]
-            for name in PATHS
-        }
-        shares[clients] = rates[AUTO] / max(rates[B1], rates[B2])
+    shares = {clients: _shares(rows, clients) for clients in (1, options.clients)}
     results.figures = {
         "label": "EMULATED links; one machine",
         "link_mb_per_s": {"near": options.near, "far": options.far},
@@ -221,7 +220,13 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
         "medians": figures,
         "first_token_of_p1_by_b1": first[P1] / first[B1],
         "first_token_of_p1_by_b2": first[P1] / first[B2],
-        "tokens_per_s_of_auto_by_best": {f"{n} at once": s for n, s in shares.items()},
+        "tokens_per_s_of_auto": {
+            f"{clients} at once": {
+                f"by {other}": {"median": float(np.median(found)), "passes": found}
+                for other, found in by.items()
+            }
+            for clients, by in shares.items()
+        },
     }
     results.require(differ == 0, f"{differ} answers differ from plain SGLang's")
     for other, most in ((B1, MOST_OF_B1), (B2, MOST_OF_B2)):
@@ -229,11 +234,29 @@ def _summarise(options: argparse.Namespace, results: Results) -> None:
         results.require(
             share <= most, f"first tokens of p1: {share:.2f} of {other}'s, not {most}"
         )
-    for clients, share in shares.items():
+    for clients, by in shares.items():
+        share = float(np.median(by[BEST]))
         results.require(
             share >= LEAST_OF_BEST,
             f"tokens/s of auto, {clients} at once: {share:.2f} of b1's or b2's",
         )
+
+
+def _shares(rows: Collection[dict[str, Any]], clients: int) -> dict[str, list[float]]:
+    """Return tokens/s of the choice over those of others, by pass.
+
+    The sum of B1 and B2 is what no mix of the two exceeds.
+    """
+    found: dict[str, list[float]] = {BEST: [], SUM: []}
+    for number in sorted({row["pass"] for row in rows}):
+        rates = {
+            row["path"]: row["tokens_per_s"]
+            for row in rows
+            if (row["pass"], row["clients"]) == (number, clients)
+        }
+        found[BEST].append(rates[AUTO] / max(rates[B1], rates[B2]))
+        found[SUM].append(rates[AUTO] / (rates[B1] + rates[B2]))
+    return found
 
 
 REMOTE = Benchmark(
@@ -245,7 +268,7 @@ REMOTE = Benchmark(
     seed=11,
     options={
         "tokens": (15560, "of a prompt: a document of 30 segments, and its question"),
-        "documents": (24, "each asked about once in a pass"),
+        "documents": (30, "each asked about once in a pass"),
         "clients": (12, "at once, after one at a time; fewer than documents"),
         "drafters": (
             2,
