@@ -84,7 +84,8 @@ def open_segments(
             kept=lambda: segments.kept,
         )
         segments.stored.alone = ranks.alone
-        segments.stored.awaits_whole = config.remote_path == "local"
+        alone = config.role == "drafter" and config.remote_path == "local"
+        segments.stored.awaits_whole = alone
         if compressor.codec is not None:
             store.codec = _store_codec(compressor.codec.without_tail(), copies)
     host.evictor = segments.make_room
