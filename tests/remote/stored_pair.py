@@ -18,7 +18,8 @@ SEEDED = {"temperature": 0.8, "sampling_seed": 7, "ignore_eos": True}
 # Without the filter SGLang draws other noise for a seed beside greedy requests.
 FILTERED = {**SEEDED, "top_p": 0.95}
 RETRACTED = {
-    **{"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"},
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "30",
     # Answers that are not streamed are sent in parts all the same, seldom by default.
     "SGLANG_FORCE_STREAM_INTERVAL": "1",
 }

@@ -42,7 +42,7 @@ KINDS = {
 
 
 def test_requests_leave_their_verifier_with_their_residual_kv(pair, documents):
-    # Each has its own: one whose prefix is partly here stays at its verifier.
+    # Each has its own: one whose prefix another has brought here is decoded here.
     asked = (KINDS, {k: [text] for k, text in zip(KINDS, documents, strict=True)})
     before = pair.drafter.counters()
     answers = pair.compare_kinds(*asked, max_new_tokens=TOKENS)

@@ -270,6 +270,11 @@ class VeriCacheConfig(BaseModel):
         return self.role == "drafter" and self.remote_path in ("auto", "p1", "p2")
 
     @property
+    def decodes_locally(self) -> bool:
+        """Whether a drafter decodes all requests itself, on stored full KV (B2)."""
+        return self.role == "drafter" and self.remote_path == "local"
+
+    @property
     def inner_head(self) -> bool:
         """Whether the inner drafter reads what the served model computed."""
         return self.inner in ("eagle3", "mtp")

@@ -84,8 +84,7 @@ def open_segments(
             kept=lambda: segments.kept,
         )
         segments.stored.alone = ranks.alone
-        alone = config.role == "drafter" and config.remote_path == "local"
-        segments.stored.awaits_whole = alone
+        segments.stored.awaits_whole = config.decodes_locally
         if compressor.codec is not None:
             store.codec = _store_codec(compressor.codec.without_tail(), copies)
     host.evictor = segments.make_room

@@ -145,7 +145,7 @@ class PairedStarts(EarlyStarts):
         return self._relay.open_request(rid)
 
     def _comes_whole(self, names: Sequence[str]) -> bool:
-        return False
+        return False  # it is open at a verifier, whatever is here
 
     def _decline(self, rid: str) -> None:
         self.forget(rid)

@@ -152,7 +152,7 @@ class Relay:
         if is_retracted:
             return self._relay_again(req)
         starts = self.starts
-        allowed = self._config.remote_path != "local" and travels(req)
+        allowed = not self._config.decodes_locally and travels(req)
         if allowed and starts is not None:
             allowed = not starts.here(scheduler, req)
         drafts = allowed and starts is not None and starts.suit(req)
@@ -308,9 +308,10 @@ class Relay:
         self._owner.outbox.clear()
 
     def _tell_logprobs(self, rid: int, req: Req) -> None:
-        """Give SGLang the log-probabilities of a request's newest tokens."""
+        """Give SGLang the log-probabilities of all tokens that have none yet."""
         if new := self._logprobs.get(rid):
-            add_logprobs(req, req.output_ids[-len(new) :], new)
+            known = len(req.logprob.output_token_logprobs_val)
+            add_logprobs(req, req.output_ids[known:], new)
             new.clear()
 
     @staticmethod
