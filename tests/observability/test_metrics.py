@@ -47,6 +47,7 @@ LIVE = {
     *("cache_device_tokens", "cache_host_tokens", "cache_host_bytes"),
     *("cache_store_tokens", "cache_store_bytes", "cache_segments", "answer_epoch"),
     *("remote_malformed", "remote_verifiers", "remote_guests"),
+    *("remote_share_b1", "remote_share_p1", "remote_share_local"),
     *("cache_residual_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *CompressorGuard("", 1).report(),
     *TierCounters().report(),

@@ -15,6 +15,8 @@ from vericache_sglang.planning.inter import (
     LEAST_GAIN,
     PATHS,
     Cluster,
+    Pool,
+    PoolPair,
     constraints,
     cycle_s,
     fixed_point,
@@ -48,9 +50,9 @@ HAND = Cluster(
 )
 
 
-def corners(cluster, costs):
+def corners(pools, costs):
     """Best tokens/s over every corner of the constraints; shares no code with scipy."""
-    rows, limits = constraints(cluster, costs)
+    rows, limits = constraints(pools, costs)
     size = len(costs)
     planes = np.vstack([np.array(rows), -np.eye(size)])
     bounds = np.concatenate([limits, np.zeros(size)])
@@ -62,7 +64,7 @@ def corners(cluster, costs):
         point = np.linalg.solve(picked, bounds[list(chosen)])
         if np.all(planes @ point <= bounds + 1e-9 * (1 + abs(bounds))):
             best = max(best, float(point.sum()))
-    return best * cluster.output_tokens
+    return best * pools.output_tokens
 
 
 def test_slots_and_shares_of_gpu_time():
@@ -78,7 +80,7 @@ def test_path_costs_by_hand():
             (cost.net, pytest.approx(cost.gpu), pytest.approx(cost.mem))
             for cost in costs
         )
-        for path, costs in path_costs(HAND, 2, 1).items()
+        for path, costs in path_costs(HAND.pools, 2, 1).items()
     }
     nothing = (0, 0, 0)
     drafts = (2, 50, 2 + 50)  # 10 / 0.5 = 20 drafts
@@ -92,6 +94,30 @@ def test_path_costs_by_hand():
         "P2-cached": ((2, 1.5, 2 + 6), streaming),  # 1 round
         "P2-stateless": ((2, 1.5, 2 + 3), streaming),
     }
+
+
+def test_terms_that_the_paper_omits_by_hand():
+    pools = replace(
+        HAND.pools,
+        near=replace(HAND.pools.near, check_s=0.75, prompt_s=3.0),
+        far=replace(HAND.pools.far, draft_s=0.25, prompt_s=4.0),
+        lead_tokens=2.0,
+        drafting_slots=0.5,
+    )
+    costs = path_costs(pools, 2, 1)
+    # 2 tokens of 1.5 s; then 8 / 0.5 = 16 drafts in 4 rounds of 1 + 0.75 s.
+    near, far = costs["P1-stateless"]
+    assert (near.net, near.gpu) == (5 * 2, 3 + 2 * 1.5 + 4 * 1.75)
+    assert near.mem == 5 * 2 + 2 * 3 + 4 * 3
+    assert (far.net, far.gpu) == (2, 0.25 * 4 + 16 * 2.25)
+    assert far.mem == 0.5 * (2 + 16 * 2.25)
+    assert costs["P1-cached"][0].mem == 2 + 2 * 3 + 16 * 2.25
+    # The rest after 6 s: 8 / 3 drafts, 4 / 3 tokens; 20 / 3 are left.
+    near, far = costs["P2-cached"]
+    assert near.gpu == pytest.approx(3 + 2 * 1.5 + 1.75)
+    assert far.gpu == pytest.approx(4 + 8 / 3 * 2.25 + 20 / 3 * 2.5)
+    assert costs["B1"][0].gpu == 3 + 15
+    assert costs["B2"][1].gpu == 4 + 25
 
 
 @pytest.mark.parametrize(
@@ -128,7 +154,7 @@ def test_sweeps_of_figure_13_have_the_designs_values():
 
 
 def test_shares_are_of_requests():
-    mix = solve(HAND)
+    mix = solve(HAND.pools)
     assert sum(mix.shares.values()) == pytest.approx(1)
     total = mix.tokens_per_s / HAND.output_tokens
     for path, share in mix.shares.items():
@@ -155,20 +181,57 @@ clusters = st.builds(
 @settings(max_examples=12)
 @given(cluster=clusters)
 def test_program_reaches_the_best_corner(cluster):
-    mix = fixed_point(cluster, PATHS)
+    mix = fixed_point(cluster.pools, PATHS)
     assert 1 <= mix.local_batch <= cluster.slots
     assert 1 <= mix.remote_batch <= cluster.slots
     if mix.converged:
-        table = path_costs(cluster, mix.local_batch, mix.remote_batch)
-        best = corners(cluster, [table[path] for path in PATHS])
+        table = path_costs(cluster.pools, mix.local_batch, mix.remote_batch)
+        best = corners(cluster.pools, [table[path] for path in PATHS])
         # The batches are known to a part in a thousand.
         assert mix.tokens_per_s == pytest.approx(best, rel=5e-3)
+
+
+seconds = st.floats(0.01, 2)
+measured_pools = st.builds(
+    lambda near, far, *own: PoolPair(
+        **{"near": near, "far": far, "output_tokens": 20, "draft_length": 7.5},
+        **dict(
+            zip(
+                ("compressed", "acceptance_rate", "lead_tokens", "drafting_slots"),
+                own,
+                strict=True,
+            )
+        ),
+    ),
+    *[
+        st.builds(
+            Pool,
+            instances=st.floats(0.2, 4),
+            slots=st.floats(1, 20),
+            **dict.fromkeys(
+                ("load_s", "base_s", "row_s", "check_s", "draft_s", "prompt_s"), seconds
+            ),
+        )
+    ]
+    * 2,
+    *(st.floats(0.05, 1), st.floats(0.1, 1), st.floats(0, 19), st.floats(0.1, 1)),
+)
+
+
+@settings(max_examples=12)
+@given(pools=measured_pools)
+def test_at_given_batches_the_mix_is_almost_that_of_the_best_corner(pools):
+    batches = (1.0, 1.0)
+    costs = [path_costs(pools, *batches)[path] for path in PATHS]
+    best = corners(pools, costs)
+    found = simplest(pools, batches=batches).tokens_per_s
+    assert best / (1 + LEAST_GAIN) * (1 - 1e-6) <= found <= best * (1 + 1e-6)
 
 
 @settings(max_examples=12)
 @given(cluster=clusters)
 def test_more_paths_never_lose(cluster):
-    plain, free = solve(cluster, BASELINE_PATHS), solve(cluster)
+    plain, free = solve(cluster.pools, BASELINE_PATHS), solve(cluster.pools)
     assert free.converged or not plain.converged
     if plain.converged:
         assert free.tokens_per_s >= plain.tokens_per_s
@@ -177,8 +240,8 @@ def test_more_paths_never_lose(cluster):
 @settings(max_examples=12)
 @given(cluster=clusters)
 def test_the_mix_to_follow_gives_up_little_for_fewer_paths(cluster):
-    best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)
-    followed = simplest(cluster)
+    best, plain = solve(cluster.pools), solve(cluster.pools, BASELINE_PATHS)
+    followed = simplest(cluster.pools)
     enough = best.tokens_per_s / (1 + LEAST_GAIN)
     assert followed.converged == best.converged
     assert followed.tokens_per_s >= enough
@@ -189,7 +252,7 @@ def test_the_mix_to_follow_gives_up_little_for_fewer_paths(cluster):
 def test_pure_local_serving_by_hand():
     # A link that never binds: the GPU runs batches of 3, 3 tokens per 14 bytes read.
     alone = replace(HAND, remote=0, local_bytes_per_s=1e6)
-    mix = solve(alone, ["B1"])
+    mix = solve(alone.pools, ["B1"])
     assert mix.converged
     assert mix.local_batch == pytest.approx(3, rel=1e-2)
     assert mix.tokens_per_s == pytest.approx(3 / (14 / 4), rel=1e-2)
@@ -197,7 +260,7 @@ def test_pure_local_serving_by_hand():
 
 def test_a_slow_network_leaves_small_batches():
     slow = replace(HAND, remote=0, local_bytes_per_s=0.05)
-    mix = solve(slow, ["B1"])
+    mix = solve(slow.pools, ["B1"])
     # 40 s a load, 0.25 tokens/s: (8 / B + 2) / 4 = 4 gives B = 8 / 14, at least 1.
     assert mix.tokens_per_s == pytest.approx(0.25)
     assert mix.local_batch == 1

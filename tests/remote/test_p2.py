@@ -119,6 +119,8 @@ def test_paths_are_chosen_by_what_they_cost(plain, documents, tmp_path):
         assert paths.count("local") == read_whole, "none is lost by its verifier"
         assert after["remote_returns"] == 0
         assert after["remote_p1"] > 0, "not measured before, so tried"
+        shares = [after[f"remote_share_{path}"] for path in ("b1", "p1", "local")]
+        assert sum(shares) == pytest.approx(1)
         pair.until(pair.verifier, lambda c: c["remote_guests"] == c["running"] == 0)
 
 

@@ -14,6 +14,7 @@ from vericache_sglang.remote.messages import (
     Busy,
     Close,
     Heartbeat,
+    Measured,
     Open,
     Prepare,
     Refuse,
@@ -22,6 +23,8 @@ from vericache_sglang.remote.messages import (
     Verdict,
     VerifyDrafts,
     Welcome,
+    decode_to_drafter,
+    encode,
     pack,
 )
 from vericache_sglang.remote.owner import MOST_EPOCHS, OwnedRequest, Owner
@@ -265,6 +268,36 @@ def test_the_time_per_token_is_that_of_requests_that_verifiers_decode():
     owner.receive(0, Verdict(1, 1, 6, pack([5]), False), 15.25)
     assert 0.25 < owner.token_s[False].value < 1.25
     assert owner.first_s[False].value == 3.0
+
+
+MEASURED = Measured(2, 1000, 0.25, *[0.5] * 5)
+
+
+def test_a_drafter_knows_what_the_verifiers_that_serve_it_have_measured():
+    owner, _, _ = drafting(0, 1)
+    assert owner.measured == []
+    owner.receive(0, Heartbeat(1, (), MEASURED), 0.1)
+    owner.receive(0, Heartbeat(2, ()), 0.2)
+    assert owner.measured == [MEASURED], "a heartbeat without any says nothing new"
+    owner.receive(1, Heartbeat(2, ()), 0.1 + DEAD_S)
+    owner.tick(0.3 + DEAD_S)
+    assert owner.measured == []
+
+
+def test_a_verifier_counts_the_drafters_that_have_requests_there():
+    host = Host()
+    assert host.guests.drafters == 0
+    host.tell(opening(1), opening(2))
+    assert host.guests.drafters == 1
+    (beat,) = host.guests.beats(MEASURED).values()
+    assert decode_to_drafter(encode(beat)) == beat == Heartbeat(1, (), MEASURED)
+
+
+@pytest.mark.parametrize("value", [-1.0, 61.0, float("inf"), float("nan"), "1"])
+def test_impossible_measurements_are_malformed(value):
+    beat = Heartbeat(1, (), replace(MEASURED, prompt_s=value))
+    with pytest.raises(MessageError):
+        decode_to_drafter(encode(beat))
 
 
 def test_a_verifier_that_keeps_forgetting_is_left_at_last():

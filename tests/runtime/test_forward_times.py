@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.runtime.forward_times import ForwardTimes
+from vericache_sglang.runtime.forward_times import ForwardTimes, Prefill
+from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.iteration_model import Work
 
 KINDS = st.sampled_from(["timed", "untimed", "behind other work"])
@@ -74,3 +75,27 @@ def test_a_cpu_times_forwards_as_they_return(monkeypatch):
     times.end(work, 0.5)
     times.end(work, 0.5)
     assert list(times.observed()) == [(work, 1.0)]
+
+
+def test_a_prefill_is_timed_from_its_own_begin(monkeypatch):
+    now = iter([0.0, 7.0, 9.0, 12.0, 13.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    times, work = ForwardTimes("cpu"), Work(1, 1, 1)
+    times.end(work, 0.0)
+    times.begin(0.0)
+    times.end(Prefill(10), 0.0)
+    times.interrupt()
+    times.end(work, 0.0)
+    times.end(work, 0.0)
+    assert list(times.observed()) == [(Prefill(10), 2.0), (work, 1.0)]
+
+
+def test_a_prompt_takes_the_time_of_all_its_chunks():
+    found = Estimates()
+    assert found.prompt_s.value == 0.0
+    for tokens, seconds in ((8, 9.0), (0, 1.0), (0, 1.0), (1000, 0.5)):
+        found.observe_prefill(tokens, seconds)
+    assert found.prompt_s.value == 0.0025
+    for _ in range(200):
+        found.observe_prefill(2000, 2.0)
+    assert abs(found.prompt_s.value - 0.001) < 1e-6

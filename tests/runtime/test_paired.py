@@ -13,7 +13,8 @@ import pytest
 
 from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
-from vericache_sglang.remote.messages import Logprobs
+from vericache_sglang.remote.messages import Logprobs, Measured
+from vericache_sglang.runtime import paired
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.paired import LONGEST_S, PairedStarts
 from vericache_sglang.runtime.relay import PairedRequest, Relay
@@ -85,7 +86,9 @@ class Drafter:
             counters=SimpleNamespace(note_cycle=lambda *counts: None, remote_p2=0)
         )
         self.starts._draft_tokens = DraftTokenBuffer(4, MOST + proposals, "cpu")
-        self.starts._config = SimpleNamespace(remote_path="p1", draft_length=MOST)
+        self.starts._config = SimpleNamespace(
+            remote_path="p1", draft_length=MOST, keep=0.25
+        )
         self.proposals = proposals
         relay = SimpleNamespace(
             count=1,
@@ -278,6 +281,62 @@ def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap, proposals):
         begin = PROMPT + 3
         assert emitted == drafter.truth[begin : begin + len(emitted)]
         assert len(emitted) == TOKENS - 3, seed
+
+
+def test_paths_have_the_shares_of_the_program(monkeypatch):
+    """Its two rows by hand are those of ``test_path_mix``, a verifier for each."""
+    monkeypatch.setattr(paired, "travels", lambda _: True)
+    starts, runtime = (
+        Drafter(0, 0.0, False, 0).starts,
+        Drafter(0, 0.0, False, 0).runtime,
+    )
+    starts._config.remote_path, starts._drafts = "auto", lambda *_: True
+    relay = starts._relay
+    relay.token_s, relay.first_s = ([Ewma(0.1, least=0.0, most=1.0)] * 2,) * 2
+    relay.count = 2
+    starts.attach(relay, runtime, {})
+    read_s = 1e-6
+    relay.measured = [Measured(1, 10**9, *(0.0, 0.0, read_s, 0.0), 0.0, 0.0)]
+    runtime.estimates.iteration._values = (0.0, 0.0, read_s, 0.0)
+    waits = []
+    starts._segments.kept = 1
+    starts._segments.stored = SimpleNamespace(
+        token_s=0.0,
+        whole_s=lambda segments: 1e-3 * segments,
+        draft_s=lambda segments, part: 1e-3 * segments * part,
+        await_whole=lambda *told: waits.append(told),
+        pop=lambda _: None,
+    )
+    scheduler = SimpleNamespace(tree_cache=None, max_total_num_tokens=10**9)
+    prompt, output = 9500, 1000
+
+    def arrive(i):
+        req = SimpleNamespace(
+            rid=f"r{i}",
+            origin_input_ids=[1] * prompt,
+            output_ids=[1] * output,
+            prefix_indices=[],
+            host_hit_length=0,
+            sampling_params=SimpleNamespace(max_new_tokens=output),
+            init_next_round_input=lambda *_, **__: None,
+        )
+        if starts.here(scheduler, req):
+            return "local"
+        drafts = starts.suit(req)
+        starts.forget(req.rid)
+        starts.ended(req)
+        return "p1" if drafts else "b1"
+
+    assert [arrive(i) for i in range(4)] == ["b1", "p1"] * 2, "before the program"
+    starts._mix.note_cycle(10, 10)
+    starts._mix.note_drafting(0, 0.25)
+    every = [arrive(i) for i in range(400)]
+    taken = every[80:]
+    # 100 rows near of B1; 10 near and 25 far of P1, the drafts a quarter each.
+    expected = (1 / 25) / (1 / 25 + 0.6 / 100)
+    assert taken.count("p1") / len(taken) == pytest.approx(expected, abs=0.1)
+    assert 0 < every.count("local") == len(waits) <= len(every) / 16, "tries"
+    assert starts.figures()["remote_share_p1"] == pytest.approx(expected, abs=0.02)
 
 
 def test_a_request_that_loses_its_row_has_all_its_log_probabilities():

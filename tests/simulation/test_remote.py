@@ -96,7 +96,7 @@ def full():
 
 def test_plain_paths_reach_the_programs_throughput(full):
     cluster, found = full
-    planned = solve(cluster, BASELINE_PATHS)
+    planned = solve(cluster.pools, BASELINE_PATHS)
     row = found[BASELINE.name]
     assert row.tokens_per_s == pytest.approx(planned.tokens_per_s, rel=0.05)
     for path, share in planned.shares.items():
@@ -106,7 +106,7 @@ def test_plain_paths_reach_the_programs_throughput(full):
 def test_six_paths_are_between_the_baseline_and_the_program(full):
     cluster, found = full
     ours, plain = found[ALL_SIX.name].tokens_per_s, found[BASELINE.name].tokens_per_s
-    assert 1.15 * plain < ours < 1.02 * solve(cluster).tokens_per_s
+    assert 1.15 * plain < ours < 1.02 * solve(cluster.pools).tokens_per_s
     # By arrival alone every pool is filled with what arrives first.
     assert found["all six, by arrival"].tokens_per_s < ours
 

@@ -244,8 +244,8 @@ class VeriCacheConfig(BaseModel):
         "where a drafter has requests decoded: b1 at a verifier if one takes them; p1 "
         "too, and once their draft KV has been read from the store they draft here and "
         "are verified there; p2 too, until their residual KV has been read as well and "
-        "they are verified here; local always here; auto whichever of these was "
-        "measured to be faster",
+        "they are verified here; local always here; auto chosen for each request by "
+        "what these were measured to take",
     )
 
     @property

@@ -127,7 +127,8 @@ class Sweep:
 
 def over_baseline(cluster: Cluster) -> float:
     """Return the throughput of all six paths over that of B1 and B2."""
-    return solve(cluster).tokens_per_s / solve(cluster, BASELINE_PATHS).tokens_per_s
+    pools = cluster.pools
+    return solve(pools).tokens_per_s / solve(pools, BASELINE_PATHS).tokens_per_s
 
 
 def with_arrival(cluster: Cluster, cycles: float) -> Cluster:
@@ -209,7 +210,7 @@ def pools_summary(model: str, cluster: Cluster, found: Iterable[Sweep]) -> str:
         cluster: The two pools.
         found: See ``sweeps``.
     """
-    best, plain = solve(cluster), solve(cluster, BASELINE_PATHS)
+    best, plain = solve(cluster.pools), solve(cluster.pools, BASELINE_PATHS)
     near, far, kv = (
         amount / GIGABYTE
         for amount in (

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Logprobs, Message, Resend, ToVerifier
+    from vericache_sglang.remote.messages import (
+        Logprobs,
+        Measured,
+        Message,
+        Resend,
+        ToVerifier,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +181,19 @@ class Guests:
         """Return the unfinished guests; last asked to verify, last in order."""
         return [guest for guest in self._guests.values() if not guest.finished]
 
-    def beats(self) -> dict[bytes, Message]:
-        """Return, for every connection, what to send now and again."""
+    @property
+    def drafters(self) -> int:
+        """Return the number of drafters that have unfinished guests."""
+        return len({guest.drafter for guest in self.running()})
+
+    def beats(self, measured: Measured | None = None) -> dict[bytes, Message]:
+        """Return, for every connection, what to send now and again.
+
+        Args:
+            measured: See ``Heartbeat``.
+        """
         self._sequence += 1
-        return dict.fromkeys(self._drafters, Heartbeat(self._sequence, ()))
+        return dict.fromkeys(self._drafters, Heartbeat(self._sequence, (), measured))
 
     def receive(self, connection: bytes, message: ToVerifier, at: float) -> None:
         """Take in a message, which arrived at the time ``at`` over a connection.

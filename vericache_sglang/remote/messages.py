@@ -17,7 +17,7 @@ from vericache_sglang.errors import MessageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages; other versions are refused."""
 
 LONGEST = 16 << 20
@@ -33,6 +33,7 @@ U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=LONGEST)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class Logprobs(
@@ -207,16 +208,44 @@ class Resend(Message, tag=18):
     base: U32
 
 
+class Measured(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True
+):
+    """What a verifier was measured to take, for the choice of paths; times in seconds.
+
+    Attributes:
+        drafters: That have requests there.
+        slots: Tokens that its KV pool holds.
+        base_s: A forward without its rows, see ``Coefficients``.
+        per_token_s: Of it, per token.
+        per_read_s: Per KV slot read.
+        per_product_s: Per token and KV slot.
+        prompt_s: Prefill, per prompt token.
+        load_s: Link from its store, per prompt token.
+    """
+
+    drafters: U32
+    slots: U64
+    base_s: Seconds
+    per_token_s: Seconds
+    per_read_s: Seconds
+    per_product_s: Seconds
+    prompt_s: Seconds
+    load_s: Seconds
+
+
 class Heartbeat(Message, tag=20):
     """Sent by both sides several times a second.
 
     Attributes:
         sequence: Increases; a repeated one proves life and says nothing new.
         live: Requests that a drafter has open at this verifier; empty from a verifier.
+        measured: Of a verifier; None from a drafter, or before the first forward.
     """
 
     sequence: U64
     live: Annotated[tuple[U64, ...], msgspec.Meta(max_length=1 << 16)]
+    measured: Measured | None = None
 
 
 ToVerifier = Hello | Open | Prepare | VerifyDrafts | Close | Resend | Heartbeat

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vericache_sglang.remote.messages import (
         Hello,
         Logprobs,
+        Measured,
         Message,
         ToDrafter,
         WantedLogprobs,
@@ -231,6 +232,15 @@ class Owner:
         """Become a drafter of other weights: requests return at the next tick."""
         for each in self.verifiers:
             each.change(hello)
+
+    @property
+    def measured(self) -> list[Measured]:
+        """What the verifiers that serve have told of themselves."""
+        return [
+            each.measured
+            for each in self.verifiers
+            if each.state is State.SERVING and each.measured is not None
+        ]
 
     def beats(self) -> list[Message]:
         """Return, for every verifier, what to send now and again."""

@@ -12,7 +12,7 @@ from vericache_sglang.remote.messages import Heartbeat, Hello, Refuse, Welcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vericache_sglang.remote.messages import ToDrafter
+    from vericache_sglang.remote.messages import Measured, ToDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class KnownVerifier:
 
     Attributes:
         state: Its last answer.
+        measured: What it last told of itself; None: nothing yet.
     """
 
     def __init__(self, endpoint: str, hello: Hello, lease_s: float) -> None:
@@ -63,11 +64,14 @@ class KnownVerifier:
         # When its scheduler last sent something new, and ``clock`` then.
         self._ran = self._clock = 0.0
         self.state = State.UNKNOWN
+        self.measured: Measured | None = None
 
     def receive(self, message: ToDrafter, at: float) -> None:
         """Note a message, received at the time ``at``."""
         self._received = max(at, self._received)
         beat = message.sequence if isinstance(message, Heartbeat) else None
+        if isinstance(message, Heartbeat) and message.measured is not None:
+            self.measured = message.measured
         if beat != self._told:
             self._clock, self._ran = self.clock(at), max(at, self._ran)
             self._told = self._told if beat is None else beat

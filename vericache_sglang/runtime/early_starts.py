@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from vericache_sglang.compression.budget import Budget
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.prefix_cache.store.fetches import Rest
     from vericache_sglang.prefix_cache.store.found import Found
-    from vericache_sglang.prefix_cache.store.stored_segments import Rest
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.placement import KVPlacement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,8 +25,20 @@ class End(NamedTuple):
     """
 
     at: Any
-    work: Work | None
+    work: Work | Prefill | None
     apart_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A forward that prefills.
+
+    Attributes:
+        tokens: Of the new prompts that it completes, those included of which the prefix
+            cache had the KV.
+    """
+
+    tokens: int
 
 
 class ForwardTimes:
@@ -48,7 +61,12 @@ class ForwardTimes:
         """Leave out the next forward, because other work comes before it."""
         self._follows = False
 
-    def end(self, work: Work | None, apart_s: float) -> None:
+    def begin(self, apart_s: float) -> None:
+        """Mark the begin of a forward behind other work."""
+        self._follows = False
+        self.end(None, apart_s)
+
+    def end(self, work: Work | Prefill | None, apart_s: float) -> None:
         """Mark the end of a forward that was just launched; see ``End``."""
         at: Any
         if self._on_gpu:
@@ -59,7 +77,7 @@ class ForwardTimes:
         self._ends.append(End(at, work if self._follows else None, apart_s))
         self._follows = True
 
-    def observed(self) -> Iterator[tuple[Work, float]]:
+    def observed(self) -> Iterator[tuple[Work | Prefill, float]]:
         """Yield the work and seconds of every forward that has ended, once."""
         while len(self._ends) > 1:
             begin, end = self._ends[0], self._ends[1]

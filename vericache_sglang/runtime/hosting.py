@@ -10,6 +10,7 @@ that takes, or when they have come (stateless; arXiv:2605.17613, section 5.3).
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,13 +21,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from vericache_sglang.errors import MessageError
 from vericache_sglang.remote.guests import Guest, Guests
-from vericache_sglang.remote.messages import CHANGED, WantedLogprobs, unpack
+from vericache_sglang.remote.messages import (
+    CHANGED,
+    Measured,
+    WantedLogprobs,
+    unpack,
+)
 from vericache_sglang.remote.verifiers import BEAT_S
 from vericache_sglang.runtime.known_tokens import know_next, take_back
 from vericache_sglang.runtime.request_logprobs import logprobs_from
 from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.iteration_model import LONGEST_S
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
@@ -37,9 +44,11 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.observability.counters import Counters
+    from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
     from vericache_sglang.remote.messages import Hello, Open, ToVerifier
     from vericache_sglang.remote.transport import VerifierTransport
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
+    from vericache_sglang.scheduling.estimates import Estimates
     from vericache_sglang.scheduling.plan import RowAction
 
 
@@ -57,10 +66,15 @@ class Hosting:
         counters: Counts expired leases.
 
     Attributes:
-        draft_tokens: Receives the drafts of guests; set before the first iteration.
+        draft_tokens: Receives the drafts of guests; set before the first iteration, as
+            the others are.
+        estimates: Measured times of this server.
+        stored: Its segments in the store; None without one.
     """
 
     draft_tokens: DraftTokenBuffer
+    estimates: Estimates
+    stored: StoredSegments | None
 
     def __init__(
         self,
@@ -85,6 +99,8 @@ class Hosting:
         self._requests: dict[str, Req] = {}
         self._stateless: dict[str, Req] = {}
         self._return_s = Ewma(0.0, least=0.0, most=LONGEST_RETURN_S)
+        # Part of a guest's prompt that came from the store.
+        self._stored_part = Ewma(0.0, least=0.0, most=1.0)
         self._counters = counters
         self._numbered = 0
         self._beat_at = 0.0
@@ -192,7 +208,23 @@ class Hosting:
         self._guests.outbox.clear()
         if beats:
             self._beat_at = now
-            self._transport.repeat(self._guests.beats())
+            self._transport.repeat(self._guests.beats(self._measured()))
+
+    def _measured(self) -> Measured:
+        """Return what drafters choose paths by."""
+        token_s = self.stored.token_s if self.stored is not None else inf
+        load_s = self._stored_part.value * token_s if isfinite(token_s) else 0.0
+        model = self.estimates.iteration.coefficients
+        return Measured(
+            drafters=self._guests.drafters,
+            slots=self._scheduler.max_total_num_tokens,
+            base_s=model.base_s,
+            per_token_s=model.per_token_s,
+            per_read_s=model.per_read_s,
+            per_product_s=model.per_product_s,
+            prompt_s=self.estimates.prompt_s.value,
+            load_s=min(load_s, LONGEST_S),
+        )
 
     def _advance(self, guest: Guest, queued: set[str] | None) -> None:
         """Report a guest's new tokens, or that it is gone.
@@ -211,6 +243,9 @@ class Hosting:
                     have = len(guest.logprobs)
                     new = logprobs_from(req, have + bool(guest.opened))
                     guest.logprobs += new[: len(tokens) - guest.opened - have]
+                if tokens and not guest.sent:
+                    prompt = len(req.origin_input_ids)
+                    self._stored_part.observe(req.cached_tokens_storage / prompt)
                 self._guests.advance(guest, tokens, finished)
         if lost:
             self._guests.lose(guest)
@@ -380,11 +415,10 @@ class Hosting:
         self._hello = replace(self._hello, fingerprint=CHANGED)
         self._guests.change(self._hello)
 
-    def figures(self) -> dict[str, int]:
-        """Return present figures, for the worker's report."""
+    def figures(self) -> dict[str, float]:
+        """See ``Role``."""
         return {
             "remote_malformed": self._transport.malformed,
-            "remote_verifiers": 0,
             "remote_guests": len(self._guests),
         }
 

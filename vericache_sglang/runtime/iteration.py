@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vericache_sglang.observability.counters import move_name
 from vericache_sglang.runtime.departure import last_action
 from vericache_sglang.runtime.forward.autoregressive import run_plain, samples_as_sglang
 from vericache_sglang.runtime.forward.spec_input import hidden_mode, take_hidden
-from vericache_sglang.runtime.forward_times import ForwardTimes
+from vericache_sglang.runtime.forward_times import ForwardTimes, Prefill
 from vericache_sglang.scheduling.iteration_model import Work
 from vericache_sglang.scheduling.plan import (
     Complete,
@@ -30,6 +31,8 @@ from vericache_sglang.scheduling.plan import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
 
@@ -110,9 +113,25 @@ class Decoding:
     def __post_init__(self) -> None:
         self._times = ForwardTimes(self.draft_tokens.device)
 
-    def interrupt(self) -> None:
-        """Do not time the next forward, because a prefill comes before it."""
-        self._times.interrupt()
+    @contextmanager
+    def prefill(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Time a prefill, and not the forward behind it."""
+        self._observe_times()
+        self._times.begin(0.0)
+        try:
+            yield
+        finally:
+            self._times.end(Prefill(_completed(batch)), 0.0)
+            self._times.interrupt()
+
+    def _observe_times(self) -> None:
+        """Record the times of forwards that have ended."""
+        measured = self.tp_sync.measured
+        for done, seconds in self._times.observed():
+            if isinstance(done, Prefill):
+                measured.observe_prefill(done.tokens, seconds)
+            else:
+                measured.iteration.observe(done, seconds)
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one iteration of SGLang's decode batch.
@@ -139,8 +158,7 @@ class Decoding:
         return result
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        for done, seconds in self._times.observed():
-            self.tp_sync.measured.iteration.observe(done, seconds)
+        self._observe_times()
         self.in_flight.record_all_but_newest()
         self.placement.counters.note_iteration(len(batch.reqs))
         # A batch with a grammar processes the last result between choosing the batch
@@ -351,3 +369,15 @@ class Decoding:
             position = self.draft_tokens.verified(requests)
             proposer.observe(requests, position, take_hidden(result))
         return result
+
+
+def _completed(batch: ScheduleBatch) -> int:
+    """Return the prompt tokens of the new requests whose prefill a batch completes."""
+    if not batch.forward_mode.is_extend():
+        return 0
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+    return sum(
+        len(req.origin_input_ids)
+        for req, start, count in parts
+        if not req.output_ids and start + count == len(req.origin_input_ids)
+    )

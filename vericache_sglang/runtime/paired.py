@@ -8,13 +8,15 @@ every token before the next one has draft KV in whatever way the verifier decide
 inner drafter proposes in these rows as in others.
 
 On path P1 the residual KV is never read. On P2 it follows; when all of it is here the
-request leaves its verifier and goes on as an early start does. With ``auto`` requests
-draft here where that is faster, and return to their verifier where it was not; those
-that are predicted to end sooner if their full KV is read stay here (B2).
+request leaves its verifier and goes on as an early start does. With ``auto`` a request
+takes the path on which it is predicted to end first, or beside others an alike one, so
+that the paths have the shares of the linear program (``PathMix``); one that drafts
+returns to its verifier where that was slower.
 """
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.kv.segment_length import SEGMENT
@@ -23,7 +25,10 @@ from vericache_sglang.prefix_cache.store.stored_segments import MOST_FETCHES
 from vericache_sglang.runtime.early_starts import EarlyStarts, longest_suffix
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.iteration_model import Coefficients
+from vericache_sglang.scheduling.path_mix import REVIEW, PathMix, Speeds
 from vericache_sglang.scheduling.path_paces import PathPaces
+from vericache_sglang.scheduling.paths import Path, PathChoice
 from vericache_sglang.scheduling.plan import Deliver, Wait
 
 if TYPE_CHECKING:
@@ -35,11 +40,19 @@ if TYPE_CHECKING:
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.kv.request import RequestState
     from vericache_sglang.prefix_cache.store.found import Found
+    from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.placement import KVPlacement
     from vericache_sglang.runtime.relay import PairedRequest, Relay
     from vericache_sglang.scheduling.plan import RowAction
     from vericache_sglang.scheduling.runtime import Runtime
+
+SHARES = {
+    Path.B1: "remote_share_b1",
+    Path.P1_CACHED: "remote_share_p1",
+    Path.B2: "remote_share_local",
+}
+"""Path -> its share in the linear program, as a figure; P1 with P2."""
 
 LONGEST_S = 60.0
 """Longest time between drafts and their verdict that is believed, in seconds."""
@@ -61,6 +74,12 @@ class PairedStarts(EarlyStarts):
         self._relay, self._runtime, self._states = relay, runtime, states
         self._round_s = Ewma(0.0, least=0.0, most=LONGEST_S)
         self._drafting_s = Ewma(0.0, least=0.0, most=LONGEST_S)
+        prior, keep = runtime.estimates.prior.p, self._config.keep
+        self._mix = PathMix(self._config.draft_length, prior, keep)
+        self._choice = PathChoice()
+        self._requests = 0
+        # Of those that are not read whole: the paths that were chosen.
+        self._chosen: Recent[Path] = Recent(MOST_FETCHES)
         # Of a request that is alone, and of one beside others.
         self._paces = [
             PathPaces(relay.token_s[others], relay.first_s[others], others=others)
@@ -82,6 +101,12 @@ class PairedStarts(EarlyStarts):
         """Whether paths are chosen by what they cost."""
         return self._config.remote_path == "auto"
 
+    def figures(self) -> dict[str, float]:
+        """See ``Starts``."""
+        if not self._chooses:
+            return {}
+        return {name: self._mix.shares.get(path, 0.0) for path, name in SHARES.items()}
+
     def _seen(self, own: int) -> PathPaces:
         """Return the paces as they are beside what is there but ``own`` requests."""
         return self._paces[self._relay.count > own]
@@ -96,7 +121,7 @@ class PairedStarts(EarlyStarts):
         active = self._segments.stored is not None and bool(self._segments.kept)
         fits = active and travels(req)
         fits = fits and self._drafts(req, len(req.origin_input_ids))
-        return fits and (not self._chooses or self._seen(0).drafts())
+        return fits and self._chosen.get(req.rid) is not Path.B1
 
     def here(self, scheduler: Any, req: Req) -> bool:
         """See ``Starts``: P2 and B2 bring whole prefixes here."""
@@ -105,20 +130,61 @@ class PairedStarts(EarlyStarts):
         req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
         tokens = len(req.origin_input_ids)
         missing: int = tokens - len(req.prefix_indices) - req.host_hit_length
-        return missing <= longest_suffix(tokens) or self._reads_whole(req, missing)
+        return missing <= longest_suffix(tokens) or self._reads_whole(
+            scheduler, req, missing
+        )
 
-    def _reads_whole(self, req: Req, missing: int) -> bool:
-        """Return whether a request waits for ``missing`` tokens of full KV (B2)."""
+    def _reads_whole(self, scheduler: Any, req: Req, missing: int) -> bool:
+        """Choose a path; return whether ``missing`` tokens of full KV are read (B2)."""
         stored = self._segments.stored
         if stored is None or not self._chooses:
             return False
+        paces, now = self._seen(0), self._relay.now()
         load_s = stored.whole_s(missing // SEGMENT)
-        paces, tokens = self._seen(0), req.sampling_params.max_new_tokens
-        if not paces.reads_whole(load_s, tokens, stored.whole_s(0)):
+        draft_s = inf
+        if self.suit(req):
+            segments = len(req.origin_input_ids) // SEGMENT
+            draft_s = stored.draft_s(max(1, segments), self._mix.compressed)
+            draft_s = draft_s if isfinite(draft_s) else 0.0  # not measured
+        ends = paces.ends_s(
+            *(req.sampling_params.max_new_tokens, draft_s, load_s, stored.whole_s(0))
+        )
+        if self._requests % REVIEW == 0:
+            self._review(scheduler, stored)
+        self._requests += 1
+        path = paces.choose(self._choice, ends, load_s, self._mix.load(now))
+        if path is not Path.B2:
+            self._chosen[req.rid] = path
             return False
         stored.await_whole(req.rid, load_s)
-        self._whole[req.rid] = paces, self._relay.now(), load_s
+        self._whole[req.rid] = paces, now, load_s
         return True
+
+    def _review(self, scheduler: Any, stored: StoredSegments) -> None:
+        """Solve the program of the paths' shares again."""
+        estimates = self._runtime.estimates
+        near = [
+            Speeds(
+                instances=1 / max(1, each.drafters),
+                slots=each.slots,
+                iteration=Coefficients(
+                    *(each.base_s, each.per_token_s),
+                    *(each.per_read_s, each.per_product_s),
+                ),
+                prompt_s=each.prompt_s,
+                load_s=each.load_s,
+            )
+            for each in self._relay.measured
+        ]
+        far = Speeds(
+            instances=1,
+            slots=scheduler.max_total_num_tokens,
+            iteration=estimates.iteration.coefficients,
+            prompt_s=estimates.prompt_s.value,
+            load_s=stored.token_s,
+        )
+        self._mix.review(near, far)
+        self._choice.shares = self._mix.shares
 
     def read(self, scheduler: Any, req: Req) -> None:
         """See ``Starts``."""
@@ -130,6 +196,11 @@ class PairedStarts(EarlyStarts):
         handle, tokens = req.cache_request_handle, req.origin_input_ids
         scheduler.tree_cache.prefetch_from_storage(handle, None, tokens)
 
+    def ended(self, req: Req) -> None:
+        """See ``Starts``."""
+        prompt, output = len(req.origin_input_ids), len(req.output_ids)
+        self._mix.note_request(prompt, output, self._relay.now())
+
     def forget(self, rid: str) -> None:
         """See ``Starts``, and ``EarlyStarts``."""
         state = self._states.get(rid)
@@ -137,6 +208,8 @@ class PairedStarts(EarlyStarts):
             paces, came, load_s = self._whole.pop(rid)
             seconds = self._relay.now() - came
             paces.observe_whole(seconds, load_s, len(state.outputs))
+            self.ended(state.req)
+        self._chosen.pop(rid, None)
         self._rests.pop(rid, None)
         if self._segments.stored is not None:
             self._segments.stored.pop(rid)
@@ -162,6 +235,9 @@ class PairedStarts(EarlyStarts):
         else:
             self.forget(state.rid)
         state.stats.path = "p1"
+        nbytes = sum(each.manifest.objects["draft"].nbytes for each in found)
+        whole = len(found) * SEGMENT * self._placement.geometry.token_bytes
+        self._mix.note_drafting(len(state.req.output_ids), nbytes / whole)
         self._relay.pair(state.req)
 
     def _awaits_rest(self, state: RequestState, found: Sequence[Found]) -> bool:
@@ -275,6 +351,8 @@ class PairedStarts(EarlyStarts):
         if sent:
             self._placement.counters.note_cycle(sent, accepted)
             state.stats.note_cycle(sent, accepted)
+            # One more than was sent is drafted.
+            self._mix.note_cycle(sent + 1, accepted + 1)
         seconds = self._relay.now() - pair.asked_at if pair.asked else 0.0
         self._observe(pair, len(tokens), seconds)
         self._runtime.record_verdict(
@@ -303,12 +381,13 @@ class PairedStarts(EarlyStarts):
             self._round_s.observe(seconds)
         if pair.began_at:
             pair.since += tokens
-            pace, paces = (now - pair.began_at, pair.since), self._seen(1)
-            paces.observe(*pace)
-            unpaid = paces.returns(*pace) and pair.req.rid not in self._rests
-            pair.unpaid = unpaid and self._chooses
+            paces = self._seen(1)
+            paces.observe(now - pair.emitted_at, tokens)
+            unpaid = paces.returns(now - pair.began_at, pair.since)
+            pair.unpaid = unpaid and self._chooses and pair.req.rid not in self._rests
         else:
             pair.began_at = now
+        pair.emitted_at = now
 
 
 def open_starts(

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
     from vericache_sglang.config.schema import VeriCacheConfig
     from vericache_sglang.observability.counters import Counters
-    from vericache_sglang.remote.messages import Hello, Logprobs, ToDrafter
+    from vericache_sglang.remote.messages import (
+        Hello,
+        Logprobs,
+        Measured,
+        ToDrafter,
+    )
     from vericache_sglang.remote.transport import DrafterTransport
     from vericache_sglang.scheduling.ewma import Ewma
 
@@ -54,7 +59,8 @@ class PairedRequest:
         sent: Drafts that they are to verify.
         drafts_since: When its present drafts were begun, in seconds.
         began_at: Time of the first verdict, in seconds; 0.0: none yet.
-        since: Tokens emitted after that one.
+        emitted_at: Time of the last one.
+        since: Tokens emitted after the first one.
         unpaid: It is better off at its verifier.
         first: Output tokens before it was paired.
         logprobs: Of the tokens behind these, if the request wants them.
@@ -68,6 +74,7 @@ class PairedRequest:
     sent: int = 0
     drafts_since: float = 0.0
     began_at: float = 0.0
+    emitted_at: float = 0.0
     since: int = 0
     unpaid: bool = False
     first: int = 0
@@ -82,6 +89,9 @@ class PairedRequest:
 class Starts(Protocol):
     """Has requests of the relay draft here (``paired``)."""
 
+    def figures(self) -> dict[str, float]:
+        """Return present figures, see ``Role``."""
+
     def suit(self, req: Req) -> bool:
         """Return whether a new request would draft here if its prefix is stored."""
 
@@ -90,6 +100,9 @@ class Starts(Protocol):
 
     def read(self, scheduler: Any, req: Req) -> None:
         """Have the draft KV of a request read that is open at a verifier."""
+
+    def ended(self, req: Req) -> None:
+        """Note that a request has ended that was open at a verifier."""
 
     def forget(self, rid: str) -> None:
         """End the read of a request's draft KV; also of one that is not read."""
@@ -234,6 +247,11 @@ class Relay:
         self._owner.prepare(pair.number, eta_s)
 
     @property
+    def measured(self) -> list[Measured]:
+        """What verifiers have told of themselves, see ``Owner``."""
+        return self._owner.measured
+
+    @property
     def token_s(self) -> list[Ewma]:
         """Seconds per token of a request that a verifier decodes, see ``Owner``."""
         return self._owner.token_s
@@ -277,6 +295,8 @@ class Relay:
             if pair.req.finished():
                 del self.paired[rid]
                 self._owner.close(pair.number)
+                if self.starts is not None:
+                    self.starts.ended(pair.req)
                 continue
             alone = self._owner.tokens(pair.number) is None
             if (alone or pair.unpaid) and self.starts is not None:
@@ -359,6 +379,7 @@ class Relay:
         self._owner.close(rid)
         if self.starts is not None:
             self.starts.forget(req.rid)
+            self.starts.ended(req)
         handle = req.cache_request_handle
         scheduler.tree_cache.finish(handle, CacheRequestOutcome.SUCCESS)
         req.time_stats.set_completion_time()
@@ -381,13 +402,13 @@ class Relay:
         self._hello = replace(self._hello, fingerprint=CHANGED)
         self._owner.change(self._hello)
 
-    def figures(self) -> dict[str, int]:
-        """Return present figures, for the worker's report."""
+    def figures(self) -> dict[str, float]:
+        """See ``Role``."""
         serving = sum(each.state is State.SERVING for each in self._owner.verifiers)
         return {
             "remote_malformed": self._transport.malformed,
             "remote_verifiers": serving,
-            "remote_guests": 0,
+            **(self.starts.figures() if self.starts is not None else {}),
         }
 
     def close(self) -> None:

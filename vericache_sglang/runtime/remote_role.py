@@ -18,6 +18,7 @@ from vericache_sglang.remote.owner import Owner
 from vericache_sglang.remote.peer_keys import PeerKeys
 from vericache_sglang.remote.transport import DrafterTransport, VerifierTransport
 from vericache_sglang.runtime.hosting import Hosting
+from vericache_sglang.runtime.paired import SHARES
 from vericache_sglang.runtime.relay import Relay
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ SAMPLING_ARGS = (
 """SGLang's arguments on which a sampled token depends."""
 
 
-STANDALONE = {"remote_malformed": 0, "remote_verifiers": 0, "remote_guests": 0}
+STANDALONE: dict[str, float] = {
+    **dict.fromkeys(("remote_malformed", "remote_verifiers", "remote_guests"), 0),
+    **dict.fromkeys(SHARES.values(), 0.0),
+}
 """Figures of a server without a role."""
 
 
@@ -63,8 +67,8 @@ class Role(Protocol):
     def change(self) -> None:
         """Note that the model gets other weights: peers no longer have the same."""
 
-    def figures(self) -> dict[str, int]:
-        """Return present figures, for the worker's report."""
+    def figures(self) -> dict[str, float]:
+        """Return its own of the figures ``STANDALONE``, for the worker's report."""
 
     def close(self) -> None:
         """Close the connections; at exit."""

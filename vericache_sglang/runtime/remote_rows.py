@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vericache_sglang.kv.request import RequestState
+    from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
     from vericache_sglang.runtime.early_starts import EarlyStarts
     from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
     from vericache_sglang.runtime.remote_role import Role
@@ -49,6 +50,7 @@ def rows_of(
     draft_tokens: DraftTokenBuffer,
     runtime: Runtime,
     states: Mapping[str, RequestState],
+    stored: StoredSegments | None,
 ) -> RemoteRows | None:
     """Return what decides rows of this server; None if it decides all by itself.
 
@@ -58,9 +60,11 @@ def rows_of(
         draft_tokens: Tokens of all requests.
         runtime: Schedules requests.
         states: rid -> running request.
+        stored: Segments in the store.
     """
     if isinstance(role, Hosting):
-        role.draft_tokens = draft_tokens
+        role.draft_tokens, role.estimates = draft_tokens, runtime.estimates
+        role.stored = stored
         return role
     if isinstance(role, Relay) and isinstance(starts, PairedStarts):
         starts.attach(role, runtime, states)

@@ -231,7 +231,7 @@ class VeriCacheWorker(BaseSpecWorker):
             early_starts=self.early_starts,
             remote=rows_of(
                 *(self.role, self.early_starts, self._draft_tokens),
-                *(self.runtime, self._states),
+                *(self.runtime, self._states, self.placement.segments.stored),
             ),
         )
         req_to_token_pool.segments = self.placement.segments
@@ -287,8 +287,8 @@ class VeriCacheWorker(BaseSpecWorker):
         if batch.forward_mode.is_decode():
             result = self._decoding.run(batch)
         else:
-            self._decoding.interrupt()
-            result = self._prefill(batch)
+            with self._decoding.prefill(batch):
+                result = self._prefill(batch)
         result.next_draft_input = VeriCacheSpecInput()
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -492,7 +492,8 @@ class VeriCacheWorker(BaseSpecWorker):
                 "answer_epoch": self.control_gate.epoch,
                 "kv_read_bytes_per_s": self._read_rate(),
                 "running": len(self._states),
-                **(STANDALONE if self.role is None else self.role.figures()),
+                **STANDALONE,
+                **(self.role.figures() if self.role is not None else {}),
             }
         )
 

@@ -19,6 +19,9 @@ PROPOSALS_START = 0.5
 PROPOSALS_TRIALS = 8.0
 """Its weight, in proposals: a drafter that is wrong on this work is found out soon."""
 
+LEAST_PROMPT = 512
+"""Shortest prompt whose prefill is measured, in tokens: warm-ups are short and slow."""
+
 START_COEFFICIENTS = Coefficients(
     base_s=5e-3, per_token_s=1e-5, per_read_s=1e-8, per_product_s=1e-9
 )
@@ -45,6 +48,8 @@ class Estimates:
         drafter_s: Time of a call of an inner drafter, in seconds. Most of it does not
             depend on the rows that it proposes for.
         split_s: Time to compress a prompt, in seconds per prompt token.
+        prompt_s: Time to prefill what the prefix cache does not have of a prompt, in
+            seconds per prompt token; 0: not measured.
     """
 
     iteration: IterationModel = field(
@@ -57,6 +62,22 @@ class Estimates:
     proposal_prior: Prior = field(default_factory=proposal_prior)
     drafter_s: Ewma = field(default_factory=lambda: Ewma(0.0, least=0.0, most=1e-1))
     split_s: RecentMedian = field(default_factory=lambda: RecentMedian(1e-6, most=1e-2))
+    prompt_s: Ewma = field(default_factory=lambda: Ewma(0.0, least=0.0, most=1.0))
+    _chunks_s: float = field(default=0.0, init=False)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Record a forward that prefills.
+
+        Args:
+            tokens: Of the prompts that it completes; less than ``LEAST_PROMPT`` say
+                nothing of a prompt's tokens.
+            seconds: That it took.
+        """
+        self._chunks_s += seconds
+        if tokens >= LEAST_PROMPT:
+            self.prompt_s.observe(self._chunks_s / tokens)
+        if tokens:
+            self._chunks_s = 0.0
 
     def report(self) -> dict[str, float]:
         """Return the estimates by name; the names state the units."""

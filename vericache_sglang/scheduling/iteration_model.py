@@ -51,9 +51,9 @@ class Work:
         products: Query tokens times KV slots, summed over rows.
     """
 
-    tokens: int
-    reads: int
-    products: int
+    tokens: float
+    reads: float
+    products: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,14 @@ class Coefficients:
     per_token_s: float
     per_read_s: float
     per_product_s: float
+
+    def marginal(self, work: Work) -> float:
+        """Return the time that the work adds to an iteration, in seconds."""
+        return _marginal(self.per_token_s, self.per_read_s, self.per_product_s, work)
+
+
+def _marginal(token: float, read: float, product: float, work: Work) -> float:
+    return token * work.tokens + read * work.reads + product * work.products
 
 
 MOST = Coefficients(base_s=30.0, per_token_s=1.0, per_read_s=1e-2, per_product_s=1e-3)
@@ -134,9 +142,9 @@ class IterationModel:
         return max(SHORTEST_S, self._values[0] + self.marginal(work))
 
     def marginal(self, work: Work) -> float:
-        """Return the time that the work adds to an iteration, in seconds."""
+        """See ``Coefficients.marginal``."""
         _, token, read, product = self._values
-        return token * work.tokens + read * work.reads + product * work.products
+        return _marginal(token, read, product, work)
 
     def observe(self, work: Work, seconds: float) -> None:
         """Update the model with one iteration; implausible times are ignored."""

@@ -1,6 +1,5 @@
-"""Whether a drafter's requests draft here, are decoded here or at their verifier.
+"""When a drafter's request would end on each path, by what was measured.
 
-By measured times, in place of the linear program of arXiv:2605.17613, appendix A.2.
 Every request that is not read whole is opened at a verifier and begins there, so what
 it would cost to stay is measured right before it drafts, the load of both pools
 included.
@@ -10,23 +9,23 @@ from __future__ import annotations
 
 from itertools import cycle
 from math import inf
+from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.ewma import Ewma
-from vericache_sglang.scheduling.paths import ALIKE
+from vericache_sglang.scheduling.paths import ALIKE, Path, PathChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 EXPLORE = 16
-"""One of so many requests drafts here, at least: paces change. One of so many is read
-whole whose load alone is faster than its verifier."""
-START = 0.5
-"""Share of requests that draft here beside others, before that is measured. By one that
-is alone no verifier is relieved."""
-GAIN = 0.25
-"""Change of the share with every request, over how much faster drafting here is."""
+"""One of so many requests tries a path that was slower: paces change."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
 """It returns if it takes so many times what it would take at its verifier: after
 ``LEAST_TOKENS``, or the time that so many may take."""
+TOKEN_WEIGHT = 0.02
+"""Weight of a token in the mean slowdown."""
 MOST_SLOWDOWN = 100.0
 """Largest one that is believed."""
 
@@ -37,49 +36,88 @@ class PathPaces:
     Args:
         near: Seconds per token of requests that verifiers decode; 0: not measured.
         first: Seconds to the first token there.
-        others: The load: whether other requests of this drafter are at verifiers.
+        others: The load: whether other requests of this drafter are at verifiers. By
+            one that is alone no verifier is relieved.
 
     Attributes:
         whole: Seconds per token of a request that is read whole and decoded here,
             behind the time predicted for its load; 0: not measured.
         slowdown: Time of a request that drafts here, per token, as a multiple of the
             time at its verifier under the same load; 0: not measured.
-        share: Share of requests that draft here. It grows while these are the faster
-            ones, which relieves the verifiers, until requests are as fast there.
     """
 
     def __init__(self, near: Ewma, first: Ewma, *, others: bool) -> None:
         self.near, self.first = near, first
         self._others = others
-        self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN)
+        self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN, weight=TOKEN_WEIGHT)
         self.whole = Ewma(0.0, least=0.0, most=inf)
-        self.share = START if others else 1 / EXPLORE
-        # Requests that should have drafted here, less those that did.
-        self._due = 0.0
-        # Which of those that look slower are read whole all the same.
-        self._wholes = cycle((True, *(False,) * (EXPLORE - 1)))
+        # Paths to try; which requests try one.
+        self._untried = cycle((Path.B2, Path.P1_CACHED))
+        self._tries = cycle((*(False,) * (EXPLORE - 1), True))
 
-    def reads_whole(self, load_s: float, tokens: int, queued_s: float = 0.0) -> bool:
-        """Return whether the next request reads its full KV and is decoded here (B2).
-
-        Beside others it may end somewhat later, as in ``PathChoice``: it takes no time
-        of a verifier. But what is being read counts twice: it relieves the verifiers
-        too, and the times there are those of before.
+    def ends_s(
+        self, tokens: int, draft_s: float, load_s: float, queued_s: float
+    ) -> dict[Path, float]:
+        """Return when a request would end on each path, in seconds from now.
 
         Args:
-            load_s: Time until all of it is here, in seconds; infinite before the link
-                was measured.
-            tokens: Tokens that the request may emit.
-            queued_s: Time of it in which other requests are read.
+            tokens: Tokens that it may emit, >= 1.
+            draft_s: Time until its draft KV is here; infinite if it cannot draft.
+            load_s: Time until its full KV is here; infinite before the link was
+                measured.
+            queued_s: Time of it in which other requests are read. It counts twice: they
+                relieve the verifiers too, and the times there are those of before.
+
+        Returns:
+            Path -> time; infinite where the path has no sense. Those that begin at a
+            verifier have none before it was measured, and then are alike.
         """
-        near = self.near.value
-        near_s = self.first.value + tokens * near
-        if not near or load_s == inf:  # not measured: nothing queued would be NaN
-            return False
-        latest = near_s * (1 + ALIKE * self._others)
-        if queued_s + load_s + tokens * (self.whole.value or near) < latest:
-            return True
-        return load_s < near_s and next(self._wholes)
+        near, first = self.near.value, self.first.value
+        near_s = first + tokens * near
+        if not near:
+            drafts_s = 0.0 if draft_s < inf else inf
+            return {Path.B1: 0.0, Path.P1_CACHED: drafts_s, Path.B2: inf}
+        # Until its draft KV is here the verifier decodes it.
+        before = max(0.0, draft_s - first) / near
+        drafts_s, whole_s = inf, inf
+        if before < tokens:
+            drafts = (tokens - before) * near * (self.slowdown.value or 1.0)
+            drafts_s = first + before * near + drafts
+        if load_s < inf:
+            whole_s = queued_s + load_s + tokens * (self.whole.value or near)
+        return {Path.B1: near_s, Path.P1_CACHED: drafts_s, Path.B2: whole_s}
+
+    def choose(
+        self,
+        choice: PathChoice,
+        ends: Mapping[Path, float],
+        load_s: float,
+        load: float,
+    ) -> Path:
+        """Return the path of the next request, and count it.
+
+        It is the one on which it ends first, or beside others one on which it ends
+        little later and that has too few requests. Now and then it is another one.
+
+        Args:
+            choice: Counts the requests of each path.
+            ends: See ``ends_s``.
+            load_s: See ``ends_s``.
+            load: Requests that come, as a part of those that can be served; the less
+                they are, the less later may a request end.
+        """
+        first = min(ends, key=lambda path: ends[path])
+        path = first
+        if self._others:
+            path = choice.exchange(first, ends, ALIKE * load)
+        if next(self._tries):
+            tried = next(self._untried)
+            hopeless = tried is Path.B2 and load_s > ends[Path.B1]
+            if ends[tried] < inf and not hopeless:
+                path = tried
+        if self._others:
+            choice.took(path)
+        return path
 
     def observe_whole(self, seconds: float, load_s: float, tokens: int) -> None:
         """Record the time of a request that was read whole.
@@ -92,16 +130,6 @@ class PathPaces:
         if tokens:
             self.whole.observe((seconds - load_s) / tokens)
 
-    def drafts(self) -> bool:
-        """Return whether the next request is to draft here."""
-        if self.slowdown.value:
-            share = self.share + GAIN * (1 - self.slowdown.value)
-            self.share = min(max(share, 1 / EXPLORE), 1.0)
-        self._due += self.share
-        drafts = self._due >= 1
-        self._due -= drafts
-        return drafts
-
     def completes(self, rest_s: float, tokens: int) -> bool:
         """Return whether residual KV comes while drafts are needed (section 5.3).
 
@@ -112,21 +140,21 @@ class PathPaces:
         return rest_s < tokens * self.near.value * (self.slowdown.value or 1.0)
 
     def observe(self, seconds: float, tokens: int) -> None:
-        """Record the pace of a request that drafts here.
+        """Record what a verdict gave a request that drafts here.
 
         Args:
-            seconds: Since its first verdict.
-            tokens: What it has emitted since, >= 1.
+            seconds: Since the verdict before, so that the load is that of now.
+            tokens: Emitted since, >= 1.
         """
         if self.near.value:
-            self.slowdown.observe(seconds / (tokens * self.near.value))
+            self.slowdown.observe(seconds / (tokens * self.near.value), tokens)
 
     def returns(self, seconds: float, tokens: int) -> bool:
         """Return whether a request that drafts here is better off at its verifier.
 
         Args:
-            seconds: See ``observe``.
-            tokens: See ``observe``.
+            seconds: Since its first verdict.
+            tokens: What it has emitted since, >= 1.
         """
         stayed = max(tokens, LEAST_TOKENS) * self.near.value
         return seconds > SLOWER * stayed > 0.0

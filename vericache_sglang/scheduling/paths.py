@@ -219,13 +219,26 @@ class PathChoice:
         for path in self._forced:
             if known.possible(path):
                 return path
-        first = by_arrival(known)
+        return self.exchange(
+            by_arrival(known), {path: known.end_s(path) for path in Path}
+        )
+
+    def exchange(
+        self, first: Path, ends: Mapping[Path, float], alike: float = ALIKE
+    ) -> Path:
+        """Return a request's first path, or one that has too few requests.
+
+        Args:
+            first: One of ``ends``.
+            ends: When the answer is predicted to end, in seconds; infinite if
+                impossible.
+            alike: How much later than on the first path it may end, as a part.
+        """
         margin = min(MARGIN, self.shares.get(first, 0.0))
         if not self.shares or self.excess(first) < margin:
             return first
-        latest = known.end_s(first) * (1 + ALIKE)
-        alike = [path for path in Path if known.end_s(path) <= latest]
-        return min(alike, key=self.excess)
+        latest = ends[first] * (1 + alike)
+        return min((path for path in ends if ends[path] <= latest), key=self.excess)
 
     def took(self, path: Path) -> None:
         """Count a request of the path."""

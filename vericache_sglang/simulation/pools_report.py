@@ -66,8 +66,8 @@ def pools_page(
     ]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     planned = {
-        "B1 and B2": solve(cluster, BASELINE_PATHS),
-        "all six paths": solve(cluster),
+        "B1 and B2": solve(cluster.pools, BASELINE_PATHS),
+        "all six paths": solve(cluster.pools),
     }
     for name, mix in planned.items():
         shares = ", ".join(

@@ -326,7 +326,9 @@ class Pools:
         ]
         speculates = rules.speculates
         if rules.program:
-            shares = simplest(cluster, PATHS if speculates else BASELINE_PATHS).shares
+            shares = simplest(
+                cluster.pools, PATHS if speculates else BASELINE_PATHS
+            ).shares
             for drafter in self._drafters:
                 drafter.choice.shares = shares
             speculates = any(path not in BASELINE_PATHS for path in shares)

@@ -7,7 +7,7 @@ import torch
 from sample_segments import FINGERPRINT, KIVI, SNAPKV, TOKENS, pair_of, whole_of
 from storages import HeldStore, forge
 
-from vericache_sglang.prefix_cache.store import stored_segments
+from vericache_sglang.prefix_cache.store import fetches, stored_segments
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
 pytestmark = pytest.mark.sglang
@@ -195,6 +195,7 @@ def test_a_request_that_is_to_be_read_whole_waits_longer(monkeypatch):
     written(store, "abc")
     alone_s = stored.whole_s(1)
     assert 0.0 < alone_s == stored.whole_s(2) / 2
+    assert alone_s == pytest.approx(TOKENS * stored.token_s)
     stored.await_whole("r", 2 * stored_segments.LONGEST_S)
     stored.fetch("r", ["a", "b"], 0)
     assert stored.whole_s(1) == pytest.approx(3 * alone_s), "behind two others"
@@ -337,6 +338,21 @@ def residual_key(store, name):
     return f"{FINGERPRINT.short}.{found.objects['residual'].digest}"
 
 
+def test_draft_kv_comes_behind_that_of_other_requests():
+    stored, store, _ = opened()
+    written(store, "abc")
+    stored.fetch("whole", ["c"], 0)
+    alone_s = stored.draft_s(1, 0.25)
+    assert alone_s == pytest.approx(stored.token_s * TOKENS / 4)
+    assert stored.draft_s(2, 0.5) == pytest.approx(4 * alone_s)
+    stored.draft_first = "r"
+    stored.fetch("r", ["a", "b"], 0)
+    assert stored.draft_s(1, 0.25) == pytest.approx(3 * alone_s)
+    store.arrive()
+    stored.pop("r")
+    assert stored.draft_s(1, 0.25) == pytest.approx(stored.token_s * TOKENS / 4)
+
+
 def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads():
     stored, store, taken = drafted("ab")
     names, found = stored.drafts_of("r")
@@ -363,7 +379,8 @@ def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads():
 @pytest.mark.parametrize("fault", ["missing", "damaged", "late", "closed", "ended"])
 def test_residual_kv_that_does_not_come_is_lost(fault, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(stored_segments, "time", clock)
+    for module in (stored_segments, fetches):
+        monkeypatch.setattr(module, "time", clock)
     stored, store, _ = drafted("ab")
     key = residual_key(store, "b")
     if fault == "missing":

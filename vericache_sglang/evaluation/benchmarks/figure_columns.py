@@ -15,7 +15,7 @@ from vericache_sglang.planning.acceptance import (
     PUBLISHED_QWEN_32B,
     Geometric,
 )
-from vericache_sglang.planning.inter import BASELINE_PATHS, solve
+from vericache_sglang.planning.inter import BASELINE_PATHS, PATHS, solve
 from vericache_sglang.planning.intra import full_kv, resident_drafts, search
 from vericache_sglang.planning.paper import remote
 from vericache_sglang.planning.paper.assumptions import (
@@ -193,7 +193,7 @@ def remote_rate(ours: bool, name: str, size: Size) -> float:
     cluster = remote.cluster(
         found.model, found.gpu, found.devices, remote.OUTPUT_TOKENS
     )
-    return (solve(cluster) if ours else solve(cluster, BASELINE_PATHS)).tokens_per_s
+    return solve(cluster.pools, PATHS if ours else BASELINE_PATHS).tokens_per_s
 
 
 def composed(system: str, size: Size) -> float:

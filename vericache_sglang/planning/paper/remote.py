@@ -57,7 +57,7 @@ def remote_prefix() -> tuple[Claim, ...]:
         at_hand = cluster(model, gpu, devices, OUTPUT_TOKENS)
         remote_only.append(_speedup(at_hand, ("B2",)))
     llama = cluster(*MODELS[-1], OUTPUT_TOKENS)
-    plain, ours = solve(llama, BASELINE_PATHS), solve(llama)
+    plain, ours = solve(llama.pools, BASELINE_PATHS), solve(llama.pools)
     given = f"K = {OUTPUT_TOKENS}, 4/16 of the bytes, 32.5 of 40 drafts accepted"
     baseline = (
         "the baseline: A.2's best mix of B1 and B2 also decodes on the local instance; "
@@ -135,4 +135,4 @@ def sweep_peaks() -> tuple[Claim, ...]:
 
 
 def _speedup(where: Cluster, baseline: tuple[str, ...]) -> float:
-    return solve(where).tokens_per_s / solve(where, baseline).tokens_per_s
+    return solve(where.pools).tokens_per_s / solve(where.pools, baseline).tokens_per_s

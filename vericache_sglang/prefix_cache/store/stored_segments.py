@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice, takewhile
 from math import isfinite
 from operator import and_, attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import InvariantError
 from vericache_sglang.kv.segment_length import SEGMENT
+from vericache_sglang.prefix_cache.store.fetches import Fetch, Read, Rest
 from vericache_sglang.prefix_cache.store.manifest import Recent
 from vericache_sglang.prefix_cache.store.objects import layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from vericache_sglang.prefix_cache.store.found import Found, StoreFetch
@@ -44,94 +45,6 @@ PARTS: tuple[Part, Part] = ("draft", "residual")
 """The two parts of a stored segment."""
 MOST_TOLD = 14
 """Most fetches that ranks tell at once, the oldest ones."""
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A fetch from the store for a waiting request.
-
-    Attributes:
-        names: Segments still to fetch.
-        parent: Name of the segment before them; None at the start of the prompt.
-        start: Position of the first requested token.
-        deadline: End of the wait, in ``time.monotonic`` seconds.
-        reading: The read of the first of ``names``; None when the fetch has ended.
-        tokens: Tokens copied to the host tier so far.
-        agreed: What all ranks have read of ``reading``, see ``Read``; None: they
-            have not agreed.
-        drafts: Draft KV alone is read, for ``start_early``.
-    """
-
-    names: Sequence[str]
-    parent: str | None
-    start: int
-    deadline: float
-    reading: StoreFetch | None
-    tokens: int = 0
-    agreed: Read | None = None
-    drafts: bool = False
-
-
-@dataclass(slots=True)
-class Rest:
-    """The residual KV of the segments of a request that drafts already.
-
-    Attributes:
-        names: The segments.
-        reading: Its read.
-        nbytes: Bytes of all of it.
-        wait_s: Most seconds without a further segment; then it counts as lost.
-        taken: Leading segments returned by ``arrived``.
-        deadline: End of that wait, in ``time.monotonic`` seconds.
-    """
-
-    names: Sequence[str]
-    reading: StoreFetch
-    nbytes: int
-    wait_s: float
-    taken: int = 0
-    deadline: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.wait_s
-
-    def arrived(self) -> Iterator[tuple[str, Found]]:
-        """Yield the segments that have arrived since the last call."""
-        found = self.reading.found
-        if self.taken < len(found):
-            self.deadline = time.monotonic() + self.wait_s
-        while self.taken < len(found):
-            at, self.taken = self.taken, self.taken + 1
-            each, found[at] = found[at], replace(found[at], parts={})
-            yield self.names[at], each
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it was returned by ``arrived``."""
-        return self.taken == len(self.names)
-
-    @property
-    def lost(self) -> bool:
-        """Whether some of it will not arrive."""
-        reading = self.reading
-        short = reading.done and len(reading.found) < len(self.names)
-        return short or (not self.complete and time.monotonic() > self.deadline)
-
-
-class Read(NamedTuple):
-    """What has been read of the segments of a fetch.
-
-    Attributes:
-        segments: Leading segments; -1 while more may arrive before the deadline.
-        usable: Bit i: segment i is usable in two parts, see ``usable``.
-        whole: Bit i: segment i is stored as full KV.
-        scored: Bit i: segment i has the scores of its tokens.
-    """
-
-    segments: int
-    usable: int = 0
-    whole: int = 0
-    scored: int = 0
 
 
 @dataclass(slots=True)
@@ -304,6 +217,11 @@ class StoredSegments:
         """Measured seconds per byte of a fetch; ``inf`` before the first one."""
         return self._store.pace.s_per_byte
 
+    @property
+    def token_s(self) -> float:
+        """Measured seconds per token of full KV; ``inf`` before the first fetch."""
+        return self.s_per_byte * self._segment_bytes / self._segment
+
     # -- writing --------------------------------------------------------------
 
     def wants(self, name: str, split: bool = False) -> bool:
@@ -424,6 +342,16 @@ class StoredSegments:
         """
         return (self._queued_bytes + segments * self._segment_bytes) * self.s_per_byte
 
+    def draft_s(self, segments: int, part: float) -> float:
+        """Return the same for draft KV, whose bytes are ``part`` of those of full KV.
+
+        Args:
+            segments: Stored segments, >= 1.
+            part: > 0.
+        """
+        nbytes = (self._queued(drafts=True) + segments) * self._segment_bytes * part
+        return nbytes * self.s_per_byte
+
     def await_whole(self, rid: str, seconds: float) -> None:
         """Let a request's next ``fetch`` take twice ``seconds``, or ``LONGEST_S``."""
         self._waits[rid] = _longest_wait(seconds)
@@ -431,11 +359,14 @@ class StoredSegments:
     @property
     def _queued_bytes(self) -> int:
         """Bytes of reads of residual and full KV that have not ended."""
-        fetches = self._fetches.values()
-        reading = (each for each in fetches if each.reading and not each.drafts)
-        segments = sum(len(each.names) for each in reading)
         rests = sum(rest.nbytes for rest in self._rests.values())
-        return rests + segments * self._segment_bytes
+        return rests + self._queued(drafts=False) * self._segment_bytes
+
+    def _queued(self, *, drafts: bool) -> int:
+        """Return the segments whose draft KV, or full KV, is being read."""
+        fetches = self._fetches.values()
+        reading = (each for each in fetches if each.reading and each.drafts == drafts)
+        return sum(len(each.names) for each in reading)
 
     def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
         """Read the residual KV of a request that drafts from now on.
