@@ -15,6 +15,7 @@ from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.remote.messages import Logprobs, Measured
 from vericache_sglang.runtime import paired
+from vericache_sglang.runtime.early_starts import EarlyStarts
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.paired import LONGEST_S, PairedStarts
 from vericache_sglang.runtime.relay import PairedRequest, Relay
@@ -281,6 +282,37 @@ def test_one_whose_residual_kv_comes_goes_on_here(wrong, overlap, proposals):
         begin = PROMPT + 3
         assert emitted == drafter.truth[begin : begin + len(emitted)]
         assert len(emitted) == TOKENS - 3, seed
+
+
+def test_residual_kv_is_read_as_soon_as_it_would_come_in_time(monkeypatch):
+    monkeypatch.setattr(EarlyStarts, "_fits", lambda *_: True)
+    drafter, rest_s, asked = Drafter(0, 0.0, False, 0), 1e9, []
+    starts, relay = drafter.starts, drafter.starts._relay
+    starts._config.remote_path = "auto"
+    relay.token_s = [Ewma(0.1, least=0.0, most=1.0)] * 2
+    starts.attach(relay, drafter.runtime, {"r": drafter.state})
+    starts._segments.stored = SimpleNamespace(
+        rest_s=lambda _: rest_s,
+        start_early=lambda *given: asked.append(given),
+        pop=lambda _: None,
+    )
+    starts._unread["r"] = ["found"]
+    monkeypatch.setattr(drafter.state.__class__, "split", SimpleNamespace(budget=None))
+
+    def emit(tokens):
+        begin = len(drafter.state.outputs)
+        for _ in range(1000):
+            drafter.answer()
+            drafter.iterate()
+            if len(drafter.state.outputs) >= begin + tokens:
+                return
+
+    emit(30)
+    assert asked == []
+    rest_s = 0.0
+    emit(60)
+    assert asked == [("r", ["found"])]
+    assert "r" in starts._rests
 
 
 def test_paths_have_the_shares_of_the_program(monkeypatch):

@@ -16,6 +16,7 @@ returns to its verifier where that was slower.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,8 @@ class PairedStarts(EarlyStarts):
         # Those read whole: the paces that were seen, when they came, and how long the
         # read was predicted to take.
         self._whole: Recent[tuple[PathPaces, float, float]] = Recent(MOST_FETCHES)
+        # Draft KV of those that have no use for the residual KV, so far.
+        self._unread: dict[str, Sequence[Found]] = {}
         self._delivers = False
         relay.starts = self
 
@@ -210,6 +213,7 @@ class PairedStarts(EarlyStarts):
             paces.observe_whole(seconds, load_s, len(state.outputs))
             self.ended(state.req)
         self._chosen.pop(rid, None)
+        self._unread.pop(rid, None)
         self._rests.pop(rid, None)
         if self._segments.stored is not None:
             self._segments.stored.pop(rid)
@@ -230,18 +234,25 @@ class PairedStarts(EarlyStarts):
     def _begun(
         self, scheduler: Any, state: RequestState, found: Sequence[Found]
     ) -> None:
-        if self._awaits_rest(state, found):
-            self._read_rest(state, found)
-        else:
+        if not self._reads_rest(state, found):
             self.forget(state.rid)
+            if self._completes:
+                self._unread[state.rid] = [
+                    each if each.manifest.coded else replace(each, parts={})
+                    for each in found
+                ]
         state.stats.path = "p1"
         nbytes = sum(each.manifest.objects["draft"].nbytes for each in found)
         whole = len(found) * SEGMENT * self._placement.geometry.token_bytes
         self._mix.note_drafting(len(state.req.output_ids), nbytes / whole)
         self._relay.pair(state.req)
 
-    def _awaits_rest(self, state: RequestState, found: Sequence[Found]) -> bool:
-        """Return whether the residual KV of a request is read that has started."""
+    def _reads_rest(self, state: RequestState, found: Sequence[Found]) -> bool:
+        """Read the residual KV of a request that drafts, if it comes in time.
+
+        Args:
+            found: Its draft KV.
+        """
         stored = self._segments.stored
         if not self._completes or stored is None:
             return False
@@ -249,7 +260,10 @@ class PairedStarts(EarlyStarts):
             stored.rest_s(found), state.remaining
         ):
             return False
-        return super()._fits(state.req, state.split.budget)
+        if not super()._fits(state.req, state.split.budget):
+            return False
+        self._read_rest(state, found)
+        return True
 
     def progress(
         self, states: Mapping[str, RequestState]
@@ -367,6 +381,9 @@ class PairedStarts(EarlyStarts):
             else:
                 pair.drafts_since = self._relay.now()
                 self._relay.prepare(pair, self._drafting_s.value)
+        unread = self._unread.get(state.rid)
+        if unread is not None and self._reads_rest(state, unread):
+            del self._unread[state.rid]
         told = tuple(pair.logprobs[at : at + len(tokens)])
         return Deliver(state.rid, tuple(tokens), sent, seconds, told)
 

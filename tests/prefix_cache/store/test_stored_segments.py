@@ -353,11 +353,14 @@ def test_draft_kv_comes_behind_that_of_other_requests():
     assert stored.draft_s(1, 0.25) == pytest.approx(stored.token_s * TOKENS / 4)
 
 
-def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads():
+@pytest.mark.parametrize("later", [False, True])
+def test_draft_kv_is_read_first_and_residual_kv_behind_all_other_reads(later):
     stored, store, taken = drafted("ab")
     names, found = stored.drafts_of("r")
     assert list(names) == ["a", "b", "missing"]
     assert [list(each.parts) for each in found] == [["draft"], ["draft"]]
+    if later:
+        stored.pop("r")  # for now it needs the draft KV alone
     rest = stored.start_early("r", found)
     assert stored.drafted() == []
     assert [stored.wants(name, split=True) for name in "ab"] == [False, False]

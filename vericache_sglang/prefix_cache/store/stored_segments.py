@@ -369,18 +369,18 @@ class StoredSegments:
         return sum(len(each.names) for each in reading)
 
     def start_early(self, rid: str, drafts: Sequence[Found]) -> Rest:
-        """Read the residual KV of a request that drafts from now on.
+        """Read the residual KV of a request that drafts.
 
         Args:
-            rid: One of ``drafted``.
+            rid: The request; one of ``drafted`` is read no further.
             drafts: Its first segments, from ``drafts_of``.
 
         Returns:
             The read, which ``pop`` ends.
         """
-        fetch = self._fetches.pop(rid)
+        self._fetches.pop(rid, None)
         nbytes = _residual_bytes(drafts)
-        names = fetch.names[: len(drafts)]
+        names = [each.manifest.name for each in drafts]
         for name in names:
             self._note(name, True)
         wait_s = _longest_wait(self.rest_s(drafts))
