@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vericache_sglang.scheduling.ewma import Ewma
-from vericache_sglang.scheduling.path_paces import EXPLORE, LEAST_TOKENS, PathPaces
-from vericache_sglang.scheduling.paths import ALIKE, Path, PathChoice
+from vericache_sglang.scheduling.path_paces import (
+    EXPLORE,
+    LATER,
+    LEAST_TOKENS,
+    PathPaces,
+)
+from vericache_sglang.scheduling.paths import Path, PathChoice
 
 B1, B2, P1 = Path.B1, Path.B2, Path.P1_CACHED
 
@@ -86,21 +91,24 @@ def test_beside_others_alike_paths_have_the_shares_of_the_program(slowdown, shar
     [(0.9, 1, True), (1.1, 1, False), (0.4, 0.5, True), (0.6, 0.5, False), (0.1, 0, 0)],
 )
 def test_the_fewer_requests_come_the_less_later_may_one_end(later, load, exchanged):
-    known = paces(0.1, 0.0, 1 + later * ALIKE, others=True)
+    known = paces(0.1, 0.0, 1 + later * LATER, others=True)
     taken = chosen(known, EXPLORE - 1, {P1: 1.0}, load)
     assert (taken[P1] > EXPLORE / 2) == exchanged
     assert exchanged or not taken[P1]
 
 
 def test_what_is_slower_is_tried_now_and_then():
-    slow = paces(0.1, 0.0, 2.0, others=True)
+    slow = paces(0.1, 0.0, 2.5, others=True)
     count = 8 * EXPLORE
-    assert chosen(slow, count, {P1: 1.0})[P1] == 4
-    assert chosen(slow, count, {P1: 1.0}, load_s=3.0)[B2] == 4
+    assert chosen(slow, count, {P1: 1.0}) == {B1: count - 8, P1: 8}
+    both = chosen(slow, count, {P1: 1.0}, 0.0, load_s=6.3)
+    assert both == {B1: count - 8, P1: 4, B2: 4}
+    assert chosen(paces(0.1, 9.0), count, load_s=0.0) == {B2: count - 8, B1: 4, P1: 4}
     assert B2 not in chosen(slow, count, load_s=6.5), "its load alone takes longer"
     assert P1 not in chosen(slow, count, draft_s=inf)
     for _ in range(100):
         slow.observe(5 * 0.05, 5)
+    assert slow.slowdown.value == pytest.approx(0.5, abs=1e-3)
     assert chosen(slow, EXPLORE, {P1: 1.0})[P1] >= EXPLORE - 1
 
 
@@ -122,7 +130,12 @@ def test_residual_kv_follows_if_it_comes_while_drafts_are_needed():
 def test_a_request_returns_if_its_own_drafts_made_it_slow():
     known = paces(0.1, 0.0, 1.0)
     for few in (1, LEAST_TOKENS):  # what so many tokens may take, in any case
-        assert not known.returns(0.12 * LEAST_TOKENS, few)
-        assert known.returns(0.13 * LEAST_TOKENS, few)
-    assert not known.returns(0.24 * LEAST_TOKENS, 2 * LEAST_TOKENS)
-    assert not paces().returns(100.0, LEAST_TOKENS)
+        assert not known.returns(0.12 * LEAST_TOKENS, few, load=1)
+        assert known.returns(0.13 * LEAST_TOKENS, few, load=1)
+    assert not known.returns(0.24 * LEAST_TOKENS, 2 * LEAST_TOKENS, load=1)
+    assert not paces().returns(100.0, LEAST_TOKENS, load=1)
+    beside = paces(0.1, 0.0, 1.0, others=True)
+    for load in (0.0, 0.5):
+        most = (1.25 + LATER * load) * 0.1 * LEAST_TOKENS
+        assert not beside.returns(0.99 * most, LEAST_TOKENS, load)
+        assert beside.returns(1.01 * most, LEAST_TOKENS, load)

@@ -400,7 +400,8 @@ class PairedStarts(EarlyStarts):
             pair.since += tokens
             paces = self._seen(1)
             paces.observe(now - pair.emitted_at, tokens)
-            unpaid = paces.returns(now - pair.began_at, pair.since)
+            pace = (now - pair.began_at, pair.since)
+            unpaid = paces.returns(*pace, self._mix.load(now))
             pair.unpaid = unpaid and self._chooses and pair.req.rid not in self._rests
         else:
             pair.began_at = now

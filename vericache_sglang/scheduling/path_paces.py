@@ -12,18 +12,23 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.ewma import Ewma
-from vericache_sglang.scheduling.paths import ALIKE, Path, PathChoice
+from vericache_sglang.scheduling.paths import Path, PathChoice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 EXPLORE = 16
 """One of so many requests tries a path that was slower: paces change."""
+LATER = 1.0
+"""How much later than on its first path a request may end, as a part, where as many
+come as can be served. In ``PathChoice`` it is ``ALIKE``, by what is queued now; means
+of the past lag behind that, and paths that look slow for a while would be left out."""
 LEAST_TOKENS = 32
 """Tokens of a request after which its own pace says whether it goes on."""
 SLOWER = 1.25
-"""It returns if it takes so many times what it would take at its verifier: after
-``LEAST_TOKENS``, or the time that so many may take."""
+"""It returns if it takes so many times what it would take at its verifier, or beside
+others as much more as it may end later: after ``LEAST_TOKENS``, or the time that so
+many may take."""
 TOKEN_WEIGHT = 0.02
 """Weight of a token in the mean slowdown."""
 MOST_SLOWDOWN = 100.0
@@ -51,8 +56,8 @@ class PathPaces:
         self._others = others
         self.slowdown = Ewma(0.0, least=0.0, most=MOST_SLOWDOWN, weight=TOKEN_WEIGHT)
         self.whole = Ewma(0.0, least=0.0, most=inf)
-        # Paths to try; which requests try one.
-        self._untried = cycle((Path.B2, Path.P1_CACHED))
+        self._tried = 0
+        # Which requests try another path.
         self._tries = cycle((*(False,) * (EXPLORE - 1), True))
 
     def ends_s(
@@ -109,12 +114,14 @@ class PathPaces:
         first = min(ends, key=lambda path: ends[path])
         path = first
         if self._others:
-            path = choice.exchange(first, ends, ALIKE * load)
+            path = choice.exchange(first, ends, LATER * load)
         if next(self._tries):
-            tried = next(self._untried)
-            hopeless = tried is Path.B2 and load_s > ends[Path.B1]
-            if ends[tried] < inf and not hopeless:
-                path = tried
+            late = {Path.B2} if load_s > ends[Path.B1] else set()
+            rest = [each for each in ends if ends[each] < inf and each not in late]
+            others = [each for each in rest if each is not path]
+            if others:
+                self._tried += 1
+                path = others[self._tried % len(others)]
         if self._others:
             choice.took(path)
         return path
@@ -149,12 +156,14 @@ class PathPaces:
         if self.near.value:
             self.slowdown.observe(seconds / (tokens * self.near.value), tokens)
 
-    def returns(self, seconds: float, tokens: int) -> bool:
+    def returns(self, seconds: float, tokens: int, load: float) -> bool:
         """Return whether a request that drafts here is better off at its verifier.
 
         Args:
             seconds: Since its first verdict.
             tokens: What it has emitted since, >= 1.
+            load: See ``choose``.
         """
         stayed = max(tokens, LEAST_TOKENS) * self.near.value
-        return seconds > SLOWER * stayed > 0.0
+        slower = SLOWER + LATER * load * self._others
+        return seconds > slower * stayed > 0.0
