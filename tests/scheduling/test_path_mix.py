@@ -106,6 +106,12 @@ def test_whatever_was_measured_shares_are_of_requests(
     assert near or mix.shares == UNMEASURED
 
 
+def test_answers_are_expected_to_be_as_long_as_those_before():
+    assert PathMix(4, 0.9, 0.5).answer(4096) == 4096
+    assert mix_of().answer(4096) == OUTPUT
+    assert mix_of().answer(7) == 7
+
+
 def test_before_all_was_measured_requests_begin_at_verifiers():
     mix = PathMix(draft_length=4, acceptance=0.9, compressed=0.5)
     for near, far in (((SERVER,), SERVER), ((), SERVER)):

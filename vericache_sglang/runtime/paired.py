@@ -149,9 +149,8 @@ class PairedStarts(EarlyStarts):
             segments = len(req.origin_input_ids) // SEGMENT
             draft_s = stored.draft_s(max(1, segments), self._mix.compressed)
             draft_s = draft_s if isfinite(draft_s) else 0.0  # not measured
-        ends = paces.ends_s(
-            *(req.sampling_params.max_new_tokens, draft_s, load_s, stored.whole_s(0))
-        )
+        tokens = self._mix.answer(req.sampling_params.max_new_tokens)
+        ends = paces.ends_s(tokens, draft_s, load_s, stored.whole_s(0))
         if self._requests % REVIEW == 0:
             self._review(scheduler, stored)
         self._requests += 1

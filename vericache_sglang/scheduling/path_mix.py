@@ -113,6 +113,10 @@ class PathMix:
         self._drafts.observe(drafts)
         self._tokens.observe(tokens)
 
+    def answer(self, most: int) -> float:
+        """Return the expected tokens of an answer of at most ``most`` (>= 1) tokens."""
+        return min(self._output.value or most, most)
+
     @property
     def compressed(self) -> float:
         """Mean draft KV in bytes over full KV."""

@@ -61,12 +61,12 @@ class PathPaces:
         self._tries = cycle((*(False,) * (EXPLORE - 1), True))
 
     def ends_s(
-        self, tokens: int, draft_s: float, load_s: float, queued_s: float
+        self, tokens: float, draft_s: float, load_s: float, queued_s: float
     ) -> dict[Path, float]:
         """Return when a request would end on each path, in seconds from now.
 
         Args:
-            tokens: Tokens that it may emit, >= 1.
+            tokens: Tokens that it is expected to emit, > 0.
             draft_s: Time until its draft KV is here; infinite if it cannot draft.
             load_s: Time until its full KV is here; infinite before the link was
                 measured.
@@ -101,8 +101,8 @@ class PathPaces:
     ) -> Path:
         """Return the path of the next request, and count it.
 
-        It is the one on which it ends first, or beside others one on which it ends
-        little later and that has too few requests. Now and then it is another one.
+        It is the one on which it ends first, or beside others one on which it ends not
+        much later and that has too few requests. Now and then it is another one.
 
         Args:
             choice: Counts the requests of each path.
@@ -116,12 +116,12 @@ class PathPaces:
         if self._others:
             path = choice.exchange(first, ends, LATER * load)
         if next(self._tries):
-            late = {Path.B2} if load_s > ends[Path.B1] else set()
-            rest = [each for each in ends if ends[each] < inf and each not in late]
-            others = [each for each in rest if each is not path]
-            if others:
+            # Full KV that comes later than an answer is at a verifier is not tried.
+            tried = {**ends, Path.B2: inf} if load_s > ends[Path.B1] else ends
+            rest = [each for each in tried if each is not path and tried[each] < inf]
+            if rest:
                 self._tried += 1
-                path = others[self._tried % len(others)]
+                path = rest[self._tried % len(rest)]
         if self._others:
             choice.took(path)
         return path
