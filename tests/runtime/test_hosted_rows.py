@@ -8,11 +8,14 @@ from vericache_sglang.kv.request import RequestState
 from vericache_sglang.observability.counters import Counters
 from vericache_sglang.observability.request_stats import RequestStats
 from vericache_sglang.remote.guests import Guest
+from vericache_sglang.remote.messages import Measured
 from vericache_sglang.runtime.forward.draft_tokens import DraftTokenBuffer
 from vericache_sglang.runtime.hosting import Hosting
 from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import GREEDY_FAST, Profile, SamplingRule
+from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.ewma import Ewma
+from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 MOST, OWN, PROMPT = 4, 1, 10
@@ -54,6 +57,22 @@ def row(asked, *, allocated=40, longest=50, most=MOST, **own):
     hosting = hosting_of({"g": guest}, "cached", most=most)
     found = hosting.actions({3: state}, 0)
     return found.get(3), state, hosting.draft_tokens
+
+
+@pytest.mark.parametrize("token_s", [2e-5, float("inf"), None])
+def test_a_verifier_tells_what_it_was_measured_to_take(token_s):
+    hosting = hosting_of({}, "cached")
+    hosting._guests = SimpleNamespace(drafters=2)
+    hosting._scheduler.max_total_num_tokens = 1000
+    hosting._stored_part = Ewma(0.5, least=0.0, most=1.0)
+    hosting.estimates = Estimates(
+        iteration=IterationModel(Coefficients(0.1, 0.2, 1e-3, 1e-4))
+    )
+    hosting.estimates.observe_prefill(2000, 4.0)
+    hosting.stored = token_s and SimpleNamespace(token_s=token_s)
+    load_s = 1e-5 if token_s == 2e-5 else 0.0
+    told = Measured(2, 1000, 0.1, 0.2, 1e-3, 1e-4, 2e-3, load_s)
+    assert hosting._measured() == told
 
 
 def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):

@@ -120,8 +120,8 @@ class Decoding:
         self._times.begin(0.0)
         try:
             yield
-        finally:
             self._times.end(Prefill(_completed(batch)), 0.0)
+        finally:
             self._times.interrupt()
 
     def _observe_times(self) -> None:

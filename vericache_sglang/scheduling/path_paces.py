@@ -74,8 +74,8 @@ class PathPaces:
                 relieve the verifiers too, and the times there are those of before.
 
         Returns:
-            Path -> time; infinite where the path has no sense. Those that begin at a
-            verifier have none before it was measured, and then are alike.
+            Path -> time; infinite where the path makes no sense. Those that begin at a
+            verifier are alike before it was measured.
         """
         near, first = self.near.value, self.first.value
         near_s = first + tokens * near
