@@ -18,6 +18,7 @@ from vericache_sglang.simulation.instance import StoreLink
 from vericache_sglang.simulation.remote import (
     ALL_SIX,
     BASELINE,
+    MEASURED,
     RULES,
     Pools,
     PoolsLoad,
@@ -122,6 +123,19 @@ def test_forced_paths_are_taken_and_slots_come_back(full):
         assert row.held == 0
         assert row.near_link <= 1.001
         assert row.far_link <= 1.001
+
+
+@pytest.mark.parametrize(
+    ("cycles", "least"), [(0.25, 0.8), (5, 1.25)], ids=["fast link", "slow link"]
+)
+def test_drafters_learn_their_paths(cycles, least):
+    """Where speculation gains most, and where it gains nothing and trials cost."""
+    change, _ = SWEEPS["T_init_remote / T_decode"]
+    cluster = change(remote.cluster("mistral-small-24b", RTX, 1, 256), cycles)
+    load = PoolsLoad(60)
+    ours, plain = (Pools(cluster, rules, load).run() for rules in (MEASURED, BASELINE))
+    assert ours.held == 0
+    assert ours.tokens_per_s > least * plain.tokens_per_s
 
 
 FAST = [("T_init_remote / T_decode", 0.25), ("T_init_remote / T_decode", 1)]

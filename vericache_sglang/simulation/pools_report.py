@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.planning.inter import BASELINE_PATHS, solve
 from vericache_sglang.planning.pools import over_baseline, request_times_s, sweeps
-from vericache_sglang.simulation.remote import ALL_SIX, BASELINE, RULES, Pools
+from vericache_sglang.simulation.remote import (
+    ALL_SIX,
+    BASELINE,
+    MEASURED,
+    RULES,
+    Pools,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vericache_sglang.planning.inter import Cluster
     from vericache_sglang.planning.pools import Sweep
-    from vericache_sglang.simulation.remote import PoolsLoad, PoolsResult
+    from vericache_sglang.simulation.remote import PoolsLoad, PoolsResult, Rules
 
 COLUMNS: dict[str, Callable[[PoolsResult], str]] = {
     "rules": lambda row: row.rules,
@@ -32,9 +39,15 @@ COLUMNS: dict[str, Callable[[PoolsResult], str]] = {
 }
 
 
-def over_simulated_baseline(cluster: Cluster, load: PoolsLoad) -> float:
+SIMULATED = {"SIMULATED": ALL_SIX, "SIMULATED, as drafters measure": MEASURED}
+"""Curve -> its rules."""
+
+
+def over_simulated_baseline(
+    cluster: Cluster, load: PoolsLoad, rules: Rules = ALL_SIX
+) -> float:
     """Return the SIMULATED throughput of all six paths over that of B1 and B2."""
-    ours, plain = (Pools(cluster, rules, load).run() for rules in (ALL_SIX, BASELINE))
+    ours, plain = (Pools(cluster, each, load).run() for each in (rules, BASELINE))
     return ours.tokens_per_s / plain.tokens_per_s
 
 
@@ -47,9 +60,12 @@ def both_sweeps(cluster: Cluster, load: PoolsLoad) -> dict[str, list[Sweep]]:
     """Return figure 13's sweeps by the name of the curve."""
     return {
         "planned": sweeps(cluster, over_baseline),
-        "SIMULATED": sweeps(
-            cluster, lambda changed: over_simulated_baseline(changed, load)
-        ),
+        **{
+            name: sweeps(
+                cluster, partial(over_simulated_baseline, load=load, rules=rules)
+            )
+            for name, rules in SIMULATED.items()
+        },
     }
 
 

@@ -19,6 +19,7 @@ from vericache_sglang.planning.inter import BASELINE_PATHS, PATHS, simplest
 from vericache_sglang.scheduling.paths import Path, PathChoice, Prospects
 from vericache_sglang.simulation.clock import Clock
 from vericache_sglang.simulation.instance import Instance, StoreLoad
+from vericache_sglang.simulation.measuring import Measuring
 
 if TYPE_CHECKING:
     from vericache_sglang.planning.inter import Cluster
@@ -42,16 +43,19 @@ class Rules:
         forced: "auto", or the name of a forced path.
         speculates: Whether P1 and P2 are allowed.
         program: Whether the linear program's shares are given to the choice.
+        measured: Whether drafters choose by what they measure, as servers do.
     """
 
     name: str
     forced: str = "auto"
     speculates: bool = True
     program: bool = True
+    measured: bool = False
 
 
 BASELINE = Rules(name="B1 and B2", speculates=False)
 ALL_SIX = Rules(name="all six paths")
+MEASURED = Rules(name="all six, as drafters measure", program=False, measured=True)
 RULES = (
     BASELINE,
     Rules(name="B1 and B2, by arrival", speculates=False, program=False),
@@ -65,6 +69,7 @@ RULES = (
         for name in ("b1", "b2", "p1", "p2")
     ),
     Rules(name="all six, by arrival", program=False),
+    MEASURED,
     ALL_SIX,
 )
 
@@ -137,6 +142,7 @@ class FarInstance(Instance):
     def __init__(self, clock: Clock, cluster: Cluster, rules: Rules) -> None:
         super().__init__(clock, cluster, cluster.remote_bytes_per_s)
         self.choice = PathChoice(rules.forced)
+        self.measuring = Measuring(cluster) if rules.measured else None
         self.waiting: deque[RemoteRequest] = deque()
 
 
@@ -278,6 +284,10 @@ class RemoteRequest:
         return False
 
     def _emit(self, tokens: int) -> None:
+        if self.drafter.measuring is not None:
+            drafts = 0 if self.path in (Path.B1, Path.B2) else self._drafts
+            now = self._pools.clock.now
+            self.drafter.measuring.emitted(self.rid, tokens, drafts, now)
         self.tokens += tokens
         self._pools.tokens += tokens
 
@@ -394,6 +404,8 @@ class Pools:
     def finish(self, request: RemoteRequest) -> None:
         """Count a request that has ended, and open the next of its drafter."""
         del self._running[request.rid]
+        if request.drafter.measuring is not None:
+            request.drafter.measuring.ended(request.rid, self.clock.now)
         self._finished += 1
         assert request.path is not None
         wait = request.began - request.opened
@@ -423,7 +435,7 @@ class Pools:
                 known[id(each)].verify_load_s,
             ),
         )
-        path = drafter.choice.choose(known[id(verifier)])
+        path = self._path(request, known[id(verifier)])
         if not request.start(path, verifier):
             return False
         drafter.waiting.popleft()
@@ -431,6 +443,12 @@ class Pools:
         self._running[request.rid] = request
         self._started.append(path)
         return True
+
+    def _path(self, request: RemoteRequest, known: Prospects) -> Path:
+        measuring = request.drafter.measuring
+        if measuring is None:
+            return request.drafter.choice.choose(known)
+        return measuring.path(request.rid, known, self.clock.now)
 
     def _prospects(self, drafter: FarInstance, verifier: NearInstance) -> Prospects:
         cluster = self.cluster
