@@ -15,6 +15,7 @@ from vericache_sglang.scheduling.paths import FORCED, MARGIN
 from vericache_sglang.simulate import main
 from vericache_sglang.simulation.clock import Clock
 from vericache_sglang.simulation.instance import StoreLink
+from vericache_sglang.simulation.pools_report import SIMULATED
 from vericache_sglang.simulation.remote import (
     ALL_SIX,
     BASELINE,
@@ -196,9 +197,9 @@ def test_sweeps_are_tables_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="only --plot needs it")
     page, picture = tmp_path / "s.json", tmp_path / "s.png"
     assert main([*QUICK, "--json", str(page), "--plot", str(picture)]) == 0
-    assert capsys.readouterr().out.count("| planned | SIMULATED |") == 2
+    assert capsys.readouterr().out.count(f"| planned | {' | '.join(SIMULATED)} |") == 2
     found = json.loads(page.read_text())["pools"]["sweeps"]
-    assert set(found) == {"planned", "SIMULATED"}
+    assert set(found) == {"planned", *SIMULATED}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
