@@ -82,7 +82,7 @@ def test_a_prefill_is_timed_from_its_own_begin(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     times, work = ForwardTimes("cpu"), Work(1, 1, 1)
     times.end(work, 0.0)
-    times.begin(0.0)
+    times.end(None, 0.0)
     times.end(Prefill(10), 0.0)
     times.interrupt()
     times.end(work, 0.0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from vericache_sglang.errors import MessageError
+from vericache_sglang.scheduling.iteration_model import LONGEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +34,7 @@ U64 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=LONGEST)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=60)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 
 
 class Logprobs(

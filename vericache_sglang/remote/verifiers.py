@@ -69,9 +69,10 @@ class KnownVerifier:
     def receive(self, message: ToDrafter, at: float) -> None:
         """Note a message, received at the time ``at``."""
         self._received = max(at, self._received)
-        beat = message.sequence if isinstance(message, Heartbeat) else None
-        if isinstance(message, Heartbeat) and message.measured is not None:
-            self.measured = message.measured
+        beat = None
+        if isinstance(message, Heartbeat):
+            beat = message.sequence
+            self.measured = message.measured or self.measured
         if beat != self._told:
             self._clock, self._ran = self.clock(at), max(at, self._ran)
             self._told = self._told if beat is None else beat

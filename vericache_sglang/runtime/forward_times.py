@@ -61,11 +61,6 @@ class ForwardTimes:
         """Leave out the next forward, because other work comes before it."""
         self._follows = False
 
-    def begin(self, apart_s: float) -> None:
-        """Mark the begin of a forward behind other work."""
-        self._follows = False
-        self.end(None, apart_s)
-
     def end(self, work: Work | Prefill | None, apart_s: float) -> None:
         """Mark the end of a forward that was just launched; see ``End``."""
         at: Any

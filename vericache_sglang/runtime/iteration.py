@@ -117,7 +117,7 @@ class Decoding:
     def prefill(self, batch: ScheduleBatch) -> Iterator[None]:
         """Time a prefill, and not the forward behind it."""
         self._observe_times()
-        self._times.begin(0.0)
+        self._times.end(None, 0.0)  # of the work before it
         try:
             yield
             self._times.end(Prefill(_completed(batch)), 0.0)

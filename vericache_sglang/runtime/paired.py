@@ -27,9 +27,9 @@ from vericache_sglang.runtime.early_starts import EarlyStarts, longest_suffix
 from vericache_sglang.runtime.eligibility import travels
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import Coefficients
-from vericache_sglang.scheduling.path_mix import REVIEW, PathMix, Speeds
+from vericache_sglang.scheduling.path_mix import PathMix, Speeds
 from vericache_sglang.scheduling.path_paces import PathPaces
-from vericache_sglang.scheduling.paths import Path, PathChoice
+from vericache_sglang.scheduling.paths import Path
 from vericache_sglang.scheduling.plan import Deliver, Wait
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ class PairedStarts(EarlyStarts):
         self._drafting_s = Ewma(0.0, least=0.0, most=LONGEST_S)
         prior, keep = runtime.estimates.prior.p, self._config.keep
         self._mix = PathMix(self._config.draft_length, prior, keep)
-        self._choice = PathChoice()
-        self._requests = 0
         # Of those that are not read whole: the paths that were chosen.
         self._chosen: Recent[Path] = Recent(MOST_FETCHES)
         # Of a request that is alone, and of one beside others.
@@ -151,10 +149,9 @@ class PairedStarts(EarlyStarts):
             draft_s = draft_s if isfinite(draft_s) else 0.0  # not measured
         tokens = self._mix.answer(req.sampling_params.max_new_tokens)
         ends = paces.ends_s(tokens, draft_s, load_s, stored.whole_s(0))
-        if self._requests % REVIEW == 0:
+        if self._mix.due():
             self._review(scheduler, stored)
-        self._requests += 1
-        path = paces.choose(self._choice, ends, load_s, self._mix.load(now))
+        path = paces.choose(self._mix.choice, ends, load_s, self._mix.load(now))
         if path is not Path.B2:
             self._chosen[req.rid] = path
             return False
@@ -186,7 +183,6 @@ class PairedStarts(EarlyStarts):
             load_s=stored.token_s,
         )
         self._mix.review(near, far)
-        self._choice.shares = self._mix.shares
 
     def read(self, scheduler: Any, req: Req) -> None:
         """See ``Starts``."""

@@ -8,21 +8,23 @@ machine's data sheet.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import cycle
 from math import inf, isfinite
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vericache_sglang.errors import ConfigError
 from vericache_sglang.planning.inter import Pool, PoolMix, PoolPair, simplest
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import Coefficients, Work
-from vericache_sglang.scheduling.paths import Path
+from vericache_sglang.scheduling.paths import Path, PathChoice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 REVIEW = 8
-"""Requests after which the program is solved again."""
+"""Requests of which one has the program solved again."""
 
 RECENT = 16
 """Requests whose ends tell how many come."""
@@ -63,13 +65,16 @@ class PathMix:
         compressed: Draft KV in bytes over full KV, before any was read.
 
     Attributes:
-        shares: Path -> share of the requests, in sum 1. P1 and P2, cached or stateless,
-            are one here, ``Path.P1_CACHED``: what becomes of a request that drafts is
-            decided later, by its verifier and by when its residual KV comes.
+        choice: Exchanges paths for the mix's shares of the requests. P1 and P2, cached
+            or stateless, are one here, ``Path.P1_CACHED``: what becomes of a request
+            that drafts is decided later, by its verifier and by when its residual KV
+            comes.
     """
 
     def __init__(self, draft_length: int, acceptance: float, compressed: float) -> None:
-        self.shares: Mapping[str, float] = UNMEASURED
+        self.choice = PathChoice()
+        self.choice.shares = UNMEASURED
+        self._reviews = cycle((True, *(False,) * (REVIEW - 1)))
         kept = min(acceptance, 1 - 1e-6)
         tokens = (1 - kept**draft_length) / (1 - kept)
         self._prompt, self._output = _mean(0.0), _mean(0.0)
@@ -79,6 +84,15 @@ class PathMix:
         self._mix: PoolMix | None = None
         self._batches = (inf, inf)
         self._ended: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Path -> share of the requests, in sum 1."""
+        return self.choice.shares
+
+    def due(self) -> bool:
+        """Return whether to call ``review`` in front of the next request."""
+        return next(self._reviews)
 
     def note_request(self, prompt: int, output: int, now: float) -> None:
         """Count a request that has ended.
@@ -165,7 +179,7 @@ class PathMix:
         shares = dict.fromkeys(map(str, (Path.B1, Path.B2, Path.P1_CACHED)), 0.0)
         for name, share in mix.shares.items():
             shares[Path.P1_CACHED if name[0] == "P" else Path(name)] += max(share, 0.0)
-        self.shares = shares
+        self.choice.shares = shares
 
     def _pools(self, near: Sequence[Speeds], far: Speeds) -> PoolPair | None:
         """Return both pools; None before all of it was measured."""
@@ -211,20 +225,11 @@ def _mean(start: float) -> Ewma:
 
 def _mean_of(servers: Sequence[Speeds]) -> Speeds:
     """Return all verifiers as one pool of equal ones."""
-    count = len(servers)
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / count
-
+    models = zip(*(astuple(each.iteration) for each in servers), strict=True)
     return Speeds(
         instances=sum(each.instances for each in servers),
-        slots=mean([each.slots for each in servers]),
-        iteration=Coefficients(
-            base_s=mean([each.iteration.base_s for each in servers]),
-            per_token_s=mean([each.iteration.per_token_s for each in servers]),
-            per_read_s=mean([each.iteration.per_read_s for each in servers]),
-            per_product_s=mean([each.iteration.per_product_s for each in servers]),
-        ),
-        prompt_s=mean([each.prompt_s for each in servers]),
-        load_s=mean([each.load_s for each in servers]),
+        slots=fmean(each.slots for each in servers),
+        iteration=Coefficients(*map(fmean, models)),
+        prompt_s=fmean(each.prompt_s for each in servers),
+        load_s=fmean(each.load_s for each in servers),
     )

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from vericache_sglang.scheduling.acceptance import PRIOR_START
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import Coefficients
-from vericache_sglang.scheduling.path_mix import REVIEW, PathMix, Speeds
+from vericache_sglang.scheduling.path_mix import PathMix, Speeds
 from vericache_sglang.scheduling.path_paces import PathPaces
-from vericache_sglang.scheduling.paths import Path, PathChoice
+from vericache_sglang.scheduling.paths import Path
 
 if TYPE_CHECKING:
     from vericache_sglang.planning.inter import Cluster
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 PROMPT = 1_000_000
 """Tokens of a prompt, for whose KV the model counts bytes alone: far more than of an
 answer, whose KV it does not count."""
-
-ACCEPTANCE = 0.95
-"""Probability that a draft is accepted, before one was."""
 
 PACE_WEIGHT = 0.25
 """Weight of a request in the mean paces at verifiers."""
@@ -67,10 +65,8 @@ class Measuring:
         )
         self._cluster = cluster
         self._paces = PathPaces(near, first, others=True)
-        self._mix = PathMix(cluster.draft_length, ACCEPTANCE, cluster.compressed)
-        self._choice = PathChoice()
+        self._mix = PathMix(cluster.draft_length, PRIOR_START, cluster.compressed)
         self._courses: dict[str, Course] = {}
-        self._requests = 0
 
     def path(self, rid: str, known: Prospects, now: float) -> Path:
         """Return the path of a request, the same until it starts.
@@ -91,15 +87,16 @@ class Measuring:
         return Path.P1_CACHED if known.holds else Path.P1_STATELESS
 
     def _chosen(self, known: Prospects, now: float) -> Course:
-        if self._requests % REVIEW == 0:
+        if self._mix.due():
             self._review()
-        self._requests += 1
         tokens = self._mix.answer(self._cluster.output_tokens)
         draft_s = known.draft_wait_s + (known.draft_bytes or 0) / known.far_bytes_per_s
         load_s = known.eta_s(Path.B2)
         ends = self._paces.ends_s(tokens, draft_s, load_s, known.whole_wait_s)
         load = self._mix.load(now)
-        return Course(self._paces.choose(self._choice, ends, load_s, load), now, load_s)
+        return Course(
+            self._paces.choose(self._mix.choice, ends, load_s, load), now, load_s
+        )
 
     def _review(self) -> None:
         cluster = self._cluster
@@ -121,7 +118,6 @@ class Measuring:
             for pool, instances in ((pools.near, 1 / cluster.remote), (pools.far, 1))
         )
         self._mix.review([near] * cluster.local, far)
-        self._choice.shares = self._mix.shares
 
     def emitted(self, rid: str, tokens: int, drafts: int, now: float) -> None:
         """Record tokens of a request.
