@@ -156,7 +156,7 @@ def refuse_unshared(line: str, ranks: int) -> None:
         raise ConfigError(
             f"--compressor {line}: which tokens it keeps depends on the question behind"
             " a prefix, or on its length: no other prompt can use them. Choose kvzip, "
-            "keynorm or a codec"
+            "kvzap without a threshold, keynorm or a codec"
         )
     if made.codec is not None and ranks > 1:
         raise ConfigError(

@@ -43,8 +43,9 @@ def test_what_was_chosen_offline_is_taken_with_the_same_codec_only():
     ("line", "ranks", "named"),
     [
         ("snapkv", 1, "--compressor snapkv: which tokens it keeps depends"),
-        ("snapkv+kivi", 1, "Choose kvzip, keynorm or a codec"),
+        ("snapkv+kivi", 1, "Choose kvzip, kvzap without"),
         ("kvzip+kivi", 2, "--engine asks for a tp_size of 2. Leave the codec out"),
+        ("kvzap:threshold=-4", 1, "or on its length"),
         ("no-such", 1, "no-such"),
     ],
 )
@@ -53,7 +54,9 @@ def test_what_cannot_be_compressed_beforehand_is_refused_by_name(line, ranks, na
         refuse_unshared(line, ranks)
 
 
-@pytest.mark.parametrize(("line", "ranks"), [("kvzip", 2), ("split-planes", 1)])
+@pytest.mark.parametrize(
+    ("line", "ranks"), [("kvzip", 2), ("kvzap", 1), ("split-planes", 1)]
+)
 def test_what_can_be_compressed_beforehand_is_not_refused(line, ranks):
     refuse_unshared(line, ranks)
 

@@ -246,6 +246,11 @@ class Selector(ABC):
     def observe(self, rid: str, probe: Probe, layer: ProbeLayer) -> None:
         """Process one layer of one probe; called for every layer in order."""
 
+    @property
+    def follows_keep(self) -> bool:
+        """Whether ``keep_share`` is None for every prompt."""
+        return type(self).keep_share is Selector.keep_share
+
     def keep_share(self, noted: Sequence[torch.Tensor]) -> float | None:
         """Return the share of a prompt's tokens to keep; None: as configured.
 

@@ -106,6 +106,11 @@ class KVzap(Selector):
         self._layers[step.layer] = layer
         return layer.score(hidden)
 
+    @property
+    def follows_keep(self) -> bool:
+        """See ``Selector.follows_keep``; true without a threshold."""
+        return math.isnan(self._threshold)
+
     def keep_share(self, noted: Sequence[torch.Tensor]) -> float | None:
         """See ``Selector.keep_share``; None without a threshold.
 
@@ -116,7 +121,7 @@ class KVzap(Selector):
         Args:
             noted: Per layer, [H, T]; empty: nothing was scored, so all is kept.
         """
-        if math.isnan(self._threshold):
+        if self.follows_keep:
             return None
         if not noted:
             return 1.0

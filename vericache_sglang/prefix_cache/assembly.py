@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vericache_sglang.compression.about import UNKNOWN
-from vericache_sglang.compression.base import SELECTORS, Selector
+from vericache_sglang.compression.base import SELECTORS
 from vericache_sglang.compression.codecs.base import CODECS
 from vericache_sglang.errors import StoreError
 from vericache_sglang.kv.segment_length import SEGMENT
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from vericache_sglang.compression.base import Selector
     from vericache_sglang.compression.codecs.base import Codec
     from vericache_sglang.compression.compressor import Compressor
     from vericache_sglang.config.schema import VeriCacheConfig
@@ -128,10 +129,7 @@ def may_be_shared(selector: Selector | None) -> bool:
     It is not if it depends on the last queries, or if the prompt determines how many of
     its tokens are kept. Without a selector all are.
     """
-    if selector is None:
-        return True
-    shared = type(selector).keep_share is Selector.keep_share
-    return shared and not selector.needs.q_tail
+    return selector is None or (selector.follows_keep and not selector.needs.q_tail)
 
 
 def shares_draft_kv(compressor: Compressor, segments: CachedSegments) -> bool:

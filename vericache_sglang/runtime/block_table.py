@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from vericache_sglang.compression.base import Selector
 from vericache_sglang.compression.catalog import create_compressor
 from vericache_sglang.planning.block_table import BlockTableShape, block_table_shape
 from vericache_sglang.runtime.algorithm import served_config
@@ -95,6 +94,5 @@ def block_table_pool(
 def most_kept(config: VeriCacheConfig) -> float:
     """Return the largest draft KV as a fraction of the prompt's KV slots."""
     compressor: Compressor = create_compressor(config.compressor, config.seed)
-    selector = compressor.selector
-    fixed = selector is not None and type(selector).keep_share is Selector.keep_share
+    fixed = compressor.selector is not None and compressor.selector.follows_keep
     return config.keep if fixed and compressor.codec is None else 1.0
