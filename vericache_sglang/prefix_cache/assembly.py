@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vericache_sglang.compression.about import UNKNOWN
 from vericache_sglang.compression.base import SELECTORS
 from vericache_sglang.compression.codecs.base import CODECS
@@ -86,6 +88,9 @@ def open_segments(
         )
         segments.stored.alone = ranks.alone
         segments.stored.awaits_whole = config.decodes_locally
+        segments.stored.prefill_s = lambda before, tokens: float(
+            ranks.prices(segments.stored).prefill_s(np.array(before), np.array(tokens))
+        )
         if compressor.codec is not None:
             store.codec = _store_codec(compressor.codec.without_tail(), copies)
     host.evictor = segments.make_room

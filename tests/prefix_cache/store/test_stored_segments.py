@@ -7,7 +7,7 @@ import torch
 from sample_segments import FINGERPRINT, KIVI, SNAPKV, TOKENS, pair_of, whole_of
 from storages import HeldStore, forge
 
-from vericache_sglang.prefix_cache.store import fetches, stored_segments
+from vericache_sglang.prefix_cache.store import fetches, pace, stored_segments
 from vericache_sglang.prefix_cache.store.stored_segments import StoredSegments
 
 pytestmark = pytest.mark.sglang
@@ -224,6 +224,39 @@ def test_on_b2_a_request_waits_twice_as_long_as_predicted(
     assert not finish(stored)
     clock.now += 0.2
     assert finish(stored)
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "idle", "late"),
+    [(0.9, 0.5, True), (1.1, 0.5, False), (1.1, 1.1, True)],
+    ids=["prefill is faster", "reading is faster", "the store stands still"],
+)
+def test_a_late_request_waits_on_where_reading_is_faster(
+    prefill_s, idle, late, monkeypatch
+):
+    clock, longest = Clock(), stored_segments.LONGEST_S
+    monkeypatch.setattr(stored_segments, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
+    stored, store, _ = opened()
+    written(store, "abc")
+    asked = []
+
+    def predicted(before, tokens):
+        asked.append((before, tokens))
+        return prefill_s * stored.whole_s(0)
+
+    stored.prefill_s = predicted
+    stored.fetch("r", ["z", "a", "b", "c"], TOKENS)
+    stored.fetch("other", ["c"], 0)
+    clock.now += 2 * longest
+    store.pace.note("read", 1, 1.0)
+    clock.now += idle * longest
+    assert finish(stored) == late
+    assert set(asked) <= {(TOKENS, 3 * TOKENS)}
+    if not late:
+        store.arrive()
+        assert finish(stored)
+        assert stored.pop("r") == (3 * TOKENS, TOKENS)
 
 
 def test_what_came_before_the_deadline_is_taken_in(monkeypatch):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_S = 5.0
-"""Most seconds a request waits for the store; missing tokens are then prefilled."""
+"""Seconds a request waits for the store before missing tokens are prefilled, unless to
+wait on is predicted to take less time."""
 AHEAD_BYTES = 256 << 20
 """Most bytes read ahead for a request before they are copied to the host tier."""
 MOST_FETCHES = 4096
@@ -93,6 +94,8 @@ class StoredSegments:
         alone: There is one rank: what it has read and written counts at once.
         awaits_whole: Every request waits as after ``await_whole`` (path B2).
         draft_first: Request of which the next ``fetch`` reads draft KV alone.
+        prefill_s: Predicted seconds of a prefill: of the number of tokens that is the
+            second argument, behind as many as the first; set after construction.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class StoredSegments:
         self.alone = True
         self.awaits_whole = False
         self.draft_first = ""
+        self.prefill_s: Callable[[int, int], float] = lambda before, tokens: 0.0
         self._kept = kept
         self._store = store
         self._compressor = compressor
@@ -174,12 +178,12 @@ class StoredSegments:
         return list(islice(each, MOST_TOLD))
 
     def _read_of(self, fetch: Fetch) -> Read:
-        """Return what this rank has read for a fetch, which ends at its deadline."""
+        """Return what this rank has read for a fetch, which ends when it is late."""
         reading = fetch.reading
         if reading is None:
             return Read(0)
         if not reading.done:
-            if time.monotonic() < fetch.deadline:
+            if not self._is_late(fetch, len(reading.found)):
                 return Read(-1)
             reading.cancelled = True
         found = list(reading.found)
@@ -187,6 +191,20 @@ class StoredSegments:
         whole = sum(("whole" in each.parts) << i for i, each in enumerate(found))
         scored = sum(_scored(each) << i for i, each in enumerate(found))
         return Read(len(found), usable, whole, scored)
+
+    def _is_late(self, fetch: Fetch, read: int) -> bool:
+        """Return whether a fetch of which ``read`` segments are here waits no longer.
+
+        Behind its deadline it goes on while the store reads, if all that is being read
+        is predicted to be here before a prefill of what is missing would be done.
+        """
+        now = time.monotonic()
+        if now < fetch.deadline:
+            return False
+        before = fetch.start + fetch.tokens + read * self._segment
+        missing = (len(fetch.names) - read) * self._segment
+        stands_still = now - self._store.pace.read_at > LONGEST_S
+        return stands_still or self.prefill_s(before, missing) <= self.whole_s(0)
 
     # -- contents of the store ------------------------------------------------
 
