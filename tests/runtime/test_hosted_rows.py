@@ -16,10 +16,11 @@ from vericache_sglang.sampling.profile import GREEDY_FAST, Profile, SamplingRule
 from vericache_sglang.scheduling.estimates import Estimates
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import Coefficients, IterationModel
+from vericache_sglang.scheduling.network import WINDOW_S, NetworkRings
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 MOST, OWN, PROMPT = 4, 1, 10
-NOW = 100.0
+NOW = 100.01
 FULL = [7, 8, 9]
 LONG = [7] * (MOST_DRAFTS + 9)
 ROOM = {"most": len(LONG), "allocated": 1000, "longest": 1000}
@@ -36,6 +37,7 @@ def row(asked, *, allocated=40, longest=50, most=MOST, **own):
         rid="g",
         kv=SimpleNamespace(req_pool_idx=OWN, kv_allocated_len=allocated),
         sampling_params=SimpleNamespace(max_new_tokens=longest),
+        origin_input_ids=[0] * PROMPT,
         output_ids=[5, 6],
         to_finish=None,
         grammar=None,
@@ -81,6 +83,8 @@ def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):
     hosting._most_drafts, hosting._guest_kv = most, guest_kv
     hosting._waiting, hosting._stateless = waiting, {}
     hosting._return_s = Ewma(0.5, least=0.0, most=9.0)
+    hosting._rings = NetworkRings(1000)
+    hosting._rings.advance(NOW)
     hosting._transport = SimpleNamespace(now=lambda: NOW)
     hosting._counters = Counters()
     hosting.draft_tokens = DraftTokenBuffer(2, most, "cpu")
@@ -210,6 +214,8 @@ def test_a_stateless_guest_is_queued_for_its_drafts_and_its_end(event):
     else:
         hosting._waiting = {}
     hosting._readmit()
+    pass_time(hosting, WINDOW_S)
+    hosting._readmit()
     assert (queue, [*hosting.in_flight]) == ([req], [])
     assert hosting._counters.remote_prepared == (event == "drafts announced")
     # Its prefill decides nothing: drafts are verified behind its last token.
@@ -236,7 +242,60 @@ def test_a_guest_has_its_kv_while_drafts_are_expected(base, in_s, expected, shor
     assert state.lost is not expected
     hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
     hosting._readmit()
+    pass_time(hosting, WINDOW_S)
+    hosting._readmit()
     assert (state.req in hosting._scheduler.waiting_queue) is expected
+
+
+def pass_time(hosting, seconds):
+    now = hosting._transport.now() + seconds
+    hosting._transport.now = lambda: now
+    hosting._rings.advance(now)
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts_s"),
+    [(1000, [1.05, 1.55]), (PROMPT + 2 + MOST, [1.0, 1.55]), (PROMPT, [])],
+    ids=["the link is shared", "slots for one", "no slots"],
+)
+def test_the_return_of_kv_is_reserved_on_the_link_and_in_the_pool(slots, starts_s):
+    """Two guests' drafts are expected in 2 s, their KV takes 0.5 s to bring back."""
+    waiting = {}
+    hosting = hosting_of(waiting, "stateless")
+    hosting._rings.resize(slots)
+    for name in "ab":
+        _, state, _ = row(None)
+        state.req.rid = name
+        waiting[name] = Guest(bytes(16), ord(name), 1, name, [5, 6], 2, waits=True)
+        waiting[name].expected = 2, NOW + 2.0
+        hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
+    queue, seen = hosting._scheduler.waiting_queue, {}
+    for window in range(100):
+        hosting._readmit()
+        for req in queue:
+            seen.setdefault(req.rid, window * WINDOW_S)
+        pass_time(hosting, WINDOW_S)
+    assert sorted(seen.values()) == pytest.approx(starts_s)
+
+
+def test_a_reservation_ends_with_the_row_and_with_the_guest():
+    _, state, _ = row(None)
+    guest = Guest(bytes(16), 1, 1, "g", [5, 6], 2, waits=True)
+    guest.expected = 2, NOW + 0.5
+    hosting = hosting_of({"g": guest}, "stateless")
+    hosting._scheduler.tree_cache = SimpleNamespace(
+        evictable_size=lambda: 400,
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 600),
+    )
+    hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
+    for reserved in (True, True, False):
+        hosting._readmit()
+        assert (hosting._rings.starts_s("g") is not None) is reserved
+        pass_time(hosting, WINDOW_S)
+        if not hosting._stateless:
+            hosting.actions({0: state}, 0)
+        hosting._reserve(hosting._transport.now())
+    assert hosting._rings.free() == 1000
 
 
 def test_the_time_to_bring_kv_back_is_measured_to_the_row():

@@ -34,6 +34,24 @@ def test_a_reservation_by_hand():
     assert rings.begin("b")
 
 
+def test_the_pool_is_resized_and_the_reservations_of_those_that_went_are_released():
+    rings = NetworkRings(0)
+    assert rings.reserve("a", 0.1, 2.0, 60) is None
+    rings.resize(100)
+    assert rings.reserve("a", 0.1, 2.0, 60)
+    # Its slots are free again behind its verification, and before its load.
+    assert rings.reserve("b", 0.1, 2.0, 60) == pytest.approx((36 * 0.05, 38 * 0.05))
+    assert rings.reserve("c", 0.1, 2.0, 101) is None
+    assert rings.starts_s("a") == pytest.approx(39 * WINDOW_S)
+    rings.resize(60)
+    assert rings.free() == 0
+    rings.retain(["b", "c"])
+    assert rings.starts_s("a") is rings.starts_s("c") is None
+    assert rings.reserve("d", 0.1, 2.0, 60) == pytest.approx((39 * 0.05, 41 * 0.05))
+    rings.retain([])
+    assert rings.free() == 60
+
+
 def test_a_full_link_is_busy_and_a_long_load_takes_all_of_it():
     rings = NetworkRings(4)
     assert rings.hold("long", 1e6)

@@ -97,16 +97,18 @@ class Guest:
         base, drafts = self.asked or (-1, ())
         return drafts if base == tokens else None
 
-    def expects(self, tokens: int, now: float, ahead_s: float) -> bool:
-        """Return whether drafts behind so many output tokens are about to come.
+    def eta_s(self, tokens: int, now: float) -> float | None:
+        """Return when drafts behind so many output tokens are expected.
 
         Args:
             tokens: Output tokens.
             now: In seconds.
-            ahead_s: They are expected within this time, in seconds.
+
+        Returns:
+            In seconds from ``now``, at least ``-MOST_LATE_S``; None: they are not.
         """
         base, at = self.expected
-        return base == tokens and -MOST_LATE_S <= at - now <= ahead_s
+        return at - now if base == tokens and at - now >= -MOST_LATE_S else None
 
     def verdict(self, base: int) -> Verdict:
         """Return all tokens from ``base`` on; none if it does not have so many."""

@@ -4,8 +4,9 @@ They are admitted, batched, drafted for, retracted and cached like any other req
 only their output goes to the drafter instead of a client (``remote.guests``). The row
 of one whose drafter drafts waits for drafts and verifies them. It keeps its full KV on
 the device meanwhile (cached), or leaves it to the prefix cache after each verdict and
-is prefilled again, from there, for its next drafts: so long before they are expected as
-that takes, or when they have come (stateless; arXiv:2605.17613, section 5.3).
+is prefilled again, from there, for its next drafts: when Algorithm 1 has reserved the
+link and the pool for it, or when they have come (stateless; arXiv:2605.17613, section
+5.3).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from vericache_sglang.errors import MessageError
+from vericache_sglang.kv.row_edit import room
 from vericache_sglang.remote.guests import Guest, Guests
 from vericache_sglang.remote.messages import (
     CHANGED,
@@ -34,6 +36,7 @@ from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import LONGEST_S
+from vericache_sglang.scheduling.network import NetworkRings
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
@@ -99,6 +102,7 @@ class Hosting:
         self._requests: dict[str, Req] = {}
         self._stateless: dict[str, Req] = {}
         self._return_s = Ewma(0.0, least=0.0, most=LONGEST_RETURN_S)
+        self._rings = NetworkRings(0)
         # Part of a guest's prompt that came from the store.
         self._stored_part = Ewma(0.0, least=0.0, most=1.0)
         self._counters = counters
@@ -154,21 +158,30 @@ class Hosting:
         for name, req in list(self._stateless.items()):
             guest, tokens = self._waiting.get(name), len(req.output_ids) + 1
             if guest and not req.to_finish and guest.drafts(tokens) is None:
-                if not self._expects(guest, tokens):
+                if not self._may_return(guest, req):
                     continue
                 self._counters.remote_prepared += 1
             if guest:
                 guest.queued_at = self._transport.now()
             self._enqueue(name)
 
-    def _expects(self, guest: Guest, tokens: int) -> bool:
-        """Return whether the KV of a guest should be here for its next drafts.
+    def _may_return(self, guest: Guest, req: Req) -> bool:
+        """Return whether a guest's KV is to be brought back now for its next drafts.
 
-        That is if they come within the time to bring it back, and no request waits for
-        its memory.
+        It is reserved to be here when they are expected. Without room for it, or while
+        requests wait for memory, it is brought back when they have come.
         """
-        now, ahead_s = self._transport.now(), self._return_s.value
-        return guest.expects(tokens, now, ahead_s) and not self._short
+        rings, tokens = self._rings, len(req.output_ids) + 1
+        now = self._transport.now()
+        eta_s = guest.eta_s(tokens, now)
+        if eta_s is None:
+            rings.release(guest.name)
+            return False
+        if rings.starts_s(guest.name) is None:
+            slots = len(req.origin_input_ids) + tokens + self._most_drafts
+            rings.reserve(guest.name, self._return_s.value, max(0.0, eta_s), slots)
+        starts_s = rings.starts_s(guest.name)
+        return starts_s is not None and starts_s <= now and not self._short
 
     @property
     def _short(self) -> bool:
@@ -202,6 +215,7 @@ class Hosting:
         self._guests.tick(now)
         running = self._guests.running()
         self._waiting = {guest.name: guest for guest in running if guest.waits}
+        self._reserve(now)
         self._readmit()
         for peer, said in self._guests.outbox:
             self._transport.send(peer, said)
@@ -209,6 +223,18 @@ class Hosting:
         if beats:
             self._beat_at = now
             self._transport.repeat(self._guests.beats(self._measured()))
+
+    def _reserve(self, now: float) -> None:
+        """Advance the rings; those have a reservation that have no row yet."""
+        self._rings.advance(now)
+        self._rings.resize(room(self._scheduler.tree_cache))
+        self._rings.retain(
+            [
+                name
+                for name, guest in self._waiting.items()
+                if guest.queued_at or name in self._stateless
+            ]
+        )
 
     def _measured(self) -> Measured:
         """Return what drafters choose paths by."""
@@ -307,8 +333,9 @@ class Hosting:
         reported = len(req.output_ids) == tokens and req.to_finish is None
         busy = state.committed_in_flight or state.pending_max or state.drafts
         guest = self._waiting[state.rid]
-        awaited = guest.drafts(tokens) is not None or self._expects(guest, tokens)
-        return reported and not (busy or awaited)
+        eta_s = guest.eta_s(tokens, self._transport.now())
+        soon = eta_s is not None and eta_s <= self._return_s.value and not self._short
+        return reported and not (busy or soon or guest.drafts(tokens) is not None)
 
     def _action(self, guest: Guest, state: RequestState, *, may: bool) -> RowAction:
         """Return the action of a guest's row.

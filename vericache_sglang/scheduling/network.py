@@ -7,10 +7,14 @@ iteration, so a window is a span of time here. Algorithm 1 is that of ``admit``.
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 from vericache_sglang.scheduling.admit import Admission
 from vericache_sglang.scheduling.reservation import Demand, PrefetchDemand
 from vericache_sglang.scheduling.ring import WINDOW, Ring
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 WINDOW_S = 0.05
 """Length of a window, in seconds."""
@@ -28,8 +32,10 @@ class NetworkRings:
     A KV is either reserved (its slot is taken from the first window of its load to its
     verification) or held (its slot is taken until it is released).
 
+    The unit of a slot is the caller's: one of a KV, or a full KV.
+
     Args:
-        slots: Full KVs that fit the pool, >= 1.
+        slots: Slots of the pool, >= 0.
 
     Attributes:
         held: Requests that hold a slot.
@@ -41,6 +47,12 @@ class NetworkRings:
         rings = {STORE_LINK: Ring(WINDOWS, WINDOW), POOL: self._pool}
         self._admission = Admission(rings, WINDOWS)
         self.held: set[str] = set()
+        self._starts_s: dict[str, float] = {}
+
+    def resize(self, slots: int) -> None:
+        """Change the slots of the pool; what is reserved or held stays."""
+        self._pool.limit += slots - self._slots
+        self._slots = slots
 
     def free(self, spare: int = 0) -> int:
         """Return the slots that are free in every window.
@@ -77,7 +89,7 @@ class NetworkRings:
         return True
 
     def reserve(
-        self, rid: str, load_s: float, eta_s: float
+        self, rid: str, load_s: float, eta_s: float, slots: int = 1
     ) -> tuple[float, float] | None:
         """Reserve one verification's load and slot by Algorithm 1.
 
@@ -85,38 +97,57 @@ class NetworkRings:
             rid: Request id.
             load_s: Time of its load, in seconds, >= 0.
             eta_s: When its drafts are expected, in seconds from now, >= 0.
+            slots: Slots that it needs.
 
         Returns:
             When the load may start and when it has to be done, in seconds of the time
             given to ``advance``; None where no window has room: busy.
         """
-        load = _load(load_s, (Demand(POOL, 1, extra=1),))
+        load = _load(load_s, (Demand(POOL, slots, extra=1),))
         anchor = max(1, int(eta_s / WINDOW_S))
         found = self._admission.admit(rid, load, anchor)
         if found is None:
             return None
+        self._starts_s[rid] = found.first * WINDOW_S
         return found.first * WINDOW_S, (found.deadline + 1) * WINDOW_S
+
+    def starts_s(self, rid: str) -> float | None:
+        """Return when a request's reserved load may start; None: it has reserved none.
+
+        Returns:
+            In seconds of the time given to ``advance``.
+        """
+        return self._starts_s.get(rid)
 
     def load_by(self, load_s: float, eta_s: float) -> float | None:
         """Return the end of the load that ``reserve`` would grant; reserves nothing."""
         found = self.reserve("", load_s, eta_s)
-        self._admission.cancel("")
+        self.release("")
         return None if found is None else found[1]
 
     def begin(self, rid: str) -> bool:
         """Take the reserved slot, as its load begins; False while none is free."""
         if len(self.held) >= self._slots:
             return False
-        self._admission.cancel(rid)
+        self._cancel(rid)
         self._keep(rid)
         return True
 
+    def retain(self, rids: Collection[str]) -> None:
+        """Release what requests have reserved or hold, but for ``rids``."""
+        for rid in (self._starts_s.keys() | self.held) - set(rids):
+            self.release(rid)
+
     def release(self, rid: str) -> None:
         """Free what the request has reserved or holds; nothing if it has none."""
-        self._admission.cancel(rid)
+        self._cancel(rid)
         if rid in self.held:
             self.held.remove(rid)
             self._pool.limit += 1
+
+    def _cancel(self, rid: str) -> None:
+        self._admission.cancel(rid)
+        self._starts_s.pop(rid, None)
 
     def _keep(self, rid: str) -> None:
         self.held.add(rid)
