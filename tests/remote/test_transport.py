@@ -172,6 +172,22 @@ def test_garbage_on_the_port_hinders_nothing(key):
         drafter.ask(range(4), 30)
 
 
+def test_a_wait_ends_where_sglang_has_a_message():
+    ours = VerifierTransport(f"tcp://127.0.0.1:{free_port()}", decode_to_verifier, None)
+    context = zmq.Context()
+    inbox, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    sender.connect(f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}")
+    for _ in range(2):
+        ours.wake_on(inbox, None, object())
+    sender.send(b"a request")
+    ours.wait(600)
+    assert inbox.recv(zmq.NOBLOCK) == b"a request"
+    assert ours.drain() == []
+    ours.wait()  # of itself, as there is none
+    context.destroy(linger=0)
+    ours.close()
+
+
 def test_a_peer_that_sends_nonsense_is_ignored():
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     ours = VerifierTransport(endpoint, decode_to_verifier, None)

@@ -85,7 +85,7 @@ def hosting_of(waiting, guest_kv, queue=(), full=False, most=MOST):
     hosting._return_s = Ewma(0.5, least=0.0, most=9.0)
     hosting._rings = NetworkRings(1000)
     hosting._rings.advance(NOW)
-    hosting._transport = SimpleNamespace(now=lambda: NOW)
+    hosting.transport = SimpleNamespace(now=lambda: NOW)
     hosting._counters = Counters()
     hosting.draft_tokens = DraftTokenBuffer(2, most, "cpu")
     queue = list(queue)
@@ -248,8 +248,8 @@ def test_a_guest_has_its_kv_while_drafts_are_expected(base, in_s, expected, shor
 
 
 def pass_time(hosting, seconds):
-    now = hosting._transport.now() + seconds
-    hosting._transport.now = lambda: now
+    now = hosting.transport.now() + seconds
+    hosting.transport.now = lambda: now
     hosting._rings.advance(now)
 
 
@@ -294,7 +294,7 @@ def test_a_reservation_ends_with_the_row_and_with_the_guest():
         pass_time(hosting, WINDOW_S)
         if not hosting._stateless:
             hosting.actions({0: state}, 0)
-        hosting._reserve(hosting._transport.now())
+        hosting._reserve(hosting.transport.now())
     assert hosting._rings.free() == 1000
 
 
@@ -305,10 +305,10 @@ def test_the_time_to_bring_kv_back_is_measured_to_the_row():
     hosting._scheduler._add_request_to_queue(state.req, is_retracted=True)
     guest.asked = (2, FULL)
     hosting._readmit()
-    hosting._transport.now = lambda: NOW + 3.0
+    hosting.transport.now = lambda: NOW + 3.0
     hosting.actions({}, 0)
     for later in (3.0, 4.0):
-        hosting._transport.now = lambda later=later: NOW + later
+        hosting.transport.now = lambda later=later: NOW + later
         hosting.actions({0: state}, 0)
         assert hosting._return_s.value == 3.0
 

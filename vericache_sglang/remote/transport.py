@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 4096
 """Messages that wait in either direction."""
+LONGEST_WAIT_S = 0.01
+"""Longest wait for a message, in seconds; what a store has read waits too."""
 HIGH_WATER = 1000
 """Messages that ZeroMQ queues per connection and direction."""
 AT_ONCE = 256
@@ -73,6 +74,8 @@ class Transport(ABC, Generic[Peer, Received]):
         self.ready = os.eventfd(0, os.EFD_NONBLOCK)
         self._posted = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._posted, zmq.POLLIN)
+        self._arrivals = zmq.Poller()
+        self._arrivals.register(self.ready, zmq.POLLIN)
         self._closing = False
         self.malformed = 0
         self._seen = time.monotonic(), 0.0  # when the thread last ran; the clock then
@@ -120,9 +123,15 @@ class Transport(ABC, Generic[Peer, Received]):
             except MessageError as error:
                 self.blame(peer, error)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until a message is there, ``seconds`` at most."""
-        select.select([self.ready], [], [], seconds)
+    def wake_on(self, *sockets: object) -> None:
+        """Have ``wait`` end for other sockets of the scheduler too, where they are."""
+        for each in sockets:
+            if isinstance(each, zmq.Socket) and each not in self._arrivals:
+                self._arrivals.register(each, zmq.POLLIN)
+
+    def wait(self, seconds: float = LONGEST_WAIT_S) -> None:
+        """Wait for a peer's message or one of those sockets, ``seconds`` at most."""
+        self._arrivals.poll(int(1000 * seconds))
 
     def blame(self, peer: Peer, error: MessageError) -> None:
         """Count a message that made no sense against its sender."""

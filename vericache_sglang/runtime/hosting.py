@@ -87,7 +87,7 @@ class Hosting:
         counters: Counters,
     ) -> None:
         self._hello = hello
-        self._transport = transport
+        self.transport = transport
         self._guests = Guests(
             *(hello, config.max_guests, config.lease_s, counters),
             start=self._start,
@@ -108,7 +108,6 @@ class Hosting:
         self._counters = counters
         self._numbered = 0
         self._beat_at = 0.0
-        self.ready = transport.ready
 
     @property
     def in_flight(self) -> Iterable[Req]:
@@ -162,7 +161,7 @@ class Hosting:
                     continue
                 self._counters.remote_prepared += 1
             if guest:
-                guest.queued_at = self._transport.now()
+                guest.queued_at = self.transport.now()
             self._enqueue(name)
 
     def _may_return(self, guest: Guest, req: Req) -> bool:
@@ -172,7 +171,7 @@ class Hosting:
         requests wait for memory, it is brought back when they have come.
         """
         rings, tokens = self._rings, len(req.output_ids) + 1
-        now = self._transport.now()
+        now = self.transport.now()
         eta_s = guest.eta_s(tokens, now)
         if eta_s is None:
             rings.release(guest.name)
@@ -206,8 +205,8 @@ class Hosting:
     def exchange(self, scheduler: Any) -> None:
         """Send and receive. Called once per scheduler iteration."""
         self._scheduler = scheduler
-        self._transport.hand_over(self._guests.receive)
-        now = self._transport.now()
+        self.transport.hand_over(self._guests.receive)
+        now = self.transport.now()
         beats = now - self._beat_at >= BEAT_S
         queued = self._queued() if beats else None
         for guest in self._guests.running():
@@ -218,11 +217,11 @@ class Hosting:
         self._reserve(now)
         self._readmit()
         for peer, said in self._guests.outbox:
-            self._transport.send(peer, said)
+            self.transport.send(peer, said)
         self._guests.outbox.clear()
         if beats:
             self._beat_at = now
-            self._transport.repeat(self._guests.beats(self._measured()))
+            self.transport.repeat(self._guests.beats(self._measured()))
 
     def _reserve(self, now: float) -> None:
         """Advance the rings; those have a reservation that have no row yet."""
@@ -303,7 +302,7 @@ class Hosting:
             if name in rows:
                 at = rows[name]
                 if guest.queued_at:
-                    self._return_s.observe(self._transport.now() - guest.queued_at)
+                    self._return_s.observe(self.transport.now() - guest.queued_at)
                     guest.queued_at = 0.0
                 found[at] = self._action(guest, requests[at], may=left > 0)
                 left -= isinstance(found[at], Verify)
@@ -333,7 +332,7 @@ class Hosting:
         reported = len(req.output_ids) == tokens and req.to_finish is None
         busy = state.committed_in_flight or state.pending_max or state.drafts
         guest = self._waiting[state.rid]
-        eta_s = guest.eta_s(tokens, self._transport.now())
+        eta_s = guest.eta_s(tokens, self.transport.now())
         soon = eta_s is not None and eta_s <= self._return_s.value and not self._short
         return reported and not (busy or soon or guest.drafts(tokens) is not None)
 
@@ -362,9 +361,9 @@ class Hosting:
         self.draft_tokens.put([state])
         return Verify(state.rid)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
         """See ``RemoteRows``."""
-        self._transport.wait(seconds)
+        self.transport.wait()
 
     def _queued(self) -> set[str]:
         """Return the ids of all requests that the scheduler has."""
@@ -445,10 +444,10 @@ class Hosting:
     def figures(self) -> dict[str, float]:
         """See ``Role``."""
         return {
-            "remote_malformed": self._transport.malformed,
+            "remote_malformed": self.transport.malformed,
             "remote_guests": len(self._guests),
         }
 
     def close(self) -> None:
         """Close the socket; at exit."""
-        self._transport.close()
+        self.transport.close()

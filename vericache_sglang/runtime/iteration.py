@@ -56,9 +56,6 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 2e-4
 """Sleep of an iteration in which every request waits, in seconds."""
 
-MESSAGE_SECONDS = 2e-3
-"""The same where a message of another server ends it."""
-
 OBSERVE_EVERY = 8
 """Iterations between two samples of the iteration time while no request drafts."""
 
@@ -237,7 +234,7 @@ class Decoding:
         if self.remote is None or self.in_flight.unrecorded:
             time.sleep(IDLE_SECONDS)
         else:
-            self.remote.wait(MESSAGE_SECONDS)
+            self.remote.wait()
 
     def _plan(self, batch: ScheduleBatch, states: list[RequestState]) -> Plan:
         complete: tuple[str, ...] = ()

@@ -315,10 +315,10 @@ class PairedStarts(EarlyStarts):
         self._delivers = any(isinstance(each, Deliver) for each in found.values())
         return found
 
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
         """See ``RemoteRows``."""
         if not self._delivers:
-            self._relay.wait(seconds)
+            self._relay.wait()
 
     def _ask(self, pair: PairedRequest, state: RequestState) -> None:
         """Send the drafts of a row that has enough of them."""

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from vericache_sglang.remote.transport import DrafterTransport
     from vericache_sglang.scheduling.ewma import Ewma
 
-IDLE_WAIT_S = 0.002
-"""Wait for messages while nothing runs here, in seconds; new requests wait too."""
-
 
 @dataclass(slots=True)
 class PairedRequest:
@@ -140,7 +137,7 @@ class Relay:
         self._config = config
         self._hello = hello
         self._owner = owner
-        self._transport = transport
+        self.transport = transport
         self._counters = counters
         self.starts: Starts | None = None
         self.paired: dict[str, PairedRequest] = {}
@@ -148,7 +145,6 @@ class Relay:
         self._logprobs: dict[int, list[Logprobs]] = {}
         self._numbered = 0
         self._beat_at = 0.0
-        self.ready = transport.ready
 
     @property
     def in_flight(self) -> Iterable[Req]:
@@ -187,7 +183,7 @@ class Relay:
             req.sampling_params, custom_params={KEY: here if drafts else there}
         )
         # Behind a long forward verifiers would seem to be silent.
-        self._transport.hand_over(self._owner.receive)
+        self.transport.hand_over(self._owner.receive)
         rid, self._numbered = self._numbered, self._numbered + 1
         request = OwnedRequest(
             rid,
@@ -263,11 +259,11 @@ class Relay:
 
     def now(self) -> float:
         """Return the time of the connections' clock, in seconds."""
-        return self._transport.now()
+        return self.transport.now()
 
-    def wait(self, seconds: float) -> None:
-        """Wait for messages, ``seconds`` at most."""
-        self._transport.wait(seconds)
+    def wait(self) -> None:
+        """Wait for messages."""
+        self.transport.wait()
 
     def _relay_again(self, req: Req) -> bool:
         """Relay a request again that has lost its row; False: it was not paired."""
@@ -307,8 +303,8 @@ class Relay:
     def exchange(self, scheduler: Any) -> None:
         """Send and receive; commit tokens. Called once per scheduler iteration."""
         if self._requests and _nothing_runs(scheduler):
-            self._transport.wait(IDLE_WAIT_S)
-        self._transport.hand_over(self._owner.receive)
+            self.transport.wait()
+        self.transport.hand_over(self._owner.receive)
         now = self.now()
         self._commit(scheduler)
         self._owner.tick(now)
@@ -320,11 +316,11 @@ class Relay:
         self._send()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._transport.repeat(dict(enumerate(self._owner.beats())))
+            self.transport.repeat(dict(enumerate(self._owner.beats())))
 
     def _send(self) -> None:
         for peer, said in self._owner.outbox:
-            self._transport.send(peer, said)
+            self.transport.send(peer, said)
         self._owner.outbox.clear()
 
     def _tell_logprobs(self, rid: int, req: Req) -> None:
@@ -406,14 +402,14 @@ class Relay:
         """See ``Role``."""
         serving = sum(each.state is State.SERVING for each in self._owner.verifiers)
         return {
-            "remote_malformed": self._transport.malformed,
+            "remote_malformed": self.transport.malformed,
             "remote_verifiers": serving,
             **(self.starts.figures() if self.starts is not None else {}),
         }
 
     def close(self) -> None:
         """Close the connections; at exit."""
-        self._transport.close()
+        self.transport.close()
 
 
 def _nothing_runs(scheduler: Any) -> bool:

@@ -16,7 +16,11 @@ from vericache_sglang.remote.messages import (
 )
 from vericache_sglang.remote.owner import Owner
 from vericache_sglang.remote.peer_keys import PeerKeys
-from vericache_sglang.remote.transport import DrafterTransport, VerifierTransport
+from vericache_sglang.remote.transport import (
+    DrafterTransport,
+    Transport,
+    VerifierTransport,
+)
 from vericache_sglang.runtime.hosting import Hosting
 from vericache_sglang.runtime.paired import SHARES
 from vericache_sglang.runtime.relay import Relay
@@ -46,13 +50,11 @@ STANDALONE: dict[str, float] = {
 
 
 class Role(Protocol):
-    """What the hooks on the scheduler and the worker ask of a role.
+    """What the hooks on the scheduler and the worker ask of a role."""
 
-    Attributes:
-        ready: File descriptor that is readable while messages wait.
-    """
-
-    ready: int
+    @property
+    def transport(self) -> Transport[Any, Any]:
+        """Its connections."""
 
     @property
     def in_flight(self) -> Iterable[Req]:

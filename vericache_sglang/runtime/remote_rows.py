@@ -40,8 +40,8 @@ class RemoteRows(Protocol):
             verifies: Verifications that the plan leaves room for; one is always made.
         """
 
-    def wait(self, seconds: float) -> None:
-        """Wait for other servers, ``seconds`` at most: every request waits."""
+    def wait(self) -> None:
+        """Wait for other servers for a while: every request waits."""
 
 
 def rows_of(

@@ -390,9 +390,11 @@ class VeriCacheWorker(BaseSpecWorker):
             self._forget_all()
             scheduler.flush_cache(empty_cache=False)
         if self.role is not None:
-            sleeper = scheduler.idle_sleeper
-            if sleeper is not None and self.role.ready not in sleeper.poller:
-                sleeper.poller.register(self.role.ready, POLLIN)
+            transport, sleeper = self.role.transport, scheduler.idle_sleeper
+            if sleeper is not None and transport.ready not in sleeper.poller:
+                sleeper.poller.register(transport.ready, POLLIN)
+            channels = scheduler.ipc_channels
+            transport.wake_on(channels.recv_from_tokenizer, channels.recv_from_rpc)
             self.role.exchange(scheduler)
         if self.early_starts is not None:
             self._tree_cache = scheduler.tree_cache
