@@ -21,6 +21,7 @@ FLAGS = (
     *("--vericache-min-prompt", "64", "--vericache-draft-length", "8"),
     *("--vericache-residency", "host", "--vericache-compressor", "keynorm"),
 )
+KVZAP = f"kvzap:weights={MODEL / 'kvzap-mlp'}"
 LONG = {"max_new_tokens": 32, "ignore_eos": True}
 LOST = "cache_store_failed_calls"
 HELD = ("kept_slots", "staging_slots", "running", "cache_draft_slots_used")
@@ -221,6 +222,7 @@ def test_prefixes_come_back_from_a_host_that_is_too_small(
     ("made", "served"),
     [
         ("split-planes", ["split-planes"]),
+        pytest.param(KVZAP, [KVZAP], marks=pytest.mark.extended),
         pytest.param(
             "kvzip+kivi", ["kvzip+kivi", "keynorm+kivi"], marks=pytest.mark.extended
         ),

@@ -48,6 +48,7 @@ LIVE = {
     *("cache_store_tokens", "cache_store_bytes", "cache_segments", "answer_epoch"),
     *("remote_malformed", "remote_verifiers", "remote_guests"),
     *("remote_share_b1", "remote_share_p1", "remote_share_local"),
+    *("remote_reserved_link", "remote_reserved_pool"),
     *("cache_residual_bytes", "cache_draft_slots", "cache_draft_slots_used"),
     *CompressorGuard("", 1).report(),
     *TierCounters().report(),

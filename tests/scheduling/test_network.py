@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vericache_sglang.scheduling.network import WINDOW_S, WINDOWS, NetworkRings
+from vericache_sglang.scheduling.network import (
+    POOL,
+    STORE_LINK,
+    WINDOW_S,
+    WINDOWS,
+    NetworkRings,
+)
 
 
 def test_slots_are_held_until_released():
@@ -42,6 +48,8 @@ def test_the_pool_is_resized_and_the_reservations_of_those_that_went_are_release
     # Its slots are free again behind its verification, and before its load.
     assert rings.reserve("b", 0.1, 2.0, 60) == pytest.approx((36 * 0.05, 38 * 0.05))
     assert rings.reserve("c", 0.1, 2.0, 101) is None
+    used = {STORE_LINK: 4 / WINDOWS, POOL: 0.6}
+    assert rings.reserved == pytest.approx(used)
     assert rings.starts_s("a") == pytest.approx(39 * WINDOW_S)
     rings.resize(60)
     assert rings.free() == 0

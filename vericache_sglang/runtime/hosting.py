@@ -36,7 +36,7 @@ from vericache_sglang.sampling.grammar import MOST_DRAFTS
 from vericache_sglang.sampling.profile import SamplingRule
 from vericache_sglang.scheduling.ewma import Ewma
 from vericache_sglang.scheduling.iteration_model import LONGEST_S
-from vericache_sglang.scheduling.network import NetworkRings
+from vericache_sglang.scheduling.network import POOL, STORE_LINK, NetworkRings
 from vericache_sglang.scheduling.plan import Plain, Verify, Wait
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from vericache_sglang.scheduling.plan import RowAction
 
 
+RESERVED = {STORE_LINK: "remote_reserved_link", POOL: "remote_reserved_pool"}
+"""What figures call the reserved part of each ring."""
 LONGEST_RETURN_S = 60.0
 """Longest time to bring a guest's KV back that is believed, in seconds."""
 
@@ -446,6 +448,7 @@ class Hosting:
         return {
             "remote_malformed": self.transport.malformed,
             "remote_guests": len(self._guests),
+            **{RESERVED[ring]: part for ring, part in self._rings.reserved.items()},
         }
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from vericache_sglang.remote.transport import (
     Transport,
     VerifierTransport,
 )
-from vericache_sglang.runtime.hosting import Hosting
+from vericache_sglang.runtime.hosting import RESERVED, Hosting
 from vericache_sglang.runtime.paired import SHARES
 from vericache_sglang.runtime.relay import Relay
 
@@ -44,7 +44,7 @@ SAMPLING_ARGS = (
 
 STANDALONE: dict[str, float] = {
     **dict.fromkeys(("remote_malformed", "remote_verifiers", "remote_guests"), 0),
-    **dict.fromkeys(SHARES.values(), 0.0),
+    **dict.fromkeys((*SHARES.values(), *RESERVED.values()), 0.0),
 }
 """Figures of a server without a role."""
 

@@ -43,8 +43,8 @@ class NetworkRings:
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._pool = Ring(WINDOWS, slots)
-        rings = {STORE_LINK: Ring(WINDOWS, WINDOW), POOL: self._pool}
+        self._link, self._pool = Ring(WINDOWS, WINDOW), Ring(WINDOWS, slots)
+        rings = {STORE_LINK: self._link, POOL: self._pool}
         self._admission = Admission(rings, WINDOWS)
         self.held: set[str] = set()
         self._starts_s: dict[str, float] = {}
@@ -61,6 +61,15 @@ class NetworkRings:
             spare: Slots that verifications keep, reserved or not; >= 0.
         """
         return self._pool.limit - max(spare, *self._pool.horizon())
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """Reserved parts: of the link's time, and of the pool in the fullest window."""
+        link, pool = self._link.horizon(), self._pool.horizon()
+        return {
+            STORE_LINK: sum(link) / (WINDOWS * WINDOW),
+            POOL: max(pool) / max(1, self._pool.limit),
+        }
 
     def advance(self, now_s: float) -> None:
         """Advance to the window of the time ``now_s``, in seconds."""
