@@ -384,7 +384,7 @@ def test_a_request_that_loses_its_row_has_all_its_log_probabilities():
     )
     owner = SimpleNamespace(committed={}, returned=[], tokens=lambda _: None)
     owner.relay = lambda *_: None
-    transport = SimpleNamespace(ready=0, now=lambda: 0.0)
+    transport = SimpleNamespace(now=lambda: 0.0)
     relay = Relay(None, None, owner, transport, None)
     relay.paired["r"] = PairedRequest(
         *(req, 1, [*range(decided)]),
