@@ -252,6 +252,23 @@ def test_what_comes_behind_a_long_forward_is_committed():
     assert (request.tokens, owner.returned) == ([5], [])
 
 
+def test_a_request_that_waits_in_a_verifier_s_queue_asks_for_signs_of_life():
+    """However rarely verdicts come: here nearly once a lease, then none for three."""
+    owner, request, _ = drafting(0)
+    at, step = 0.0, LEASE_S / 20
+    for _ in range(20):
+        at += 0.9 * LEASE_S
+        owner.receive(0, Verdict(1, 1, len(request.tokens), pack([5]), False), at)
+    owner.open(OwnedRequest(2, pack([3, 4]), b"", []), at)
+    sent(owner)
+    for i in range(1, 60):
+        owner.receive(0, Heartbeat(i, ()), at + i * step)
+        owner.tick(at + i * step)
+        if (0, Resend(2, 1, 0)) in sent(owner):
+            owner.receive(0, Verdict(2, 1, 0, b"", False), at + i * step)
+    assert 2 not in owner.returned
+
+
 def test_the_time_per_token_is_that_of_requests_that_verifiers_decode():
     owner, request, _ = drafting(0)
     assert owner.token_s[False].value == 0.0

@@ -291,7 +291,7 @@ class Owner:
         if verdict.base > have:  # an earlier one was lost
             self._ask(request, at)
             return
-        request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+        request.pause = self._pause_s
         others = len(self._requests) > 1
         fresh = tokens[have - verdict.base :]
         if request.decodes and fresh:
@@ -325,8 +325,19 @@ class Owner:
                 request.refused.add(request.verifier)
                 self._move(request, now)
             elif now - max(request.answered, request.asked) > request.pause:
-                request.pause = min(2 * request.pause, self._lease_s / 2)
+                request.pause = min(2 * request.pause, self._longest_pause_s)
                 self._ask(request, now)
+
+    @property
+    def _longest_pause_s(self) -> float:
+        """Longest time without asking for a sign of life, in seconds."""
+        return self._lease_s / 2
+
+    @property
+    def _pause_s(self) -> float:
+        """Time without an answer after which tokens are asked for again, in seconds."""
+        usual_s = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+        return min(usual_s, self._longest_pause_s)
 
     def _expect(self, request: OwnedRequest, now: float) -> None:
         """Note that the verifier was asked for something new."""
@@ -367,7 +378,7 @@ class Owner:
             request.epoch += 1
             request.verifier = index
             self._expect(request, now)
-            request.pause = max(LEAST_PAUSE_S, PAUSES * self._between.value)
+            request.pause = self._pause_s
             request.finished = request.decodes = False
             self.outbox.append((index, request.opening()))
             if request.verify is not None:
