@@ -178,11 +178,12 @@ class Hosting:
         if eta_s is None:
             rings.release(guest.name)
             return False
-        if rings.starts_s(guest.name) is None:
-            slots = len(req.origin_input_ids) + tokens + self._most_drafts
-            rings.reserve(guest.name, self._return_s.value, max(0.0, eta_s), slots)
         starts_s = rings.starts_s(guest.name)
-        return starts_s is not None and starts_s <= now and not self._short
+        if starts_s is None:
+            slots = len(req.origin_input_ids) + tokens + self._most_drafts
+            times_s = self._return_s.value, max(0.0, eta_s)
+            starts_s, _ = rings.reserve(guest.name, *times_s, slots) or (inf, inf)
+        return starts_s <= now and not self._short
 
     @property
     def _short(self) -> bool:

@@ -14,7 +14,7 @@ from vericache_sglang.errors import InvariantError
 from vericache_sglang.scheduling.reservation import Reservation, RingLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vericache_sglang.scheduling.reservation import Demand, PrefetchDemand
     from vericache_sglang.scheduling.ring import Ring
@@ -216,6 +216,11 @@ class Admission:
     def reservation(self, rid: str) -> Reservation | None:
         """Return the request's reservation, past or future; None if it has none."""
         return self._reservations.get(rid)
+
+    @property
+    def requests(self) -> Collection[str]:
+        """The requests that have one."""
+        return self._reservations.keys()
 
     def _check(self, rid: str, prefetch: PrefetchDemand) -> None:
         if rid in self._reservations:

@@ -32,7 +32,7 @@ class NetworkRings:
     A KV is either reserved (its slot is taken from the first window of its load to its
     verification) or held (its slot is taken until it is released).
 
-    The unit of a slot is the caller's: one of a KV, or a full KV.
+    The unit of a slot is the caller's: one of a KV, or a full KV, if any is held.
 
     Args:
         slots: Slots of the pool, >= 0.
@@ -47,7 +47,6 @@ class NetworkRings:
         rings = {STORE_LINK: self._link, POOL: self._pool}
         self._admission = Admission(rings, WINDOWS)
         self.held: set[str] = set()
-        self._starts_s: dict[str, float] = {}
 
     def resize(self, slots: int) -> None:
         """Change the slots of the pool; what is reserved or held stays."""
@@ -117,7 +116,6 @@ class NetworkRings:
         found = self._admission.admit(rid, load, anchor)
         if found is None:
             return None
-        self._starts_s[rid] = found.first * WINDOW_S
         return found.first * WINDOW_S, (found.deadline + 1) * WINDOW_S
 
     def starts_s(self, rid: str) -> float | None:
@@ -126,37 +124,34 @@ class NetworkRings:
         Returns:
             In seconds of the time given to ``advance``.
         """
-        return self._starts_s.get(rid)
+        found = self._admission.reservation(rid)
+        return None if found is None else found.first * WINDOW_S
 
     def load_by(self, load_s: float, eta_s: float) -> float | None:
         """Return the end of the load that ``reserve`` would grant; reserves nothing."""
         found = self.reserve("", load_s, eta_s)
-        self.release("")
+        self._admission.cancel("")
         return None if found is None else found[1]
 
     def begin(self, rid: str) -> bool:
         """Take the reserved slot, as its load begins; False while none is free."""
         if len(self.held) >= self._slots:
             return False
-        self._cancel(rid)
+        self._admission.cancel(rid)
         self._keep(rid)
         return True
 
     def retain(self, rids: Collection[str]) -> None:
         """Release what requests have reserved or hold, but for ``rids``."""
-        for rid in (self._starts_s.keys() | self.held) - set(rids):
+        for rid in self.held.union(self._admission.requests).difference(rids):
             self.release(rid)
 
     def release(self, rid: str) -> None:
         """Free what the request has reserved or holds; nothing if it has none."""
-        self._cancel(rid)
+        self._admission.cancel(rid)
         if rid in self.held:
             self.held.remove(rid)
             self._pool.limit += 1
-
-    def _cancel(self, rid: str) -> None:
-        self._admission.cancel(rid)
-        self._starts_s.pop(rid, None)
 
     def _keep(self, rid: str) -> None:
         self.held.add(rid)

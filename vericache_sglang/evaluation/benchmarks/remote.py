@@ -59,14 +59,15 @@ LEAST_OF_BASELINES = 1.15
 """Least tokens/s of the choice with requests at once, as a share of the better of the
 paper's B1 and B2."""
 
+BEST = "the better of b1 and b2"
+BASELINES = "the better of b1 without drafts and b2"
 OTHERS: Mapping[str, tuple[str, Callable[[float, float], float]]] = {
-    "the better of b1 and b2": (B1, max),
+    BEST: (B1, max),
     "the sum of b1 and b2": (B1, add),
-    "the better of b1 without drafts and b2": (PLAIN_B1, max),
+    BASELINES: (PLAIN_B1, max),
     "the sum of b1 without drafts and b2": (PLAIN_B1, add),
 }
 """What the choice is compared with; no mix of two paths exceeds their sum."""
-BEST, _, BASELINES, _ = OTHERS
 
 LONGER_THAN_ANY = 1_000_000
 """``--vericache-min-prompt`` of a server that drafts for no request."""
